@@ -1,3 +1,25 @@
-"""Gradient synchronization for Mesh-TensorFlow."""
+"""Gradient synchronization for Mesh-TensorFlow.
 
-from mtf_gradsync import _tf_compat as _tf_compat
+Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and later.
+"""
+
+from mtf_gradsync import _tf_compat as _tf_compat  # first: it repairs Mesh-TF's imports
+from mtf_gradsync.axes import ReplicaAxes
+from mtf_gradsync.gradients import (
+    clip_by_global_norm,
+    clip_by_shard_norm,
+    per_shard,
+    sum_shards,
+)
+from mtf_gradsync.optimizers import CrossShardOptimizer
+from mtf_gradsync.reduce import FusedAllReduce
+
+__all__ = [
+    "CrossShardOptimizer",
+    "FusedAllReduce",
+    "ReplicaAxes",
+    "clip_by_global_norm",
+    "clip_by_shard_norm",
+    "per_shard",
+    "sum_shards",
+]

@@ -1,0 +1,32 @@
+"""Gradients as stages: per shard, summed, clipped."""
+
+from mtf_gradsync.gradients.clipping import clip_by_global_norm, clip_by_shard_norm
+from mtf_gradsync.gradients.copies import (
+    SumCopies,
+    check_group_assignment,
+    check_groups_cover,
+)
+from mtf_gradsync.gradients.stages import (
+    SumGradients,
+    check_axes,
+    check_gradients,
+    on_present,
+    per_shard,
+    shard_dims_in,
+    sum_shards,
+)
+
+__all__ = [
+    "SumCopies",
+    "SumGradients",
+    "check_axes",
+    "check_gradients",
+    "check_group_assignment",
+    "check_groups_cover",
+    "clip_by_global_norm",
+    "clip_by_shard_norm",
+    "on_present",
+    "per_shard",
+    "shard_dims_in",
+    "sum_shards",
+]

@@ -1,0 +1,226 @@
+"""Clipping by each shard's own norm and by the norm of the whole gradient."""
+
+from __future__ import annotations
+
+import collections
+import numbers
+from typing import Any, List, Optional, Sequence, Tuple, Union
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.axes import ReplicaAxes
+from mtf_gradsync.gradients.partial_sums import (
+    PartialSum,
+    StageOperation,
+    reduce_partial_sums,
+    whole_values,
+)
+from mtf_gradsync.gradients.stages import (
+    MaybeGradients,
+    check_axes,
+    check_gradients,
+    on_present,
+    per_shard,
+    shard_dims_in,
+    sum_shards,
+)
+from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+
+ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
+
+
+def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
+    return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
+
+
+class SquaredNorm(StageOperation):
+    """Sum of squares over all gradients: of each shard, or one for all."""
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        shard_dims: Sequence[mtf.Dimension],
+        axes: Optional[ReplicaAxes],
+        reducer: Strategy,
+    ):
+        self._shard_dims = list(shard_dims)
+        self._axes = axes
+        self._reducer = reducer
+        super().__init__(
+            grads, [mtf.Shape(self._shard_dims)], name="squared_norm", dtypes=[_norm_dtype(grads)]
+        )
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        mesh_impl = lowering.mesh_impl(self)
+        if self._axes is not None:
+            self._axes.check_mesh_impl(mesh_impl)
+        output = self.outputs[0]
+        slice_shape = mesh_impl.slice_shape(output.shape)
+        shard_axes = set(mesh_impl.tensor_layout(output.shape))
+        values = whole_values(lowering, self.inputs, self._reducer)
+        # Processors that hold different parts of a gradient add up their squares; those that
+        # hold copies must not.
+        by_axes = collections.OrderedDict()
+        for grad, value in zip(self.inputs, values):
+            split = set(mesh_impl.tensor_layout(grad.shape)) - {None} - shard_axes
+            local_shards = {d.name for d in self._shard_dims}
+            keep = [i for i, d in enumerate(grad.shape.dims) if d.name in local_shards]
+            by_axes.setdefault(tuple(sorted(split)), []).append((value, keep))
+        sums = []
+        for mesh_axes, members in by_axes.items():
+            keeps = [keep for _, keep in members]
+
+            def add_squares(*slices: tf.Tensor, keeps: Any = keeps) -> tf.Tensor:
+                squares = [
+                    _squares(x, keep, output.dtype, slice_shape)
+                    for x, keep in zip(slices, keeps)
+                ]
+                return tf.add_n(squares)
+
+            value = mesh_impl.slicewise(add_squares, *[value for value, _ in members])
+            sums.append(PartialSum(value, mesh_axes))
+        parts = reduce_partial_sums(mesh_impl, sums, self._reducer)
+        total = mesh_impl.slicewise(lambda *xs: tf.add_n(list(xs)), *parts)
+        self.set_outputs(lowering, [total])
+
+
+def _squares(
+    x: tf.Tensor, keep: Sequence[int], dtype: tf.DType, slice_shape: Sequence[int]
+) -> tf.Tensor:
+    over = [i for i in range(x.shape.rank) if i not in keep]
+    return tf.reshape(tf.reduce_sum(tf.square(tf.cast(x, dtype)), over), slice_shape)
+
+
+class ScaleGradients(StageOperation):
+    """Multiplies gradients by one factor, or each shard's gradients by that shard's factor."""
+
+    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, reducer: Strategy):
+        self._reducer = reducer
+        super().__init__(
+            [*grads, factor], [g.shape for g in grads], "scale_gradients", [g.dtype for g in grads]
+        )
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        mesh_impl = lowering.mesh_impl(self)
+        *grads, factor = self.inputs
+        names = {d.name for d in factor.shape.dims}
+        *values, factor_value = whole_values(lowering, self.inputs, self._reducer)
+        scaled = []
+        for grad, value in zip(grads, values):
+            kept = [d.name in names for d in grad.shape.dims]
+
+            def scale(x: tf.Tensor, f: tf.Tensor, kept: Sequence[bool] = tuple(kept)) -> tf.Tensor:
+                wide = [size if keep else 1 for size, keep in zip(x.shape.as_list(), kept)]
+                # The factor's dtype is the wider one; rounding once keeps the norm in bounds.
+                return tf.cast(tf.cast(x, f.dtype) * tf.reshape(f, wide), x.dtype)
+
+            scaled.append(mesh_impl.slicewise(scale, value, factor_value))
+        self.set_outputs(lowering, scaled)
+
+
+def _check_clip_norm(clip_norm: Any) -> None:
+    number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
+    if number and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be greater than 0, got {clip_norm!r}.")
+    if not number and not isinstance(clip_norm, (mtf.Tensor, tf.Tensor)):
+        raise TypeError(
+            f"clip_norm must be a number, a scalar tf.Tensor or mtf.Tensor, got {clip_norm!r}."
+        )
+    if isinstance(clip_norm, mtf.Tensor) and clip_norm.shape.ndims:
+        raise ValueError(f"clip_norm must be a scalar, got {clip_norm!r}.")
+
+
+def _clip(
+    grads: MaybeGradients,
+    clip_norm: ClipNorm,
+    shard_dims: Sequence[mtf.Dimension],
+    axes: Optional[ReplicaAxes],
+    reducer: Strategy,
+) -> Tuple[List[Optional[mtf.Tensor]], Optional[mtf.Tensor]]:
+    present = [g for g in grads if g is not None]
+    if not present:
+        return list(grads), None
+    norm = mtf.sqrt(SquaredNorm(present, shard_dims, axes, reducer).outputs[0])
+    if isinstance(clip_norm, mtf.Tensor) and clip_norm.dtype != norm.dtype:
+        clip_norm = mtf.cast(clip_norm, norm.dtype)
+    elif isinstance(clip_norm, tf.Tensor):
+        clip_norm = mtf.import_tf_tensor(norm.mesh, tf.cast(clip_norm, norm.dtype), [])
+    factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
+    scaled = on_present(grads, lambda some: ScaleGradients(some, factor, reducer).outputs)
+    return scaled, norm
+
+
+def clip_by_shard_norm(
+    grads: MaybeGradients,
+    clip_norm: ClipNorm,
+    axes: ReplicaAxes,
+    reducer: Optional[Strategy] = None,
+) -> Tuple[List[Optional[mtf.Tensor]], Optional[mtf.Tensor]]:
+    """Clips each shard's gradients by that shard's own norm over all of them.
+
+    A shard whose gradients are huge is scaled down alone: the others keep theirs. Where a
+    gradient is split over a replica axis by its own layout (an expert's), each part counts to
+    the shard that holds it. Norms are in float32 (float64 gradients: float64); a norm that is
+    not finite makes that shard's gradients not finite.
+
+    Args:
+      grads: gradients, pending or per shard; None passes through.
+      clip_norm: largest norm of a shard's gradients, greater than 0.
+      axes: the replica axes.
+      reducer: how sums cross the mesh axes that are not replica axes; None takes
+        `FusedAllReduce()`.
+
+    Returns:
+      The clipped gradients, per shard (`[shard dims...] + var dims`), and the norms before
+      clipping, of shape `[shard dims...]`; None as norm when every gradient is None.
+
+    Raises:
+      ValueError: clip_norm is not greater than 0, or gradients have different shard dims.
+      TypeError: an argument is of the wrong type.
+
+    References:
+      Pascanu et al., "On the difficulty of training recurrent neural networks", 2013; per shard
+      as the documentation of `tf.compat.v1.tpu.CrossShardOptimizer` advises.
+    """
+    grads = check_gradients(grads)
+    check_axes(axes)
+    _check_clip_norm(clip_norm)
+    reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    shard_dims = None
+    for grad in (g for g in grads if g is not None):
+        found = {d.name: d for d in shard_dims_in(grad.shape, axes)}
+        dims = [found.get(d.name, d) for d in axes.shard_dims]
+        if shard_dims not in (None, dims):
+            raise ValueError(
+                f"Gradients have different shard dims: {mtf.Shape(shard_dims)} and "
+                f"{mtf.Shape(dims)} (of {grad.name}); give each the same."
+            )
+        shard_dims = dims
+    return _clip(per_shard(grads, axes, reducer), clip_norm, shard_dims, axes, reducer)
+
+
+def clip_by_global_norm(
+    grads: MaybeGradients, clip_norm: ClipNorm, reducer: Optional[Strategy] = None
+) -> Tuple[List[Optional[mtf.Tensor]], Optional[mtf.Tensor]]:
+    """Clips gradients by the norm over all of them, summed over the whole mesh.
+
+    Args:
+      grads: gradients of shape `var dims`; pending ones are summed first, together. None passes
+        through.
+      clip_norm: largest norm of the result, greater than 0.
+      reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+    Returns:
+      The clipped gradients, whole on every processor, and the norm before clipping (a scalar in
+      float32, or float64 if a gradient is), None when every gradient is None.
+
+    Raises:
+      ValueError: clip_norm is not greater than 0.
+      TypeError: an argument is of the wrong type.
+
+    References:
+      Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    """
+    grads = check_gradients(grads)
+    _check_clip_norm(clip_norm)
+    reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    return _clip(sum_shards(grads, None, reducer), clip_norm, [], None, reducer)

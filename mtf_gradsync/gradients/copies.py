@@ -1,0 +1,237 @@
+"""Sums over groups of shards, for variables of which every shard has its own copy."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.gradients.partial_sums import StageOperation, whole_values
+from mtf_gradsync.reduce import ProcessorGroups, Strategy
+
+GroupAssignment = Sequence[Sequence[int]]
+
+
+def check_group_assignment(group_assignment: Any) -> Optional[List[List[int]]]:
+    """Checks the form of a group assignment, as far as it shows without the mesh.
+
+    Args:
+      group_assignment: None, or equally long lists of shard numbers.
+
+    Returns:
+      The assignment, None for none.
+
+    Raises:
+      ValueError: it is not a list of lists of whole numbers.
+    """
+    if group_assignment is None or (
+        isinstance(group_assignment, (list, tuple)) and not group_assignment
+    ):
+        return None
+    ok = isinstance(group_assignment, (list, tuple)) and all(
+        isinstance(group, (list, tuple))
+        and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in group)
+        for group in group_assignment
+    )
+    if not ok:
+        raise ValueError(
+            "group_assignment must be a list of lists of shard numbers, such as "
+            f"[[0, 1], [2, 3]], got {group_assignment!r}."
+        )
+    return [[int(i) for i in group] for group in group_assignment]
+
+
+def check_groups_cover(group_assignment: List[List[int]], num_shards: int) -> int:
+    """Checks a group assignment against the number of shards.
+
+    Args:
+      group_assignment: what `check_group_assignment` returned.
+      num_shards: the number of shards.
+
+    Returns:
+      The size of a group.
+
+    Raises:
+      ValueError: it is no permutation of range(num_shards), or groups differ in size.
+    """
+    numbers = [i for group in group_assignment for i in group]
+    missing = sorted(set(range(num_shards)) - set(numbers))
+    unknown = sorted(set(numbers) - set(range(num_shards)))
+    repeated = sorted({i for i in numbers if numbers.count(i) > 1})
+    problems = [
+        f"{what} {which}"
+        for what, which in (("missing", missing), ("unknown", unknown), ("repeated", repeated))
+        if which
+    ]
+    if problems:
+        raise ValueError(
+            f"group_assignment must be a permutation of range({num_shards}), the shards of this "
+            f"mesh, but shards are {', '.join(problems)}: got {group_assignment!r}."
+        )
+    sizes = {len(group) for group in group_assignment}
+    if len(sizes) > 1:
+        raise ValueError(
+            "The groups of group_assignment must have equal sizes, got sizes "
+            f"{[len(group) for group in group_assignment]} in {group_assignment!r}."
+        )
+    return sizes.pop()
+
+
+class SumCopies(StageOperation):
+    """Sums the shards' copies within groups; each shard gets the sum of its group."""
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        shard_dims: Sequence[Sequence[mtf.Dimension]],
+        groups: Optional[GroupAssignment],
+        reducer: Strategy,
+    ):
+        """Adds the operation.
+
+        Args:
+          grads: tensors that have all their shard dims, in any place.
+          shard_dims: for each tensor its shard dims, in the order that numbers the shards.
+          groups: checked groups of shard numbers; None for one group of all.
+          reducer: how sums cross the mesh.
+        """
+        self._shard_dims = [list(dims) for dims in shard_dims]
+        self._groups = groups
+        self._reducer = reducer
+        super().__init__(grads, [g.shape for g in grads], name="sum_copies")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        mesh_impl = lowering.mesh_impl(self)
+        values = whole_values(lowering, self.inputs, self._reducer)
+        results: List[Any] = [None] * len(values)
+        # Copies with the same shard dims cross the mesh together.
+        by_dims = {}
+        for index, dims in enumerate(self._shard_dims):
+            by_dims.setdefault(tuple(dims), []).append(index)
+        for dims, indices in by_dims.items():
+            summed = self._sum(
+                mesh_impl, dims, [self.inputs[i] for i in indices], [values[i] for i in indices]
+            )
+            for index, value in zip(indices, summed):
+                results[index] = value
+        self.set_outputs(lowering, results)
+
+    def _sum(
+        self,
+        mesh_impl: Any,
+        dims: Tuple[mtf.Dimension, ...],
+        grads: Sequence[mtf.Tensor],
+        values: Sequence[Any],
+    ) -> List[Any]:
+        mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
+        one_each = all(
+            axis is not None and mesh_impl.shape[axis].size == d.size
+            for d, axis in zip(dims, mesh_axes)
+        )
+        groups = self._groups or [list(range(mtf.Shape(list(dims)).size))]
+        if one_each:
+            return self._reducer.all_reduce(
+                mesh_impl, values, _processor_groups(mesh_impl, mesh_axes, dims, groups)
+            )
+        return _sum_several_a_processor(
+            mesh_impl, mesh_axes, dims, groups, grads, values, self._reducer
+        )
+
+
+def _processor_groups(
+    mesh_impl: Any,
+    mesh_axes: Sequence[int],
+    dims: Sequence[mtf.Dimension],
+    groups: GroupAssignment,
+) -> ProcessorGroups:
+    """Groups of processors for groups of shards, where each processor holds one shard."""
+    if len(groups) == 1:
+        return ProcessorGroups.along(mesh_impl, mesh_axes)
+    group_of = {shard: number for number, group in enumerate(groups) for shard in group}
+    members = {}
+    for processor in range(mesh_impl.size):
+        coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
+        shard = mtf.processor_coordinates_to_pnum(
+            [d.size for d in dims], [coordinates[axis] for axis in mesh_axes]
+        )
+        # Processors along the other axes hold other parts of the same copy.
+        rest = tuple(c for axis, c in enumerate(coordinates) if axis not in mesh_axes)
+        members.setdefault((group_of[shard], rest), []).append(processor)
+    return ProcessorGroups([members[key] for key in sorted(members)])
+
+
+def _sum_several_a_processor(
+    mesh_impl: Any,
+    mesh_axes: Sequence[Optional[int]],
+    dims: Sequence[mtf.Dimension],
+    groups: GroupAssignment,
+    grads: Sequence[mtf.Tensor],
+    values: Sequence[Any],
+    reducer: Strategy,
+) -> List[Any]:
+    """Sums where a processor holds several shards, of any groups.
+
+    Each processor adds up its shards by group; the sums of all groups cross the mesh, and each
+    shard takes its group's.
+    """
+    group_of = np.empty([d.size for d in dims], np.int32)
+    for number, group in enumerate(groups):
+        group_of.reshape([-1])[list(group)] = number
+    # The layout of group_of tells each processor which groups its own shards are in.
+    mine = mesh_impl.slicewise(
+        lambda x: tf.reshape(x, [-1]), _split_constant(mesh_impl, group_of, mtf.Shape(list(dims)))
+    )
+    partial = []
+    for grad, value in zip(grads, values):
+        to_front, _ = _permutations(grad.shape, dims)
+
+        def by_group(x: tf.Tensor, numbers: tf.Tensor, to_front: Any = to_front) -> tf.Tensor:
+            # Narrow floats are added up in float32, as everywhere.
+            x = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
+            x = tf.transpose(x, to_front)
+            x = tf.reshape(x, [-1, *x.shape.as_list()[len(dims) :]])
+            return tf.math.unsorted_segment_sum(x, numbers, len(groups))
+
+        partial.append(mesh_impl.slicewise(by_group, value, mine))
+    split_axes = [axis for axis in mesh_axes if axis is not None]
+    if split_axes:
+        partial = reducer.all_reduce(
+            mesh_impl, partial, ProcessorGroups.along(mesh_impl, split_axes)
+        )
+    results = []
+    for grad, total in zip(grads, partial):
+        to_front, back = _permutations(grad.shape, dims)
+        slice_shape = mesh_impl.slice_shape(grad.shape)
+        front_shape = [slice_shape[i] for i in to_front]
+
+        def pick(
+            x: tf.Tensor,
+            numbers: tf.Tensor,
+            back: Any = back,
+            front_shape: Any = front_shape,
+            dtype: tf.DType = grad.dtype,
+        ) -> tf.Tensor:
+            x = tf.reshape(tf.gather(x, numbers), front_shape)
+            return tf.cast(tf.transpose(x, back), dtype)
+
+        results.append(mesh_impl.slicewise(pick, total, mine))
+    return results
+
+
+def _permutations(
+    shape: mtf.Shape, dims: Sequence[mtf.Dimension]
+) -> Tuple[List[int], List[int]]:
+    """The transposition that brings dims to the front, and the one that undoes it."""
+    first = [shape.dims.index(d) for d in dims]
+    to_front = first + [i for i in range(shape.ndims) if i not in first]
+    return to_front, [to_front.index(i) for i in range(shape.ndims)]
+
+
+def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
+    """A numpy array laid out on the mesh, whatever the kind of mesh."""
+    value = mesh_impl.slicewise(lambda: tf.constant(array))
+    for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
+        if mesh_axis is not None:
+            value = mesh_impl.allsplit(value, mesh_axis, tensor_axis)
+    return value

@@ -1,0 +1,141 @@
+"""What wrappers refuse, before anything is created in a graph."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, List, Optional, Sequence, Tuple
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.gradients import check_gradients
+
+GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
+
+
+def _is_keras_optimizer(cls: type) -> bool:
+    # Keras is not imported for this check: its classes are known by where they were defined.
+    return any(
+        base.__name__ in ("Optimizer", "OptimizerV2", "BaseOptimizer", "LossScaleOptimizer")
+        and "keras" in base.__module__
+        for base in cls.__mro__
+    )
+
+
+def check_optimizer(opt: Any, wrapper: str) -> None:
+    """Raises TypeError or ValueError if opt is not something that a wrapper can wrap."""
+    cls = opt if isinstance(opt, type) else type(opt)
+    if _is_keras_optimizer(cls):
+        raise TypeError(
+            f"{wrapper} does not work with Keras optimizers (OptimizerV2), got {opt!r}. Use a "
+            "Mesh-TensorFlow optimizer, for example mtf.optimize.AdafactorOptimizer or "
+            "mtf.optimize.AdamWeightDecayOptimizer."
+        )
+    if issubclass(cls, tf.train.Optimizer):
+        raise TypeError(
+            f"{wrapper} wraps Mesh-TensorFlow optimizers, got the TensorFlow optimizer {opt!r}, "
+            "which cannot update mesh variables. Use one of mtf.optimize, or, without a mesh, "
+            "TensorFlow's own wrapper."
+        )
+    if isinstance(opt, type):
+        if not callable(getattr(opt, "apply_grads", None)):
+            raise ValueError(
+                f"opt must be an optimizer with apply_grads(grads, variables), or a class of "
+                f"such, got the class {opt!r}."
+            )
+    elif not callable(getattr(opt, "apply_grads", None)) and not callable(opt):
+        raise ValueError(
+            f"opt must be an optimizer with apply_grads(grads, variables), such as one of "
+            f"mtf.optimize, or a class or factory of one, got {opt!r}."
+        )
+
+
+def check_variables(variables: Iterable[Any]) -> List[mtf.Variable]:
+    """Returns variables as a new list of mtf.Variable; values of variables are taken for them.
+
+    Raises:
+      TypeError: something in it is no mesh variable.
+    """
+    if isinstance(variables, (mtf.Variable, mtf.Tensor)) or not hasattr(variables, "__iter__"):
+        raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
+    result = []
+    for index, variable in enumerate(variables):
+        if isinstance(variable, mtf.Tensor) and isinstance(variable.operation, mtf.Variable):
+            variable = variable.operation
+        if not isinstance(variable, mtf.Variable):
+            raise TypeError(
+                f"variables must hold mtf.Variable, but variables[{index}] is {variable!r}."
+            )
+        result.append(variable)
+    return result
+
+
+def check_grads_and_variables(
+    grads: Sequence[Any], variables: Sequence[Any]
+) -> Tuple[List[Optional[mtf.Tensor]], List[mtf.Variable]]:
+    """Checks that gradients and variables belong together, shapes apart.
+
+    Returns:
+      Both as new lists.
+
+    Raises:
+      TypeError: wrong types.
+      ValueError: lengths differ, a variable stands there twice, or tensors of several graphs.
+    """
+    grads, variables = check_gradients(grads), check_variables(variables)
+    if len(grads) != len(variables):
+        raise ValueError(
+            f"grads and variables must have the same length, got {len(grads)} gradients for "
+            f"{len(variables)} variables."
+        )
+    seen = set()
+    for grad, variable in zip(grads, variables):
+        if variable in seen:
+            raise ValueError(f"Variable {variable.name!r} stands twice in variables.")
+        seen.add(variable)
+        if grad is not None and grad.mesh is not variable.mesh:
+            raise ValueError(
+                f"The gradient {grad.name!r} and its variable {variable.name!r} are on different "
+                "meshes."
+            )
+    return grads, variables
+
+
+def check_pairs(grads_and_vars: Any) -> GradsAndVars:
+    """Checks the argument of apply_gradients.
+
+    Returns:
+      A new list of (gradient or None, variable).
+
+    Raises:
+      ValueError: it is not a list of pairs, or holds no variable.
+      TypeError: something in a pair is of the wrong type.
+    """
+    wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
+    if not hasattr(grads_and_vars, "__iter__") or isinstance(grads_and_vars, (str, mtf.Tensor)):
+        raise ValueError(f"grads_and_vars must be {wanted}, got {grads_and_vars!r}.")
+    pairs = list(grads_and_vars)
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(
+                f"grads_and_vars must be {wanted}, but item {index} is {pair!r}."
+            )
+    if not pairs:
+        raise ValueError(f"grads_and_vars must be {wanted}, got no pair at all.")
+    grads, variables = check_grads_and_variables(*zip(*pairs))
+    return list(zip(grads, variables))
+
+
+def check_step(global_step: Any) -> None:
+    """Raises TypeError if global_step is neither None nor a scalar mtf or tf variable."""
+    if global_step is None:
+        return
+    if isinstance(global_step, mtf.Tensor):
+        global_step = global_step.operation
+    if isinstance(global_step, mtf.Variable):
+        shape = global_step.shape.to_integer_list
+    elif isinstance(global_step, tf.Variable):
+        shape = global_step.shape.as_list()
+    else:
+        raise TypeError(
+            f"global_step must be an mtf.Variable or a tf.Variable, got {global_step!r}."
+        )
+    if shape:
+        raise ValueError(f"global_step must be a scalar variable, got shape {shape}.")

@@ -1,0 +1,197 @@
+"""CrossShardOptimizer: sums gradients over the shards of a mesh, all of them together."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Union
+
+import gin
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.gradients import (
+    SumCopies,
+    SumGradients,
+    check_group_assignment,
+    check_groups_cover,
+)
+from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.update import warn_once
+
+Reduction = tf.losses.Reduction
+_REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
+
+
+@gin.configurable(module="mtf_gradsync")
+class CrossShardOptimizer(Wrapper):
+    """Sums gradients over the shards, then applies another optimizer.
+
+    The mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. Gradients may be pending
+    (what `mtf.gradients` returns), per shard, or of variables that have the shard dims
+    themselves; see `apply_grads`.
+
+    References:
+      https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        reduction: str = Reduction.MEAN,
+        name: str = "CrossShardOptimizer",
+        group_assignment: Optional[List[List[int]]] = None,
+        learning_rate: Any = _NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: Union[str, Sequence[str]] = ("batch",),
+        reducer: Optional[Strategy] = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          reduction: `tf.compat.v1.losses.Reduction.MEAN` or `.SUM`: whether `compute_gradients`
+            scales per-shard losses by 1/num_shards (with groups: 1/group size). Applying
+            gradients always sums.
+          name: name of the wrapper.
+          group_assignment: equally long lists of shard numbers, together a permutation of
+            range(num_shards): shards sum within their group. For variables that have the shard
+            dims themselves. None makes one group of all.
+          learning_rate: only with a class or factory as opt: passed on untouched.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
+            the shard dims are known by their names alone.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along, which are
+            the names of the shard dims.
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+        Raises:
+          ValueError: reduction or group_assignment is invalid, or arguments contradict each
+            other.
+          TypeError: opt is a Keras or TensorFlow optimizer.
+        """
+        if reduction not in _REDUCTIONS:
+            raise ValueError(
+                "reduction must be tf.compat.v1.losses.Reduction.SUM or .MEAN "
+                f"({Reduction.SUM!r} or {Reduction.MEAN!r}), got {reduction!r}."
+            )
+        self._groups = check_group_assignment(group_assignment)
+        self._reduction = reduction
+        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        if self._groups and self.axes:
+            # A processor may hold several shards, so there may be more than the mesh shows.
+            listed = sum(len(group) for group in self._groups)
+            check_groups_cover(self._groups, max(self.axes.num_shards, listed))
+
+    def apply_grads(
+        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+    ) -> List[mtf.Operation]:
+        """Sums gradients over the shards and applies them.
+
+        A gradient may be
+        - pending or already summed, of its variable's shape: the all-reduce that it still needs
+          runs here, together with the others';
+        - per shard, of shape `[shard dims...] + var dims`: the shard dims are summed away;
+        - of a variable that has the shard dims itself: every shard gets the sum over its group.
+
+        Args:
+          grads: a gradient or None for each variable.
+          variables: mesh variables.
+
+        Returns:
+          A flat list of mtf operations; empty if every gradient is None.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: a gradient does not fit its variable, lengths differ, or groups are given
+            for a variable that all shards share.
+        """
+        return super().apply_grads(grads, variables)
+
+    def _shard_dims(self, shape: mtf.Shape) -> List[mtf.Dimension]:
+        """The shard dims that a shape has, in the order that numbers the shards."""
+        by_name = {d.name: d for d in shape.dims}
+        return [by_name[name] for name in self._shard_names if name in by_name]
+
+    def _has_own_copy(self, variable: mtf.Variable) -> bool:
+        """Whether every shard has its own copy of a variable."""
+        dims = self._shard_dims(variable.shape)
+        needed = [d.name for d in self.axes.shard_dims] if self.axes else []
+        missing = [name for name in needed if name not in [d.name for d in dims]]
+        if dims and missing:
+            raise ValueError(
+                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
+                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
+                "them (every shard its own copy) or none."
+            )
+        return bool(dims)
+
+    def _check_shapes(
+        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+    ) -> None:
+        for grad, variable in zip(grads, variables):
+            if grad is None:
+                continue
+            own_copy = self._has_own_copy(variable)
+            shard_dims = [] if own_copy else self._shard_dims(grad.shape)
+            rest = [d for d in grad.shape.dims if d not in shard_dims]
+            if rest != variable.shape.dims:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
+                    f"the variable has {variable.shape.to_string}: a gradient has the "
+                    f"variable's shape, or the shard dims {list(self._shard_names)} in front."
+                )
+            if self._groups and not own_copy:
+                raise ValueError(
+                    f"group_assignment={self._groups!r} sums within groups of shards, but all "
+                    f"shards share the variable {variable.name!r} of shape "
+                    f"{variable.shape.to_string}: groups would leave it with a different value "
+                    "on each. Give the variable the shard dims, or leave group_assignment out."
+                )
+            if self._groups:
+                check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
+
+    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
+        dims = self._shard_dims(loss.shape)
+        if not dims:
+            warn_once(
+                "loss without shard dims",
+                "CrossShardOptimizer: the loss of shape %s has none of the shard dims %s, so it "
+                "is the loss of all shards already: num_shards is 1 and it is not scaled.",
+                loss.shape.to_string,
+                list(self._shard_names),
+            )
+            return loss
+        num_shards = _size(dims)
+        if self._groups:
+            num_shards = check_groups_cover(self._groups, num_shards)
+        if self._reduction == Reduction.SUM or num_shards == 1:
+            return loss
+        return loss * (1.0 / num_shards)
+
+    def _to_inner(
+        self, grads: List[Optional[mtf.Tensor]], variables: List[mtf.Variable]
+    ) -> List[mtf.Operation]:
+        summed = list(grads)
+        shared, copies = [], []
+        for index, (grad, variable) in enumerate(zip(grads, variables)):
+            if grad is not None:
+                (copies if self._has_own_copy(variable) else shared).append(index)
+        if shared:
+            inputs = [grads[i] for i in shared]
+            sum_dims = [self._shard_dims(g.shape) for g in inputs]
+            outputs = SumGradients(inputs, sum_dims, self.reducer).outputs
+            for index, output in zip(shared, outputs):
+                summed[index] = output
+        if copies:
+            inputs = [grads[i] for i in copies]
+            dims = [self._shard_dims(g.shape) for g in inputs]
+            outputs = SumCopies(inputs, dims, self._groups, self.reducer).outputs
+            for index, output in zip(copies, outputs):
+                summed[index] = output
+        return self._apply_inner(summed, variables)
+
+
+def _size(dims: Sequence[mtf.Dimension]) -> int:
+    return mtf.Shape(list(dims)).size

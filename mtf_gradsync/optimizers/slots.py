@@ -1,0 +1,51 @@
+"""Which variables an optimizer made for which variable."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from mtf_gradsync._tf_compat import mtf
+
+
+class SlotBook:
+    """Keeps the slots of an optimizer that does not tell them itself, as Mesh-TF's do not.
+
+    A slot is a variable named after the one that it belongs to: "w/adam_m" and "w_slot_v" are the
+    slots "adam_m" and "slot_v" of "w".
+    """
+
+    def __init__(self) -> None:
+        self._slots: Dict[Tuple[str, str], mtf.Variable] = {}
+        self._variables: List[mtf.Variable] = []
+
+    def record(self, made: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]) -> None:
+        """Adds the variables that an update of `variables` made."""
+        owners = {v.name for v in variables}
+        for variable in made:
+            if variable in self._variables:
+                continue
+            self._variables.append(variable)
+            owner = _owner(variable.name, owners)
+            if owner is not None:
+                slot = variable.name[len(owner) :].lstrip("/_")
+                self._slots[(owner, slot)] = variable
+
+    def get(self, variable: mtf.Variable, name: str) -> Optional[mtf.Variable]:
+        """The slot of a variable, or None."""
+        return self._slots.get((variable.name, name))
+
+    def names(self) -> List[str]:
+        """Names of all slots, sorted."""
+        return sorted({name for _, name in self._slots})
+
+    def variables(self) -> List[mtf.Variable]:
+        """Every variable that was made, slot or not, in the order of creation."""
+        return list(self._variables)
+
+
+def _owner(name: str, owners: "set[str]") -> Optional[str]:
+    """The longest of the names that `name` extends by a "/" or "_"."""
+    for end in range(len(name) - 1, 0, -1):
+        if name[end] in "/_" and name[:end] in owners:
+            return name[:end]
+    return None

@@ -1,0 +1,248 @@
+"""What all wrappers share: construction, the optimizer interface, slots."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Union
+
+from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync.axes import as_dim_names, resolve_axes
+from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.slots import SlotBook
+from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.update import advance_step, gated_update
+
+_NOT_GIVEN = object()
+
+
+class Wrapper(mtf.optimize.Optimizer):
+    """A Mesh-TF optimizer around another one.
+
+    Subclasses say what happens to gradients on their way to the inner optimizer, by
+    `_check_shapes` and `_to_inner`. Wrappers nest: the innermost one gates the update.
+
+    Attributes:
+      opt: the inner optimizer.
+      axes: `ReplicaAxes`, or None if no mesh was given.
+      reducer: the reduction strategy.
+      name: name of the wrapper, a prefix of what it creates.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        name: str,
+        learning_rate: Any = _NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: Union[str, Sequence[str]] = ("batch",),
+        reducer: Optional[Strategy] = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: an object with apply_grads, or a class or factory of such, which is called with
+            `learning_rate=learning_rate`.
+          name: name of the wrapper.
+          learning_rate: only with a class or factory: passed on untouched.
+          axes: the replica axes; or give mesh_shape and layout.
+          mesh_shape: Mesh-TF's mesh shape, where the mesh is known when the graph is built.
+          layout: Mesh-TF's layout rules, likewise.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+        Raises:
+          TypeError: opt is a Keras or TensorFlow optimizer, or an argument has the wrong type.
+          ValueError: opt has no apply_grads, or arguments contradict each other.
+        """
+        kind = type(self).__name__
+        checks.check_optimizer(opt, kind)
+        self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
+        self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
+        self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be a string that is not empty, got {name!r}.")
+        self.name = name
+        self.opt = _make(opt, learning_rate, kind)
+        self._slots = SlotBook()
+
+    # What a wrapper does.
+
+    def _check_shapes(
+        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+    ) -> None:
+        """Raises ValueError for gradients that do not fit; creates nothing."""
+        raise NotImplementedError
+
+    def _to_inner(
+        self, grads: List[Optional[mtf.Tensor]], variables: List[mtf.Variable]
+    ) -> List[mtf.Operation]:
+        """Passes checked gradients, at least one not None, to the inner optimizer."""
+        raise NotImplementedError
+
+    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
+        """The loss to differentiate."""
+        return loss
+
+    def _apply_inner(
+        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+    ) -> List[mtf.Operation]:
+        """Applies the inner optimizer behind a gate, and remembers the slots that it makes."""
+        graph = variables[0].graph
+        before = set(graph.all_variables)
+
+        def make() -> List[mtf.Operation]:
+            return list(self.opt.apply_grads(list(grads), list(variables)))
+
+        operations = make() if isinstance(self.opt, Wrapper) else gated_update(make, grads)
+        self._slots.record([v for v in graph.all_variables if v not in before], variables)
+        return operations
+
+    # The interface of mtf.optimize.Optimizer.
+
+    def apply_grads(
+        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+    ) -> List[mtf.Operation]:
+        """Applies gradients to variables.
+
+        Args:
+          grads: a gradient or None for each variable.
+          variables: mesh variables, for example `graph.trainable_variables`.
+
+        Returns:
+          A flat list of mtf operations, to be looked up by `lowering.lowered_operation`; empty if
+          every gradient is None.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: a gradient does not fit its variable, or lengths differ.
+        """
+        grads, variables = checks.check_grads_and_variables(grads, variables)
+        self._check_shapes(grads, variables)
+        if all(g is None for g in grads):
+            return []
+        return self._to_inner(grads, variables)
+
+    def apply_grad(self, grad: Optional[mtf.Tensor], var: mtf.Variable) -> List[mtf.Operation]:
+        """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
+        return self.apply_grads([grad], [var])
+
+    # The interface of tf.compat.v1.train.Optimizer.
+
+    def compute_gradients(
+        self, loss: mtf.Tensor, var_list: Optional[Sequence[mtf.Variable]] = None
+    ) -> checks.GradsAndVars:
+        """Differentiates a loss.
+
+        Args:
+          loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.
+          var_list: mesh variables; None takes the trainable variables of the loss's graph.
+
+        Returns:
+          A list of (gradient or None, variable).
+
+        Raises:
+          TypeError: loss or var_list has the wrong type.
+          ValueError: var_list is empty.
+        """
+        if not isinstance(loss, mtf.Tensor):
+            raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
+        if var_list is None:
+            var_list = loss.graph.trainable_variables
+        variables = checks.check_variables(var_list)
+        if not variables:
+            raise ValueError("There are no variables to differentiate the loss by.")
+        scaled = self._scale_loss(loss)
+        return list(zip(mtf.gradients([scaled], [v.value for v in variables]), variables))
+
+    def apply_gradients(
+        self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
+    ) -> List[mtf.Operation]:
+        """Applies gradients, then advances global_step by one.
+
+        Args:
+          grads_and_vars: pairs as `compute_gradients` returns them.
+          global_step: an mtf or tf variable to add one to after the update, or None.
+          name: name of the operation that advances global_step; None takes the wrapper's name.
+
+        Returns:
+          A flat list of mtf operations.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: grads_and_vars is malformed, or a gradient does not fit its variable.
+        """
+        pairs = checks.check_pairs(grads_and_vars)
+        checks.check_step(global_step)
+        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        operations = self.apply_grads(grads, variables)
+        if global_step is not None:
+            mesh = variables[0].mesh
+            operations.append(advance_step(mesh, global_step, operations, name or self.name))
+        return operations
+
+    def minimize(
+        self,
+        loss: mtf.Tensor,
+        global_step: Any = None,
+        var_list: Optional[Sequence[mtf.Variable]] = None,
+        name: Any = None,
+    ) -> List[mtf.Operation]:
+        """`compute_gradients` and `apply_gradients` in one."""
+        checks.check_step(global_step)
+        return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
+
+    # State.
+
+    def get_slot(self, var: mtf.Variable, name: str) -> Optional[mtf.Variable]:
+        """The slot that the stack keeps for a variable, or None.
+
+        Args:
+          var: a variable that was updated.
+          name: the slot's name: what the inner optimizer appended to the variable's name,
+            without the leading "/" or "_" ("adam_m", "slot_vr", "momentum_v").
+
+        Returns:
+          An `mtf.Variable`.
+        """
+        inner = getattr(self.opt, "get_slot", None)
+        slot = inner(var, name) if inner else None
+        return slot if slot is not None else self._slots.get(var, name)
+
+    def get_slot_names(self) -> List[str]:
+        """Names of the slots of the whole stack."""
+        inner = getattr(self.opt, "get_slot_names", None)
+        names = list(inner()) if inner else []
+        return names + [n for n in self._slots.names() if n not in names]
+
+    def variables(self) -> List[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        inner = getattr(self.opt, "variables", None)
+        made = list(inner()) if callable(inner) else []
+        return made + [v for v in self._slots.variables() if v not in made]
+
+
+def _make(opt: Any, learning_rate: Any, wrapper: str) -> Any:
+    """The inner optimizer, made from a class or factory where opt is one."""
+    if not isinstance(opt, type) and callable(getattr(opt, "apply_grads", None)):
+        if learning_rate is not _NOT_GIVEN and learning_rate is not None:
+            raise ValueError(
+                f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
+                f"learning_rate={learning_rate!r}. Give a class (in gin: "
+                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or leave "
+                "learning_rate out."
+            )
+        return opt
+    if learning_rate is _NOT_GIVEN:
+        raise ValueError(
+            f"{wrapper} got the class or factory {opt!r} as opt: give learning_rate too, which "
+            "it is called with, or give an optimizer instead."
+        )
+    made = opt(learning_rate=learning_rate)
+    checks.check_optimizer(made, wrapper)
+    if isinstance(made, type) or not callable(getattr(made, "apply_grads", None)):
+        raise ValueError(
+            f"opt={opt!r} must make an optimizer with apply_grads(grads, variables), but made "
+            f"{made!r}."
+        )
+    return made

@@ -1,0 +1,38 @@
+"""What a reduction strategy is: sums of laid-out tensors over groups of processors."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, List, Sequence
+
+from mtf_gradsync.reduce.groups import ProcessorGroups
+
+
+class Strategy(abc.ABC):
+    """How sums cross the mesh. Strategies hold settings only and can be shared by wrappers."""
+
+    @abc.abstractmethod
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> List[Any]:
+        """Sums each tensor over each group of processors and leaves the sum on all of them.
+
+        Args:
+          mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
+          values: `LaidOutTensor`s of any shapes and dtypes; one slice a processor (SIMD: one
+            slice that stands for all).
+          groups: the processors that sum with each other.
+
+        Returns:
+          `LaidOutTensor`s with the shapes and dtypes of `values`, in the same order.
+        """
+
+
+def check_strategy(reducer: Any) -> Any:
+    """Returns reducer, or raises TypeError if it is no strategy."""
+    if isinstance(reducer, type) or not callable(getattr(reducer, "all_reduce", None)):
+        raise TypeError(
+            "reducer must be a reduction strategy such as mtf_gradsync.reduce.FusedAllReduce(), "
+            f"got {reducer!r}."
+        )
+    return reducer
