@@ -1,17 +1,230 @@
-"""The one file that knows TensorFlow versions; it makes ``mesh_tensorflow`` importable."""
+"""The one file that knows TensorFlow versions; it makes ``mesh_tensorflow`` importable.
+
+Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later TensorFlows moved or dropped
+four things that it names while it is being imported:
+
+- ``ops.register_tensor_conversion_function``: moved to another module in 2.13;
+- ``tf.estimator``: gone from 2.16 on (also read by ``gin.tf``);
+- ``tensorflow.python.tpu.tpu_config`` and ``.tpu_estimator``: gone from 2.16 on.
+
+Importing this module puts back exactly what is missing, and nothing where nothing is. The session
+hooks behind ``tf.estimator`` are TensorFlow's own, from ``tf.train``. What really needs Estimator
+is replaced by stand-ins that can be imported, subclassed and named in annotations, and that raise
+`EstimatorRemovedError` when a program tries to construct or call one.
+
+``mesh_tensorflow.transformer`` is not imported here (it needs the ``train`` extra), but it can be
+imported afterwards.
+
+Not done here: parsing absl flags. ``mesh_tensorflow.simd_mesh_impl`` defines two and reads them
+when a ``SimdMeshImpl`` is made; a program that runs without ``absl.app`` calls
+``absl.flags.FLAGS.mark_as_parsed()`` itself.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any, NoReturn
+
+import tensorflow as _tf2
 import tensorflow.compat.v1 as tf
+from tensorflow.python import tpu as _tpu_package
 from tensorflow.python.framework import ops as _ops
 
-if not hasattr(_ops, "register_tensor_conversion_function"):
+__all__ = ["ESTIMATOR_AVAILABLE", "EstimatorRemovedError", "mtf", "tf"]
+
+_LAST_WITH_ESTIMATOR = "2.15"
+_TPU_PACKAGE = "tensorflow.python.tpu"
+
+# Modules that stand for the same API and are separate objects (read on TensorFlow 2.12 and 2.21).
+_V1_MODULES = (
+    "tensorflow.compat.v1",
+    "tensorflow._api.v2.compat.v1",
+    "tensorflow._api.v2.v2.compat.v1",
+)
+
+# What programs subclass, name in annotations, or call. Anything else is an AttributeError.
+_ESTIMATOR_CLASSES = (
+    "BestExporter",
+    "Estimator",
+    "EstimatorSpec",
+    "EvalSpec",
+    "Exporter",
+    "FinalExporter",
+    "Head",
+    "LatestExporter",
+    "RunConfig",
+    "TrainSpec",
+    "WarmStartSettings",
+    "train_and_evaluate",
+)
+_TPU_CONFIG_CLASSES = ("RunConfig", "TPUConfig")
+_TPU_ESTIMATOR_CLASSES = ("TPUEstimator", "TPUEstimatorSpec")
+
+
+class EstimatorRemovedError(RuntimeError):
+    """Something that needs Estimator was used on a TensorFlow that no longer has it."""
+
+
+def _removed_message(what: str) -> str:
+    return (
+        f"{what} is not available: this is TensorFlow {_tf2.__version__}, and Estimator left "
+        f"TensorFlow after {_LAST_WITH_ESTIMATOR}. Install tensorflow<2.16 to use it, or train "
+        "without Estimator: a tf.compat.v1.train.MonitoredTrainingSession loop runs the same "
+        "Mesh-TensorFlow graph and takes the same session hooks."
+    )
+
+
+def _removed_class(name: str, module: str) -> type:
+    """A class that can be imported and subclassed; constructing it raises."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        del cls, args, kwargs
+        raise EstimatorRemovedError(_removed_message(f"{module}.{name}"))
+
+    doc = f"Stand-in for {module}.{name}; constructing it raises EstimatorRemovedError."
+    return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": doc})
+
+
+class _ModeKeys:
+    """The mode names of Estimator, which model functions compare strings with."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+class _InputPipelineConfig:
+    """TPUConfig's input modes, with the values that TensorFlow 2.15 gives them."""
+
+    PER_SHARD_V1 = 1
+    PER_HOST_V1 = 2
+    PER_HOST_V2 = 3
+    BROADCAST = 4
+    SLICED = 5
+
+
+class _StandInModule(types.ModuleType):
+    """A module whose unknown attributes raise an error that says why they are missing."""
+
+    is_mtf_gradsync_stand_in = True
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder names are asked for by the import system, inspect and copy, not by users.
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        raise AttributeError(_removed_message(f"{self.__name__}.{name}"))
+
+
+def _stand_in_module(name: str, members: dict[str, Any]) -> types.ModuleType:
+    module = _StandInModule(name, "Stand-in for a module that this TensorFlow does not have.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+    for key, value in members.items():
+        setattr(module, key, value)
+    return module
+
+
+def _is_stand_in(module: Any) -> bool:
+    # LazyLoader modules would be loaded by an attribute look-up on the object, so ask the type.
+    return getattr(type(module), "is_mtf_gradsync_stand_in", False)
+
+
+def _estimator_stand_in() -> types.ModuleType:
+    """``tf.estimator`` with the session hooks of ``tf.train`` and stand-ins for the rest."""
+    name = "tensorflow.compat.v1.estimator"
+    members: dict[str, Any] = {"ModeKeys": _ModeKeys}
+    # In TensorFlow 2.15 these names of tf.estimator are the very objects of tf.train.
+    hooks = (
+        "CheckpointSaverHook",
+        "CheckpointSaverListener",
+        "FeedFnHook",
+        "FinalOpsHook",
+        "GlobalStepWaiterHook",
+        "LoggingTensorHook",
+        "NanLossDuringTrainingError",
+        "NanTensorHook",
+        "ProfilerHook",
+        "SecondOrStepTimer",
+        "SessionRunArgs",
+        "SessionRunContext",
+        "SessionRunHook",
+        "SessionRunValues",
+        "StepCounterHook",
+        "StopAtStepHook",
+        "SummarySaverHook",
+        "VocabInfo",
+    )
+    members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
+    members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
+    return _stand_in_module(name, members)
+
+
+def _module_exists(name: str) -> bool:
+    """Whether TensorFlow itself has the module; does not import it."""
+    if name in sys.modules:
+        return not _is_stand_in(sys.modules[name])
+    return importlib.util.find_spec(name) is not None
+
+
+def _restore_tensor_conversion(ops_module: Any) -> None:
+    """Puts ``register_tensor_conversion_function`` back where Mesh-TensorFlow looks for it."""
+    # Read on 2.12 (in framework.ops) and on 2.13 to 2.21 (in tensor_conversion_registry).
+    if hasattr(ops_module, "register_tensor_conversion_function"):
+        return
     from tensorflow.python.framework import tensor_conversion_registry
 
-    _ops.register_tensor_conversion_function = (
+    ops_module.register_tensor_conversion_function = (
         tensor_conversion_registry.register_tensor_conversion_function
     )
 
-import mesh_tensorflow as mtf  # noqa: E402
 
-__all__ = ["mtf", "tf"]
+def _restore_estimator(modules: list[Any]) -> None:
+    """Gives every module of the list that has no ``estimator`` one and the same stand-in."""
+    lacking = [module for module in modules if not hasattr(module, "estimator")]
+    if not lacking:
+        return
+    stand_in = next(
+        (m.estimator for m in modules if hasattr(m, "estimator") and _is_stand_in(m.estimator)),
+        None,
+    )
+    if stand_in is None:
+        stand_in = _estimator_stand_in()
+    for module in lacking:
+        module.estimator = stand_in
+
+
+def _restore_tpu_module(name: str, members: dict[str, Any]) -> None:
+    """Registers a stand-in for ``tensorflow.python.tpu.<name>`` unless the module exists."""
+    full_name = f"{_TPU_PACKAGE}.{name}"
+    if full_name in sys.modules or _module_exists(full_name):
+        return
+    module = _stand_in_module(full_name, members)
+    sys.modules[full_name] = module
+    setattr(_tpu_package, name, module)
+
+
+def _removed_classes(names: tuple[str, ...], module: str) -> dict[str, Any]:
+    return {name: _removed_class(name, f"{_TPU_PACKAGE}.{module}") for name in names}
+
+
+#: Whether this TensorFlow still has Estimator and TPUEstimator (2.15 and older).
+ESTIMATOR_AVAILABLE: bool = (
+    hasattr(tf, "estimator")
+    and not _is_stand_in(tf.estimator)
+    and _module_exists(f"{_TPU_PACKAGE}.tpu_estimator")
+)
+
+_restore_tensor_conversion(_ops)
+_restore_estimator([_tf2, tf, *(sys.modules[n] for n in _V1_MODULES if n in sys.modules)])
+_restore_tpu_module(
+    "tpu_config",
+    {
+        "InputPipelineConfig": _InputPipelineConfig,
+        **_removed_classes(_TPU_CONFIG_CLASSES, "tpu_config"),
+    },
+)
+_restore_tpu_module("tpu_estimator", _removed_classes(_TPU_ESTIMATOR_CLASSES, "tpu_estimator"))
+
+import mesh_tensorflow as mtf  # noqa: E402 - only importable once the pieces above are back

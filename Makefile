@@ -1,0 +1,58 @@
+# make train   the main job: trains a small language model on a CPU mesh
+# make test    the test suite
+# Both make .venv first, once, from pyproject.toml and the exact versions in constraints/.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+CONSTRAINTS ?= constraints/tf-2.15.txt
+EXTRAS ?= train,examples,test,dev
+# Extra flags of the command line or of the benchmarks: make train ARGS="--model_dir=runs/mine"
+ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv train test test-matrix test-tpu bench lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train | test | test-matrix | test-tpu | bench | lint | format | clean"
+
+venv: $(STAMP)
+
+# The lock lets two makes start at once: the second waits, sees the stamp, and installs nothing.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@PYTHON="$(PYTHON)" flock $(VENV).lock .ci/make_venv $(VENV) $(CONSTRAINTS) "$(EXTRAS)"
+
+train: $(STAMP)
+	$(BIN)/mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# The suite on the oldest, the default and the newest TensorFlow, each in an environment of its own.
+test-matrix: $(STAMP)
+	$(BIN)/python -m nox --non-interactive $(ARGS)
+
+# The tests that need the TPU compiler: over a gigabyte of packages, in an environment of its own.
+test-tpu:
+	@$(MAKE) --no-print-directory venv VENV=.venv-tpu CONSTRAINTS=constraints/tf-2.21.txt EXTRAS=train,test,tpu
+	@.venv-tpu/bin/python -m pytest -m tpu $(ARGS); status=$$?; \
+	if [ $$status -eq 5 ]; then echo "SKIPPED: no test is marked tpu"; exit 0; fi; exit $$status
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-tpu .venv*.lock .nox build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+"""What must be true of the package's metadata, for installs as well as for a checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+from mtf_gradsync._configs import configs_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = ROOT / "pyproject.toml"
+
+pytestmark = pytest.mark.skipif(not PYPROJECT.exists(), reason="not a checkout")
+
+
+@pytest.fixture(scope="module")
+def pyproject():
+    tomllib = pytest.importorskip("tomllib", reason="the standard library has tomllib from 3.11 on")
+    return tomllib.loads(PYPROJECT.read_text())
+
+
+def test_every_package_is_listed(pyproject):
+    on_disk = {
+        ".".join(init.parent.relative_to(ROOT).parts)
+        for init in (ROOT / "mtf_gradsync").rglob("__init__.py")
+    }
+    assert set(pyproject["tool"]["setuptools"]["packages"]) == on_disk | {"mtf_gradsync.configs"}
+
+
+def test_gin_files_are_found_beside_the_package():
+    assert configs_dir() == ROOT / "configs"
+
+
+def test_no_gin_file_is_left_out_of_the_wheel(pyproject):
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["mtf_gradsync.configs"]
+    configs = ROOT / "configs"
+    packed = {path for pattern in patterns for path in configs.glob(pattern)}
+    assert set(configs.rglob("*.gin")) == packed
+
+
+def test_configs_are_searched_in_an_installed_package_first(tmp_path, monkeypatch):
+    from mtf_gradsync import _configs
+
+    installed = tmp_path / "mtf_gradsync" / "configs"
+    installed.mkdir(parents=True)
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(_configs, "_PACKAGE_DIR", installed.parent)
+    assert _configs.configs_dir() == installed
+    installed.rmdir()
+    assert _configs.configs_dir() == tmp_path / "configs"
+    (tmp_path / "configs").rmdir()
+    with pytest.raises(FileNotFoundError, match="reinstall"):
+        _configs.configs_dir()
+
+
+def test_console_script(pyproject):
+    assert pyproject["project"]["scripts"] == {"mtf-gradsync": "mtf_gradsync.train.cli:main"}
+
+
+def test_constraints_pin_exactly():
+    files = sorted((ROOT / "constraints").glob("*.txt"))
+    assert [f.name for f in files] == ["tf-2.12.txt", "tf-2.15.txt", "tf-2.21.txt"]
+    for file in files:
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[^\s=]+", line) for line in lines)
+        names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
+        assert len(names) == len(set(names))
+        version = file.stem.split("-")[1]
+        assert any(line.startswith(f"tensorflow=={version}.") for line in lines)
+
+
+def test_console_script_is_installed():
+    try:
+        distribution = importlib.metadata.distribution("mtf-gradsync")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("mtf-gradsync runs from a checkout that is not installed")
+    scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
+    assert scripts == {"mtf-gradsync": "mtf_gradsync.train.cli:main"}
