@@ -1,0 +1,58 @@
+"""What can go wrong with an emulated TPU program, by name."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+
+class UnsupportedProgramError(ValueError):
+    """The program holds something that cannot run on CPU replicas (or on a TPU)."""
+
+    @classmethod
+    def of(cls, node: Any, problem: str, remedy: str) -> UnsupportedProgramError:
+        """Builds the error for one operation.
+
+        Args:
+          node: a ``NodeDef``.
+          problem: what is wrong with it, as in "it stands outside every TPU program".
+          remedy: what would do, as in "build it inside simd.replicas(...)".
+
+        Returns:
+          The error, whose message names the operation and its type.
+        """
+        return cls(
+            f"Operation {node.name!r} of type {node.op} cannot be emulated: {problem}. "
+            f"To go on, {remedy}."
+        )
+
+
+class BranchDivergenceError(RuntimeError):
+    """Cores of one collective's group went different ways; on a TPU they would wait forever.
+
+    Attributes:
+      predicate: name of the predicate tensor in the user's graph.
+      values: core number -> the predicate's value on that core.
+      collectives: names of the collectives in the branch or loop that need these cores together.
+    """
+
+    def __init__(
+        self, kind: str, predicate: str, values: dict[int, bool], collectives: Sequence[str]
+    ):
+        self.predicate = predicate
+        self.values = values
+        self.collectives = list(collectives)
+        sides = [
+            f"{side} on cores {[c for c, v in values.items() if v is side]}"
+            for side in (True, False)
+        ]
+        super().__init__(
+            f"Cores {list(values)} form one group of {_some(self.collectives)} inside a {kind}, "
+            f"but its predicate {predicate!r} is {' and '.join(sides)}. On a TPU the group would "
+            "wait forever. Make the predicate the same on all cores of the group, for example by "
+            "reducing it over their mesh axes first."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(n) for n in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,125 @@
+"""Opens a TPU program around a Mesh-TensorFlow model, so that it can run on CPU replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Sequence
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.simd import _replicate
+from mtf_gradsync.simd.session import PreparedGraph, Session
+
+
+class Program:
+    """A TPU program under construction, and afterwards the way to run it.
+
+    Attributes:
+      graph: the ``tf.Graph`` that holds it.
+      mesh_impl: the ``SimdMeshImpl`` to lower with.
+      name: TensorFlow's name of the program.
+      num_replicas: how many cores run it.
+    """
+
+    def __init__(self, graph: tf.Graph, mesh_impl: Any, name: str):
+        self.graph = graph
+        self.mesh_impl = mesh_impl
+        self.name = name
+        self.num_replicas: int = mesh_impl.size
+        self._prepared: dict[tuple[int, ...], PreparedGraph] = {}
+
+    def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
+        """One tensor of the program that has another value on every core, as an infeed gives it.
+
+        Args:
+          tensors: one tensor per core in physical order, all of one dtype and shape, from outside
+            the program.
+          name: name of the operation.
+
+        Returns:
+          The tensor to use inside the program.
+
+        Raises:
+          ValueError: when there is not one tensor per core, or they differ in dtype or shape.
+        """
+        if len(tensors) != self.num_replicas:
+            raise ValueError(
+                f"per_replica got {len(tensors)} tensors for {self.num_replicas} cores; give one "
+                "per core."
+            )
+        kinds = {f"{t.dtype.name} {t.shape}" for t in tensors if isinstance(t, tf.Tensor)}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"per_replica got tensors of different dtypes or shapes: {sorted(kinds)}; give "
+                "all cores one dtype and shape."
+            )
+        return _replicate.replicated_input(tensors, name)
+
+    def session(
+        self,
+        lowering: mtf.Lowering | Sequence[mtf.Lowering] | None = None,
+        config: tf.ConfigProto | None = None,
+    ) -> Session:
+        """Makes a session on CPU replicas, with variables initialized and copied into slices.
+
+        Args:
+          lowering: the lowering, or all lowerings, of the program; None for a program without
+            mesh variables.
+          config: session configuration; default `cpu_config`.
+
+        Returns:
+          A `Session`; use it as a context manager.
+
+        Raises:
+          UnsupportedProgramError: when the graph holds what cannot be emulated.
+        """
+        if lowering is None:
+            lowerings: Sequence[mtf.Lowering] = ()
+        else:
+            lowerings = [lowering] if isinstance(lowering, mtf.Lowering) else list(lowering)
+        key = tuple(id(low) for low in lowerings)
+        prepared = self._prepared.get(key)
+        if prepared is None or prepared.version != self.graph.version:
+            prepared = self._prepared[key] = PreparedGraph(self.graph, lowerings)
+        return Session(prepared, config)
+
+
+@contextlib.contextmanager
+def replicas(
+    mesh_shape: Any, layout: Any, logical_to_physical: Sequence[int] | None = None
+) -> Iterator[Program]:
+    """Opens a TPU program in the default graph.
+
+    All that is built inside is one program that every core of the mesh runs. Tensors from outside
+    (placeholders, pipelines) can be used inside; all cores see the same value, except where
+    `Program.per_replica` gives each its own.
+
+        with simd.replicas("batch:4;model:2", "batch:batch;d_ff:model") as program:
+            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+            updates = [lowering.lowered_operation(op) for op in update_ops]
+            loss = lowering.export_to_tf_tensor(mtf_loss)
+        with program.session(lowering) as session:
+            print(session.run([loss, updates], {x: batch})[0])
+
+    Args:
+      mesh_shape: Mesh-TF's mesh shape: a string such as "batch:4;model:2", or a Shape.
+      layout: Mesh-TF's layout: a string such as "batch:batch;d_ff:model", or LayoutRules.
+      logical_to_physical: the physical core of each logical core, a permutation; default the
+        same order.
+
+    Yields:
+      The `Program`.
+
+    Raises:
+      ValueError: when the arguments do not describe a mesh; nothing is created then.
+    """
+    shape = mtf.convert_to_shape(mesh_shape)
+    if logical_to_physical is not None:
+        logical_to_physical = list(logical_to_physical)
+    impl = mtf.simd_mesh_impl.SimdMeshImpl(
+        shape,
+        mtf.convert_to_layout_rules(layout),
+        device_assignment=_replicate.made_up_device_assignment(shape.size),
+        logical_to_physical=logical_to_physical,
+    )
+    with _replicate.replicated_program(shape.size) as name:
+        yield Program(tf.get_default_graph(), impl, name)
