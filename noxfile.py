@@ -15,8 +15,8 @@ TENSORFLOWS = ["2.12", "2.15", "2.21"]
 def tests(session: nox.Session, tensorflow: str) -> None:
     """Runs the tests; arguments after -- go to pytest."""
     constraints = f"constraints/tf-{tensorflow}.txt"
-    session.install("--quiet", "-c", constraints, "setuptools")
+    session.install("-qq", "-c", constraints, "setuptools")
     session.install(
-        "--quiet", "--no-build-isolation", "-c", constraints, "-e", ".[train,examples,test]"
+        "-qq", "--no-build-isolation", "-c", constraints, "-e", ".[train,examples,test]"
     )
     session.run("python", "-m", "pytest", *(session.posargs or ["-n", "2", "--dist", "worksteal"]))

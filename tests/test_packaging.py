@@ -24,8 +24,8 @@ def pyproject():
 
 def test_every_package_is_listed(pyproject):
     on_disk = {
-        ".".join(init.parent.relative_to(ROOT).parts)
-        for init in (ROOT / "mtf_gradsync").rglob("__init__.py")
+        ".".join(module.parent.relative_to(ROOT).parts)
+        for module in (ROOT / "mtf_gradsync").rglob("*.py")
     }
     assert set(pyproject["tool"]["setuptools"]["packages"]) == on_disk | {"mtf_gradsync.configs"}
 
