@@ -90,10 +90,11 @@ def test_what_tensorflow_has_is_untouched():
         import tensorflow as tf2
         import tensorflow.compat.v1 as tf
         from tensorflow.python.tpu import tpu_config, tpu_estimator
-        before = [tf2.estimator, tf.estimator, tpu_config, tpu_estimator]
+        # TensorFlow 2.12 swaps its lazy tf.estimator for the loaded one, so compare what is in it.
+        before = [tf2.estimator.Estimator, tf.estimator.Estimator, tpu_config, tpu_estimator]
         import mtf_gradsync
         from tensorflow.python.tpu import tpu_config as config, tpu_estimator as estimator
-        after = [tf2.estimator, tf.estimator, config, estimator]
+        after = [tf2.estimator.Estimator, tf.estimator.Estimator, config, estimator]
         print(json.dumps({"same": [a is b for a, b in zip(before, after)]}))
     """)
     assert state["same"] == [True] * 4
