@@ -1,0 +1,121 @@
+"""Reads gin files and bindings, and says which one is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+from typing import Iterator, Sequence
+
+import gin
+
+from mtf_gradsync._configs import configs_dir
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.run import run
+from mtf_gradsync.train.transformer import transformer_utils
+
+_RUN = "mtf_gradsync.train.run"
+_UTILS_RUN = "mesh_tensorflow.transformer.utils.run"
+# Read on gin-config 0.5.0.
+_REQUIRED = re.compile(
+    r"Required bindings for `(?P<name>.*?)` not provided in config: (?P<missing>\[.*?\])"
+)
+
+
+def load(
+    gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
+) -> list[str]:
+    """Replaces gin's configuration by that of files and bindings.
+
+    Files are looked for as named, then in search_paths, then among the files that come with the
+    package. What a file binds on ``utils.run`` (T5's way) and nobody binds on ``train.run`` goes
+    to ``train.run`` where that has a parameter of the name.
+
+    Args:
+      gin_files: names of gin files; later ones override.
+      gin_params: bindings such as ``"train.run.train_steps = 10"``; they override files.
+      search_paths: directories to look for files in.
+
+    Returns:
+      The ``utils.run`` bindings that have no meaning here.
+
+    Raises:
+      ConfigError: if a file is missing or a binding cannot be read or names nothing.
+    """
+    if not gin_files and not gin_params:
+        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+    # Registers what model configs bind; also the check for the extra.
+    transformer_utils()
+    gin.clear_config()
+    configs = configs_dir()
+    # As "lm_cpu_mesh.gin" and as "configs/lm_cpu_mesh.gin", from any directory.
+    for path in [*search_paths, str(configs), str(configs.parent)]:
+        gin.add_config_file_search_path(path)
+    try:
+        with _no_search_log():
+            gin.parse_config_files_and_bindings(
+                list(gin_files), list(gin_params), finalize_config=False
+            )
+        ignored = _take_over_utils_run()
+        gin.finalize()
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    except (ValueError, TypeError, SyntaxError, ImportError, AttributeError, KeyError) as error:
+        raise ConfigError(f"gin: {_one_line(error)}") from error
+    return ignored
+
+
+def explain(error: BaseException) -> str:
+    """Returns one readable message for an error that came out of a gin configurable.
+
+    Gin adds the configurable's name to the message of any exception that passes through it.
+    """
+    text = _one_line(error)
+    required = _REQUIRED.search(text)
+    if required:
+        name = "train.run" if required.group("name") == "run" else required.group("name")
+        missing = re.findall(r"'(\w+)'", required.group("missing"))
+        return f"missing in the config: {', '.join(f'{name}.{one}' for one in missing)}"
+    # Without its address and path the function says nothing that its name does not.
+    text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
+    # Proxy classes of gin are named after the class that they stand for.
+    return f"the config cannot be run: {type(error).__name__}: {text} (--verbosity=1 shows where)"
+
+
+@contextlib.contextmanager
+def _no_search_log() -> Iterator[None]:
+    """Keeps gin from logging an error for every directory that does not have a file."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Path not found")
+
+    # Gin logs through the root logger itself.
+    logging.getLogger().addFilter(keep)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeFilter(keep)
+
+
+def _take_over_utils_run() -> list[str]:
+    ours = inspect.signature(run).parameters
+    ignored = []
+    for name in inspect.signature(transformer_utils().run).parameters:
+        try:
+            value = gin.query_parameter(f"{_UTILS_RUN}.{name}")
+        except ValueError:
+            continue
+        if name not in ours:
+            ignored.append(f"utils.run.{name}")
+            continue
+        try:
+            gin.query_parameter(f"{_RUN}.{name}")
+        except ValueError:
+            gin.bind_parameter(f"{_RUN}.{name}", value)
+    return ignored
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

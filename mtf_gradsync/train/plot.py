@@ -1,0 +1,58 @@
+"""The loss curve of a run as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync.train.errors import ConfigError
+
+
+def plot_losses(
+    rows: list[dict[str, Any]],
+    path: Path,
+    unigram_nats: float | None = None,
+    title: str = "",
+) -> None:
+    """Draws training loss, held-out points and the unigram baseline into a PNG file.
+
+    Args:
+      rows: lines of the metrics file; "loss" and "held_out_nats" are drawn where they are.
+      path: the PNG file; replaced if it is there.
+      unigram_nats: nats per token of the baseline, a horizontal line.
+      title: above the picture.
+
+    Raises:
+      ConfigError: if matplotlib is not installed.
+    """
+    try:
+        # Not pyplot: its state would outlive the call, and its backend is the program's choice.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f'drawing the loss curve needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+        ) from error
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    held_out = [(row["step"], row["held_out_nats"]) for row in rows if "held_out_nats" in row]
+    if train:
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, label="training loss")
+    if held_out:
+        axes.plot(
+            *zip(*held_out), color="tab:orange", marker="o", linestyle="none", label="held out"
+        )
+    if unigram_nats is not None:
+        axes.axhline(unigram_nats, color="gray", linestyle="--", label="unigram baseline")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    temporary = path.with_name(f".{path.name}.part")
+    figure.savefig(temporary, format="png", dpi=120)
+    temporary.replace(path)

@@ -1,0 +1,173 @@
+"""What a run shows while it trains, and the metrics that it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from mtf_gradsync.train.checkpoint import write_atomically
+
+
+class Progress:
+    """A progress bar on a terminal, now and then a plain line anywhere else."""
+
+    def __init__(
+        self,
+        first_step: int,
+        train_steps: int,
+        tokens_per_step: int,
+        stream: TextIO | None = None,
+        seconds_between_lines: float = 10.0,
+    ):
+        """Begins to show a run.
+
+        Args:
+          first_step: steps already made.
+          train_steps: steps that the run will have at its end.
+          tokens_per_step: tokens in a global batch.
+          stream: where to write; None is standard error.
+          seconds_between_lines: the least time between plain lines.
+        """
+        self._stream = stream or sys.stderr
+        self._total = train_steps
+        self._tokens_per_step = tokens_per_step
+        self._between = seconds_between_lines
+        self._rate = _Rate(first_step, tokens_per_step)
+        self._last_line: float | None = None
+        self._bar: Any = None
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                initial=first_step,
+                total=train_steps,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+                # Steps are what is counted here; the rate that matters is tokens, in the postfix.
+                bar_format="{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} "
+                "[{elapsed}<{remaining}{postfix}]",
+            )
+
+    def update(self, step: int, loss: float, fields: dict[str, Any]) -> None:
+        """Shows a step.
+
+        Args:
+          step: steps made so far.
+          loss: the training loss of the last one.
+          fields: more to show, by name.
+        """
+        self._rate.update(step)
+        rate = self._rate.tokens_per_second()
+        shown = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}" if rate else "-"}
+        shown.update({name: _short(value) for name, value in fields.items()})
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if self._last_line is None or step >= self._total or now - self._last_line >= self._between:
+            self._last_line = now
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
+
+    def tokens_per_second(self) -> float:
+        """Returns the rate over the last steps."""
+        return self._rate.tokens_per_second()
+
+    def message(self, text: str) -> None:
+        """Writes a line without disturbing the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def pause(self) -> None:
+        """Leaves the time until the next step out of the rate (an evaluation, a checkpoint)."""
+        self._rate.pause()
+
+    def close(self) -> None:
+        """Ends the bar; calling it twice does no harm."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class _Rate:
+    """Tokens per second of training, smoothed over the last seconds, pauses left out."""
+
+    _SECONDS = 5.0
+
+    def __init__(self, step: int, tokens_per_step: int):
+        self._tokens_per_step = tokens_per_step
+        self._step = step
+        self._last: float | None = None
+        self._seconds = 0.0
+        self._steps = 0.0
+
+    def update(self, step: int) -> None:
+        now = time.monotonic()
+        if self._last is not None:
+            self._seconds += now - self._last
+            self._steps += step - self._step
+            if self._seconds > self._SECONDS:
+                keep = self._SECONDS / self._seconds
+                self._seconds *= keep
+                self._steps *= keep
+        self._step = step
+        self._last = now
+
+    def pause(self) -> None:
+        self._last = None
+
+    def tokens_per_second(self) -> float:
+        return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
+
+
+class MetricsFile:
+    """A JSON object per line: ``step`` and what was measured there."""
+
+    def __init__(self, path: Path, first_step: int):
+        """Opens the file.
+
+        Args:
+          path: the file; a run that goes on adds to it.
+          first_step: where the run goes on. Lines of later steps are of a run that was killed
+            after its last checkpoint; those steps are made again, so their lines go.
+        """
+        self._path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Adds a line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a metrics file; none if there is no file.
+
+    A last line that a killed process left half written is passed over.
+    """
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
+
+
+def _short(value: Any) -> str:
+    """A field as text: numbers short, anything else as it is."""
+    if getattr(value, "shape", None) not in (None, ()):
+        return str(value)
+    number = value.item() if hasattr(value, "item") else value
+    return f"{number:.4g}" if isinstance(number, float) else str(number)

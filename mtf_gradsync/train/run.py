@@ -1,0 +1,348 @@
+"""The main job: train a transformer that gin describes, then say what it has learned."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._tf_compat import tf
+from mtf_gradsync.train import checkpoint, data, settings
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.evaluate import Evaluator, Score, unigram_score
+from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
+from mtf_gradsync.train.model import ModelSettings, VariableFilter, build_train_graph
+from mtf_gradsync.train.plot import plot_losses
+from mtf_gradsync.train.progress import MetricsFile, Progress, read_metrics
+from mtf_gradsync.train.sample import sample
+from mtf_gradsync.train.session import session_config
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+PLOT_FILE = "loss.png"
+SAMPLES_FILE = "samples.txt"
+CONFIG_FILE = "operative_config.gin"
+
+# Batches in which the unigram baseline counts; enough to know every byte or common subword.
+_BASELINE_BATCHES = 100
+
+
+class RunResult(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      step: training steps made.
+      stopped_by: the signal that stopped it early, or None.
+      held_out: score on the held-out data; None without any, or when stopped.
+      unigram: the baseline's score on the same data.
+    """
+
+    step: int
+    stopped_by: int | None
+    held_out: Score | None
+    unigram: Score | None
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def run(
+    model_dir: str,
+    model_type: str = "lm",
+    vocabulary: Any = gin.REQUIRED,
+    train_dataset_fn: Callable[..., Any] = gin.REQUIRED,
+    eval_dataset_fn: Callable[..., Any] | None = None,
+    autostack: bool = True,
+    save_checkpoints_steps: int = 5000,
+    keep_checkpoint_max: int | None = None,
+    batch_size: int | tuple[str, int] = ("tokens_per_replica", 2048),
+    outer_batch_size: int | None = None,
+    train_steps: int = gin.REQUIRED,
+    total_run_steps: int | None = None,
+    sequence_length: settings.SequenceLength = gin.REQUIRED,
+    mesh_shape: Any = gin.REQUIRED,
+    mesh_devices: Sequence[str] | None = None,
+    layout_rules: Any = gin.REQUIRED,
+    learning_rate_schedule: settings.LearningRate | list[Any] = None,
+    optimizer: Callable[..., Any] = gin.REQUIRED,
+    variable_filter: VariableFilter = None,
+    perplexity_eval_steps: int = 100,
+    init_checkpoint: str | None = None,
+    log_steps: int = 10,
+    hooks: Sequence[Any] = (),
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> RunResult:
+    """Trains a mesh_tensorflow.transformer model and evaluates it.
+
+    Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here. A run
+    goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which data
+    a step sees follows from the step, so a run that was stopped takes the same steps as one that
+    was not.
+
+    Args:
+      model_dir: directory of everything that the run writes.
+      model_type: "lm", "aligned" or "bitransformer".
+      vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
+      train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
+        returns a tf.data.Dataset of examples. It is repeated when it ends.
+      eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
+        of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
+      autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
+      save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
+      keep_checkpoint_max: delete older checkpoints; None keeps all.
+      batch_size: global batch size in sequences, or a (method, value) pair.
+      outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
+      train_steps: how many steps in all.
+      total_run_steps: length of the run as the schedule sees it; None for train_steps.
+      sequence_length: an integer, or a dict from feature to integer.
+      mesh_shape: for example "batch:4;model:2".
+      mesh_devices: one device for each processor; None for as many virtual CPU devices.
+      layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
+      learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
+        to be multiplied, or None for the optimizer's own.
+      optimizer: a class or function called with learning_rate=.
+      variable_filter: which variables train: a regular expression or a function; None for all.
+      perplexity_eval_steps: evaluate on at most this many batches.
+      init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
+      log_steps: a line in the metrics file every this many steps.
+      hooks: functions without arguments that each return a tf.train.SessionRunHook.
+      seed: of the initial values.
+      say: takes each line that tells how the run goes.
+
+    Returns:
+      What the run came to.
+
+    Raises:
+      ConfigError: if a setting cannot work.
+      TrainingError: if the loss is no longer finite.
+    """
+    settings.check_count("train_steps", train_steps)
+    settings.check_count("save_checkpoints_steps", save_checkpoints_steps)
+    settings.check_count("keep_checkpoint_max", keep_checkpoint_max, optional=True)
+    settings.check_count("outer_batch_size", outer_batch_size, optional=True)
+    settings.check_count("total_run_steps", total_run_steps, optional=True)
+    settings.check_count("perplexity_eval_steps", perplexity_eval_steps)
+    settings.check_count("log_steps", log_steps)
+    settings.check_callable("optimizer", optimizer, "@CrossShardOptimizer")
+    settings.check_callable("train_dataset_fn", train_dataset_fn, "@python_topics")
+    settings.check_callable("eval_dataset_fn", eval_dataset_fn, "@python_topics", optional=True)
+    settings.check_vocabulary(vocabulary)
+    lengths = settings.resolve_sequence_length(sequence_length)
+    mesh = settings.resolve_mesh(mesh_shape, layout_rules, mesh_devices)
+    sequences = settings.resolve_batch_size(batch_size, lengths, mesh, outer_batch_size or 0)
+    learning_rate = settings.resolve_learning_rate(
+        learning_rate_schedule, total_run_steps or train_steps
+    )
+    model = ModelSettings(
+        model_type=model_type,
+        vocabulary=vocabulary,
+        mesh=mesh,
+        batch_size=sequences,
+        outer_batch_size=outer_batch_size or 0,
+        sequence_length=lengths,
+        autostack=autostack,
+        seed=seed,
+    )
+    loop = LoopSettings(
+        model_dir=model_dir,
+        train_steps=train_steps,
+        save_checkpoints_steps=save_checkpoints_steps,
+        keep_checkpoint_max=keep_checkpoint_max,
+        log_steps=log_steps,
+        tokens_per_step=sequences * lengths["targets"],
+    )
+    directory = _make_directory(model_dir)
+    config = session_config(num_cpu_devices=mesh.num_cpu_devices)
+    path = checkpoint.latest_checkpoint(model_dir)
+    step = checkpoint.checkpoint_step(path) if path else 0
+
+    evaluation = _Evaluation(model, directory, config, say)
+    if eval_dataset_fn is not None:
+        evaluation.prepare(train_dataset_fn, eval_dataset_fn, perplexity_eval_steps)
+    with evaluation:
+        if step >= train_steps:
+            say(f"{model_dir} has all {train_steps} steps already (train.run.train_steps)")
+            result = LoopResult(step, None, 0.0, 0)
+        else:
+            metrics = MetricsFile(directory / METRICS_FILE, step)
+            began = time.monotonic()
+            with tf.Graph().as_default():
+                graph = _training_graph(
+                    model, train_dataset_fn, optimizer, learning_rate, variable_filter
+                )
+                if init_checkpoint and not path:
+                    count = checkpoint.initialize_from(init_checkpoint)
+                    say(f"{count} variables begin as in {init_checkpoint}")
+                say(
+                    f"training {graph.num_parameters:,} parameters on the mesh {_names(mesh)}, "
+                    f"from step {step} to {train_steps} (graph built in "
+                    f"{time.monotonic() - began:.0f} s)"
+                )
+                checkpoint.write_atomically(directory / CONFIG_FILE, gin.operative_config_str())
+                result = train_loop(
+                    graph,
+                    loop,
+                    config,
+                    metrics,
+                    lambda saved, at, progress: evaluation.point(saved, at, metrics, progress),
+                    hooks=[hook() for hook in hooks],
+                )
+        if result.stopped_by is not None:
+            evaluation.plot()
+            say(
+                f"stopped after step {result.step} of {train_steps}, with a checkpoint; the same "
+                "command goes on from there"
+            )
+            return RunResult(result.step, result.stopped_by, None, None)
+        held_out = evaluation.finish(checkpoint.latest_checkpoint(model_dir), result, loop)
+    return RunResult(result.step, None, held_out, evaluation.unigram)
+
+
+class _Evaluation:
+    """The held-out side of a run; does little more than draw when nothing is held out."""
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        directory: Path,
+        config: tf.ConfigProto,
+        say: Callable[[str], None],
+    ):
+        self._model = model
+        self._directory = directory
+        self._config = config
+        self._say = say
+        self._evaluator: Evaluator | None = None
+        self.unigram: Score | None = None
+
+    def prepare(
+        self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
+    ) -> None:
+        """Reads the held-out data, counts the baseline and builds the graph."""
+        arguments = {
+            "sequence_length": self._model.sequence_length,
+            "vocabulary": self._model.vocabulary,
+        }
+
+        def held_out_dataset() -> Any:
+            dataset = eval_dataset_fn(dataset_split="validation", **arguments)
+            return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
+
+        held_out = data.read_batches(held_out_dataset, self._model.batch_size, steps)
+        if not held_out:
+            raise ConfigError("train.run.eval_dataset_fn gives an empty data set")
+        train = data.read_batches(
+            lambda: train_dataset_fn(dataset_split="train", **arguments),
+            self._model.batch_size,
+            _BASELINE_BATCHES,
+        )
+        self.unigram = unigram_score(train, held_out, self._model.vocabulary)
+        self._evaluator = Evaluator(self._model, held_out, self._config)
+
+    def __enter__(self) -> _Evaluation:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def point(self, path: str, step: int, metrics: MetricsFile, progress: Progress) -> None:
+        """Evaluates a checkpoint while the run goes on."""
+        if self._evaluator is None:
+            return
+        self._evaluator.restore(path, str(self._directory))
+        score = self._evaluator.score()
+        metrics.write(step, held_out_nats=score.nats_per_token)
+        progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
+
+    def plot(self) -> None:
+        """Draws what the metrics file has so far."""
+        plot_losses(
+            read_metrics(self._directory / METRICS_FILE),
+            self._directory / PLOT_FILE,
+            unigram_nats=self.unigram.nats_per_token if self.unigram else None,
+            title=str(self._directory),
+        )
+
+    def finish(self, path: str, result: LoopResult, loop: LoopSettings) -> Score | None:
+        """Evaluates the finished model, lets it write, and leaves the results behind."""
+        content: dict[str, Any] = {"step": result.step}
+        if result.steps_made:
+            rate = result.steps_made * loop.tokens_per_step / result.seconds
+            content["training_seconds"] = round(result.seconds, 1)
+            content["tokens_per_second"] = round(rate, 1)
+            self._say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
+        score = None
+        if self._evaluator is not None:
+            self._evaluator.restore(path, str(self._directory))
+            score = self._evaluator.score()
+            content["held_out"] = _score_fields(score)
+            content["unigram"] = _score_fields(self.unigram)
+            self._say(f"held-out perplexity per token  {_score_text(score)}")
+            self._say(f"unigram baseline               {_score_text(self.unigram)}")
+            if score.perplexity >= self.unigram.perplexity:
+                self._say("the model has not learned more than how frequent each token is")
+            if self._model.model_type == "lm":
+                self._write_samples()
+        checkpoint.write_json(self._directory / RESULT_FILE, content)
+        self.plot()
+        self._say(f"loss curve: {self._directory / PLOT_FILE}")
+        return score
+
+    def _write_samples(self) -> None:
+        samples = sample(self._evaluator)
+        texts = []
+        for number, one in enumerate(samples, 1):
+            texts.append(
+                f"--- sample {number}: prompt\n{one.prompt}\n--- continuation\n{one.continuation}\n"
+            )
+        if texts:
+            self._say("\n".join(texts))
+            checkpoint.write_atomically(self._directory / SAMPLES_FILE, "\n".join(texts))
+
+
+def _training_graph(
+    model: ModelSettings,
+    train_dataset_fn: Callable[..., Any],
+    optimizer: Callable[..., Any],
+    learning_rate: settings.LearningRate,
+    variable_filter: VariableFilter,
+) -> Any:
+    global_step = tf.train.get_or_create_global_step()
+    features = data.training_batches(
+        train_dataset_fn(
+            sequence_length=model.sequence_length,
+            vocabulary=model.vocabulary,
+            dataset_split="train",
+        ),
+        model.batch_size,
+        first_batch=tf.cast(global_step.read_value(), tf.int64),
+    )
+    return build_train_graph(model, features, optimizer, learning_rate, variable_filter)
+
+
+def _make_directory(model_dir: str) -> Path:
+    directory = Path(model_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--model_dir={model_dir} cannot be made: {error}") from error
+    return directory
+
+
+def _names(mesh: settings.MeshSettings) -> str:
+    return ";".join(f"{dim.name}:{dim.size}" for dim in mesh.shape.dims)
+
+
+def _score_text(score: Score) -> str:
+    return f"{score.perplexity:7.3f}  ({score.bits_per_byte:.3f} bits per byte)"
+
+
+def _score_fields(score: Score) -> dict[str, float]:
+    return {
+        "perplexity": score.perplexity,
+        "nats_per_token": score.nats_per_token,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": score.tokens,
+    }

@@ -1,0 +1,43 @@
+"""A vocabulary that needs no data: bytes."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import gin
+
+PAD_ID = 0
+EOS_ID = 1
+
+
+@gin.configurable(module="mtf_gradsync.train")
+class ByteVocabulary:
+    """UTF-8 bytes as tokens, after a few ids with a meaning of their own.
+
+    Id 0 is padding (Mesh-TensorFlow gives it no loss), 1 ends a document, 2 is reserved, and byte
+    ``b`` is ``b + 3``: the numbering of ByT5. Any object with ``vocab_size``, ``encode`` and
+    ``decode`` can take this one's place.
+    """
+
+    NUM_SPECIAL_IDS = 3
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, the special ones included."""
+        return 256 + self.NUM_SPECIAL_IDS
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text's bytes."""
+        return [byte + self.NUM_SPECIAL_IDS for byte in text.encode("utf-8")]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of the ids; special ids are left out, broken UTF-8 is marked."""
+        return self._bytes(ids).decode("utf-8", errors="replace")
+
+    def num_bytes(self, ids: Iterable[int]) -> int:
+        """How many bytes of text the ids stand for."""
+        return len(self._bytes(ids))
+
+    def _bytes(self, ids: Iterable[int]) -> bytes:
+        low = self.NUM_SPECIAL_IDS
+        return bytes(i - low for i in map(int, ids) if low <= i < low + 256)
