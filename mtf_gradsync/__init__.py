@@ -13,6 +13,7 @@ from mtf_gradsync.gradients import (
 )
 from mtf_gradsync.optimizers import CrossShardOptimizer
 from mtf_gradsync.reduce import FusedAllReduce
+from mtf_gradsync.train.session import session_config
 
 __all__ = [
     "CrossShardOptimizer",
@@ -21,5 +22,6 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "per_shard",
+    "session_config",
     "sum_shards",
 ]

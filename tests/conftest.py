@@ -1,0 +1,27 @@
+"""How every test process starts: as a Mesh-TensorFlow program's entry point would."""
+
+import absl.flags
+import pytest
+
+from mtf_gradsync._tf_compat import tf
+from mtf_gradsync.update import reset_warnings
+
+tf.disable_v2_behavior()
+tf.enable_resource_variables()
+tf.logging.set_verbosity(tf.logging.ERROR)
+# Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
+absl.flags.FLAGS.mark_as_parsed()
+
+
+@pytest.fixture(autouse=True)
+def fresh_graph():
+    """Each test builds in a graph of its own and sees warnings anew."""
+    reset_warnings()
+    with tf.Graph().as_default() as graph:
+        yield graph
+
+
+@pytest.fixture(params=["placement", "simd"])
+def mesh_kind(request):
+    """Both kinds of mesh that a program is lowered on."""
+    return request.param

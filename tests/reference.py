@@ -1,0 +1,105 @@
+"""The model of `tests.models` and Mesh-TF's optimizers in numpy float64."""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, List
+
+import numpy as np
+
+from tests import models
+
+Values = Dict[str, np.ndarray]
+
+
+def mlp_grads(values: Values, x: np.ndarray, y: np.ndarray) -> Values:
+    """Gradients of the mean squared error over a batch, by hand."""
+    w1, b1, scale, one = (values[k] for k in ("w1", "b1", "scale", "one"))
+    h = np.tanh(x @ w1 + b1)
+    decoded = h @ w1.T
+    out = decoded * scale * one[0]
+    d_out = 2 * (out - y) / out.size
+    d_decoded = d_out * scale * one[0]
+    d_pre = (d_decoded @ w1) * (1 - h**2)
+    return {
+        "w1": x.T @ d_pre + d_decoded.T @ h,
+        "b1": d_pre.sum(0),
+        "scale": np.sum(d_out * decoded) * one[0],
+        "one": np.array([np.sum(d_out * decoded) * scale]),
+    }
+
+
+def _rms(x: np.ndarray) -> float:
+    return np.sqrt(np.mean(np.square(x)))
+
+
+class Sgd:
+    def __call__(self, values: Values, grads: Values) -> Values:
+        return {k: values[k] - 0.1 * grads[k] for k in values}
+
+
+class Momentum:
+    """Reads the velocity of the step before, as Mesh-TF's program does on a SIMD mesh."""
+
+    def __init__(self) -> None:
+        self.v: Dict[str, np.ndarray] = {}
+
+    def __call__(self, values: Values, grads: Values) -> Values:
+        old = {k: self.v.get(k, 0.0) for k in values}
+        self.v = {k: grads[k] * 0.05 + old[k] * 0.9 for k in values}
+        return {k: values[k] - old[k] for k in values}
+
+
+class Adam:
+    def __init__(self) -> None:
+        self.m: Values = {}
+        self.v: Values = {}
+
+    def __call__(self, values: Values, grads: Values) -> Values:
+        new = {}
+        for k, g in grads.items():
+            self.m[k] = 0.9 * self.m.get(k, 0.0) + 0.1 * g
+            self.v[k] = 0.999 * self.v.get(k, 0.0) + 0.001 * g**2
+            update = self.m[k] / (np.sqrt(self.v[k]) + 1e-6) + 0.01 * values[k]
+            new[k] = values[k] - 0.01 * update
+        return new
+
+
+class Adafactor:
+    def __init__(self) -> None:
+        self.state: Dict[str, List[np.ndarray]] = {}
+
+    def __call__(self, values: Values, grads: Values) -> Values:
+        new = {}
+        for k, g in grads.items():
+            square = g**2 + 1e-30
+            if g.ndim == 2:
+                row, column = self.state.get(k, [0.0, 0.0])
+                row = row * 0.8 + square.mean(0) * 0.2
+                column = column * 0.8 + square.mean(1) * 0.2
+                self.state[k] = [row, column]
+                update = g / np.sqrt(np.outer(column, row) / row.mean())
+            else:
+                v = self.state.get(k, [0.0])[0] * 0.8 + square * 0.2
+                self.state[k] = [v]
+                update = g / np.sqrt(v)
+            update = update / max(1.0, _rms(update))
+            new[k] = values[k] - update * max(_rms(values[k]), 1e-3) * 0.05
+        return new
+
+
+OPTIMIZERS: Dict[str, Callable[[], Callable[[Values, Values], Values]]] = {
+    "sgd": Sgd,
+    "momentum": Momentum,
+    "adam": Adam,
+    "adafactor": Adafactor,
+}
+
+
+def train(optimizer: str, feeds: List[Dict[str, np.ndarray]]) -> Values:
+    """The variables after a step on each feed."""
+    values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
+    update = OPTIMIZERS[optimizer]()
+    for feed in feeds:
+        feed = {k: v.astype(np.float64) for k, v in feed.items()}
+        values = update(values, mlp_grads(values, feed["x"], feed["y"]))
+    return values
