@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 from typing import NamedTuple
 
+from mtf_gradsync.simd.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph_facts import Branch, Context, GraphFacts, Loop
 
 _READS = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 _QUERIES = frozenset(["VariableShape", "VarIsInitializedOp"])
-_OTHER_EFFECTS = frozenset(["Assert", "Print", "PrintV2"])
+_OTHER_EFFECTS = frozenset(("Assert", "Print", "PrintV2", *COLLECTIVE_TYPES))
 _BOOKKEEPING = frozenset(["Identity", "Enter", "Switch", "Merge", "Exit", "NextIteration"])
 
 
@@ -84,9 +85,7 @@ class _Finder:
                 (self._turns if op == "NextIteration" else self._exits)[loop.frame].append(name)
             elif op == "Merge":
                 for source, number in facts.inputs(name):
-                    inner = facts.context[source]
-                    if facts.is_conditional_switch(source):
-                        inner = inner + (Branch(facts.node[source].input[1], number == 1),)
+                    inner = facts.context_of_output(source, number)
                     if len(inner) > len(context) and isinstance(inner[len(context)], Branch):
                         self._merges[context, inner[len(context)].predicate].append(name)
                         break

@@ -112,6 +112,7 @@ class GraphFacts:
             n.name: [split_input(s) for s in n.input] for n in graph_def.node
         }
         self._consumers: dict[str, list[tuple[str, int]]] | None = None
+        self._pivot_predicate = self._find_pivots()
         self._walk()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
@@ -157,7 +158,7 @@ class GraphFacts:
     def _context_of(self, name: str) -> Context:
         node = self.node[name]
         found: list[Context] = [
-            self._context_through(source, number)
+            self.context_of_output(source, number)
             for source, number in self._inputs[name]
             if not self._is_back_edge(source, name)
         ]
@@ -175,17 +176,44 @@ class GraphFacts:
             context += (Loop(node.attr["frame_name"].s.decode()),)
         return context
 
-    def _context_through(self, source: str, number: int) -> Context:
-        """The context in which an output of ``source`` is alive."""
-        node, context = self.node[source], self.context[source]
+    def context_of_output(self, name: str, number: int) -> Context:
+        """The context in which an output of a node is alive.
+
+        Args:
+          name: the node's name.
+          number: which output, see `split_input`.
+
+        Returns:
+          The node's own context, except behind the end of a loop and on the sides of a conditional.
+        """
+        node, context = self.node[name], self.context[name]
         if node.op in _EXIT:
             while not isinstance(context[-1], Loop):
                 context = context[:-1]
             return context[:-1]
-        if node.op in _SWITCH and number != CONTROL and not self.is_loop_switch(source):
-            predicate = node.input[1]
-            return context + (Branch(predicate, number == 1),)
+        if node.op in _SWITCH and number != CONTROL and not self.is_loop_switch(name):
+            return context + (Branch(self.predicate_of(name), number == 1),)
         return context
+
+    def _find_pivots(self) -> dict[str, str]:
+        """For the first Switch of each conditional, the predicate that its other ones test.
+
+        ``tf.cond`` makes Switch(p, p), which what has no inputs hangs on, and right after it
+        Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
+        only the Identity tells them apart.
+        """
+        found: dict[str, str] = {}
+        open_pivots: dict[str, list[str]] = collections.defaultdict(list)
+        for node in self.graph_def.node:
+            if node.op == "Switch" and node.input[0] == node.input[1]:
+                open_pivots[node.input[1]].append(node.name)
+            elif node.op == "Identity" and open_pivots.get(node.input[0]):
+                found[open_pivots[node.input[0]].pop()] = node.name
+        return found
+
+    def predicate_of(self, name: str) -> str:
+        """The predicate that a conditional's ``Switch`` stands for, as an input is spelled."""
+        return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
         """Whether a ``Switch`` belongs to a while loop, not to a conditional."""

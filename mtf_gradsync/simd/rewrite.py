@@ -93,7 +93,7 @@ class EmulatedGraph:
             return [f"{n}:{k}" for n, k in sources if k != CONTROL]
         if node_name not in self._facts.cluster:
             return [name]
-        if self._facts.context[node_name]:
+        if self._facts.context_of_output(node_name, number):
             raise ValueError(
                 f"{name!r} cannot be fetched: it stands inside a loop or conditional of the "
                 "program. Fetch what the loop or conditional returns."
@@ -264,7 +264,11 @@ class _Rewriter:
         if node.op == "LoopCond":
             data = [self._compared(data[0], node.input[0], core)]
         elif facts.is_conditional_switch(node.name):
-            data = [data[0], self._compared(data[1], node.input[1], core), *data[2:]]
+            data = [
+                data[0],
+                self._compared(data[1], facts.predicate_of(node.name), core),
+                *data[2:],
+            ]
         copy = self._out.node.add()
         copy.CopyFrom(node)
         copy.name = name
@@ -308,7 +312,7 @@ class _Rewriter:
         if node.op == "CrossReplicaSum":
             for number, group in enumerate(collective.groups):
                 # Named after the first core, so that it cannot collide with another clone.
-                total = self._name(node.name, group[0]) + "/sum_of_group_%d" % number
+                total = self._name(node.name, group[0]) + f"/sum_of_group_{number}"
                 waits = [text for c in group for text in control[c]]
                 add = self._add(total, "AddN", [sent[c] for c in group] + waits, T=kind)
                 add.attr["N"].i = len(group)
@@ -355,7 +359,9 @@ class _Rewriter:
                 continue
             for source, number in facts.inputs(name):
                 # Someone outside waits for this operation, so it has to run.
-                if number == CONTROL and source in facts.cluster and not facts.context[source]:
+                if number != CONTROL or source not in facts.cluster:
+                    continue
+                if not facts.context_of_output(source, number):
                     last[facts.cluster[source]].add(source)
         for cluster, names in last.items():
             waits = [
