@@ -1,0 +1,203 @@
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.train import checkpoint, run as run_module
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+from mtf_gradsync.train.progress import read_metrics
+
+NO_EVAL = "train.run.eval_dataset_fn = None"
+in_main_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(),
+    reason="only the main thread receives signals",
+)
+
+
+def losses(directory):
+    rows = read_metrics(directory / run_module.METRICS_FILE)
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def variables(directory):
+    reader = tf.train.load_checkpoint(str(directory))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+class StopAfter(tf.train.SessionRunHook):
+    """Presses Ctrl-C during a step."""
+
+    def __init__(self, steps):
+        self._left = steps
+
+    def after_run(self, run_context, run_values):
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Makes runs stop by a signal after a number of their own steps; None lets them finish."""
+    steps = {"left": None}
+    original = run_module.train_loop
+
+    def loop(*args, **kwargs):
+        extra = [] if steps["left"] is None else [StopAfter(steps["left"])]
+        return original(*args, **{**kwargs, "hooks": [*kwargs["hooks"], *extra]})
+
+    monkeypatch.setattr(run_module, "train_loop", loop)
+    return lambda left: steps.update(left=left)
+
+
+def test_whole_run_learns_and_leaves_its_files(train):
+    result, directory, said = train("train.run.train_steps = 40", "train.run.log_steps = 5")
+    assert result.step == 40
+    curve = losses(directory)
+    assert sorted(curve) == list(range(5, 41, 5))
+    assert curve[40] < 0.85 * curve[5]
+    assert (directory / run_module.PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((directory / run_module.RESULT_FILE).read_text())
+    assert summary["held_out"]["perplexity"] == pytest.approx(result.held_out.perplexity)
+    assert result.unigram.tokens == result.held_out.tokens == 3 * 8 * 16
+    assert "continuation" in (directory / run_module.SAMPLES_FILE).read_text()
+    config = (directory / run_module.CONFIG_FILE).read_text()
+    assert "CrossShardOptimizer.opt = @AdafactorOptimizer" in config
+    text = "\n".join(said)
+    assert "held-out perplexity" in text
+    assert "unigram baseline" in text
+    points = [r for r in read_metrics(directory / run_module.METRICS_FILE) if "held_out_nats" in r]
+    assert [row["step"] for row in points] == [6, 12, 18, 24, 30, 36, 40]
+
+    again, _, said = train("train.run.train_steps = 40")
+    assert "has all 40 steps already" in said[0]
+    assert again.held_out == result.held_out
+
+
+@in_main_thread
+def test_resumed_run_is_bitwise_the_uninterrupted_one(train, stop_after):
+    _, whole, _ = train(NO_EVAL, model_dir="whole")
+    stop_after(5)
+    stopped, parts, said = train(NO_EVAL, model_dir="parts")
+    assert stopped.stopped_by == signal.SIGINT
+    assert stopped.step == 5
+    assert "stopped after step 5 of 12" in said[-1]
+    # Not at a multiple of save_checkpoints_steps, so it is the stop that saved.
+    assert checkpoint.checkpoint_step(checkpoint.latest_checkpoint(str(parts))) == 5
+    stop_after(None)
+    finished, _, _ = train(NO_EVAL, model_dir="parts")
+    assert finished.step == 12
+    assert losses(parts) == losses(whole)
+    expected, actual = variables(whole), variables(parts)
+    assert sorted(expected) == sorted(actual)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+def test_signal_handlers_are_put_back(train):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train(NO_EVAL, "train.run.train_steps = 1")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_optimizer_is_chosen_by_gin_alone(train):
+    _, wrapped, _ = train(NO_EVAL, model_dir="wrapped")
+    _, bare, _ = train(NO_EVAL, "train.run.optimizer = @AdafactorOptimizer", model_dir="bare")
+    _, adam, _ = train(
+        NO_EVAL, "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer", model_dir="adam"
+    )
+    np.testing.assert_allclose(
+        list(losses(wrapped).values()), list(losses(bare).values()), rtol=1e-2
+    )
+    assert any("adam_m" in name for name in variables(adam))
+    assert not any("adam_m" in name for name in variables(wrapped))
+
+
+def test_microbatches_make_the_same_step(train):
+    _, whole, _ = train(NO_EVAL, "train.run.train_steps = 3", model_dir="whole")
+    _, parts, _ = train(
+        NO_EVAL,
+        "train.run.train_steps = 3",
+        "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 32",
+        model_dir="parts",
+    )
+    np.testing.assert_allclose(
+        list(losses(whole).values()), list(losses(parts).values()), rtol=1e-4
+    )
+
+
+def test_checkpoint_of_another_model_is_refused_and_kept(train):
+    _, directory, _ = train(NO_EVAL, "train.run.train_steps = 2")
+    files = {path.name: path.read_bytes() for path in directory.glob("model.ckpt*")}
+    with pytest.raises(ConfigError, match=r"was made by another model.*\n(.*\n)*Nothing was chan"):
+        train(NO_EVAL, "d_model = 32")
+    with pytest.raises(ConfigError, match="is not in the checkpoint"):
+        train(NO_EVAL, "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer")
+    assert files == {path.name: path.read_bytes() for path in directory.glob("model.ckpt*")}
+    resumed, _, _ = train(NO_EVAL, "train.run.train_steps = 3")
+    assert resumed.step == 3
+
+
+def test_old_checkpoints_go(train):
+    _, directory, _ = train(
+        NO_EVAL, "train.run.save_checkpoints_steps = 2", "train.run.keep_checkpoint_max = 2",
+        "train.run.train_steps = 7",
+    )  # fmt: skip
+    steps = sorted(int(p.suffixes[-1][-1]) for p in directory.glob("model.ckpt-?.index") if p) or [
+        int(p.name.split("-")[1].split(".")[0]) for p in directory.glob("model.ckpt-*.index")
+    ]
+    assert len(steps) == 2
+
+
+def test_initial_values_come_from_another_run(train):
+    _, first, _ = train(NO_EVAL, "train.run.train_steps = 2", model_dir="first")
+    _, second, said = train(
+        NO_EVAL,
+        "train.run.train_steps = 1",
+        f"train.run.init_checkpoint = '{first}'",
+        "train.run.variable_filter = 'positional'",
+        model_dir="second",
+    )
+    assert any("variables begin as in" in line for line in said)
+    before, after = variables(first), variables(second)
+    assert after["global_step"] == 1
+    changed = {n for n in after if n in before and not np.array_equal(after[n], before[n])}
+    assert "transformer/positional_embedding" in {*changed}
+    assert not any("SelfAttention/q" in name and "slot" not in name for name in changed)
+
+
+def test_loss_that_is_not_finite_ends_the_run(train):
+    with pytest.raises(TrainingError, match=r"the loss of step \d+ is nan"):
+        train(NO_EVAL, "train.run.learning_rate_schedule = 1e30")
+
+
+def test_t5_style_bindings_are_taken_over(train):
+    result, _, _ = train(
+        NO_EVAL, "utils.run.train_steps = 2", "train.run.train_steps = %gin.REQUIRED"
+    )
+    assert result.step == 2
+
+
+class ShowsFields(mtf.optimize.SgdOptimizer):
+    def apply_grads(self, grads, variables):
+        ops = super().apply_grads(grads, variables)
+        self._norm = mtf.reduce_sum(mtf.square(grads[0]))
+        return ops
+
+    def progress_fields(self):
+        return {"norm": self._norm, "seven": tf.constant(7)}
+
+
+def test_optimizer_adds_fields_to_the_progress(train, capsys):
+    import gin
+
+    gin.external_configurable(ShowsFields, "ShowsFields")
+    train(NO_EVAL, "train.run.train_steps = 2", "train.run.optimizer = @ShowsFields")
+    error = capsys.readouterr().err
+    assert "step 2/2  loss " in error
+    assert "norm " in error
+    assert "seven 7" in error
