@@ -11,7 +11,7 @@ import collections
 from typing import NamedTuple
 
 from mtf_gradsync.simd.collective_ops import COLLECTIVE_TYPES
-from mtf_gradsync.simd.graph_facts import Branch, Context, GraphFacts, Loop
+from mtf_gradsync.simd.graph_facts import CONTROL, Branch, Context, GraphFacts, Loop
 
 _READS = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 _QUERIES = frozenset(["VariableShape", "VarIsInitializedOp"])
@@ -23,13 +23,15 @@ class Effects(NamedTuple):
     """The edges that a program needs beyond its own.
 
     Attributes:
-      after: node -> nodes of the same program that it has to wait for.
+      after: node -> nodes of the same program that it has to wait for, each core for its own.
+      after_all_cores: the same, but each core waits for all cores.
       last: program -> nodes that have to run before it is done.
       shared_writes: writes to variables of which all cores see one copy (a global step that lives
         on the host): every core holds the same new value, so one core's write stands for all.
     """
 
     after: dict[str, set[str]]
+    after_all_cores: dict[str, set[str]]
     last: dict[str, set[str]]
     shared_writes: set[str]
 
@@ -49,31 +51,34 @@ def find_effects(facts: GraphFacts) -> Effects:
 class _Finder:
     def __init__(self, facts: GraphFacts):
         self._facts = facts
-        self.effects = Effects(collections.defaultdict(set), collections.defaultdict(set), set())
+        sets = [collections.defaultdict(set) for _ in range(3)]
+        self.effects = Effects(sets[0], sets[1], sets[2], set())
         self._turns: dict[str, list[str]] = collections.defaultdict(list)
         self._exits: dict[str, list[str]] = collections.defaultdict(list)
         self._merges: dict[tuple[Context, str], list[str]] = collections.defaultdict(list)
         self._find_ends()
-        last_write: dict[str, str] = {}
-        reads: dict[str, list[str]] = collections.defaultdict(list)
+        last_write: dict[tuple[str, str], str] = {}
+        reads: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for name in facts.order:
             if name not in facts.cluster:
                 continue
-            op = facts.node[name].op
+            cluster, op = facts.cluster[name], facts.node[name].op
             handles = self._handles(name)
             for handle in handles:
-                if handle in last_write:
-                    self._put_after(name, last_write[handle])
+                key = (cluster, handle)
+                shared = facts.node[handle].op != "TPUReplicatedInput"
+                if key in last_write:
+                    self._put_after(name, last_write[key], shared)
                 if op in _READS:
-                    reads[handle].append(name)
-                else:
-                    for read in reads.pop(handle, ()):
-                        self._put_after(name, read)
-                    last_write[handle] = name
-                    if facts.node[handle].op != "TPUReplicatedInput":
-                        self.effects.shared_writes.add(name)
+                    reads[key].append(name)
+                    continue
+                for read in reads.pop(key, ()):
+                    self._put_after(name, read, shared)
+                last_write[key] = name
+                if shared:
+                    self.effects.shared_writes.add(name)
             if (handles and op not in _READS) or op in _OTHER_EFFECTS:
-                self.effects.last[facts.cluster[name]].update(self._ends(name, ()))
+                self.effects.last[cluster].update(self._ends(name, ()))
 
     def _find_ends(self) -> None:
         """Where loops turn and end, and where the sides of conditionals meet."""
@@ -108,7 +113,8 @@ class _Finder:
             return self._facts.node[self._facts.inputs(name)[0][0]].op == "VarHandleOp"
         return node.op == "VarHandleOp"
 
-    def _put_after(self, name: str, earlier: str) -> None:
+    def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
+        """Makes ``name`` wait for an earlier node, on its own core or on all of them."""
         context, other = self._facts.context[name], self._facts.context[earlier]
         size = 0
         while size < min(len(context), len(other)) and context[size] == other[size]:
@@ -124,8 +130,13 @@ class _Finder:
             return  # two sides of one conditional: only one of them runs
         for end in self._ends(earlier, shared):
             for begin in self._begins(name, shared):
+                # Other cores' clones are in reach only outside loops and branches.
+                reachable = not self._facts.context_of_output(end, CONTROL)
+                after = (
+                    self.effects.after_all_cores if all_cores and reachable else self.effects.after
+                )
                 if begin != end:
-                    self.effects.after[begin].add(end)
+                    after[begin].add(end)
 
     def _ends(self, name: str, context: Context) -> list[str]:
         """Nodes in an outer context that run only after ``name`` has run, if it does run."""

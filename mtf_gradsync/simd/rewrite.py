@@ -232,7 +232,9 @@ class _Rewriter:
         ]
         found.sort(key=lambda text: text.startswith("^"))
         if control:
-            found += ["^" + self._name(n, core) for n in sorted(self._effects.after.get(name, ()))]
+            found += ["^" + self._name(n, core) for n in self._effects.after.get(name, ())]
+            for earlier in self._effects.after_all_cores.get(name, ()):
+                found += ["^" + self._name(earlier, c) for c in self._cores(name)]
         return found
 
     # The nodes themselves.
@@ -256,11 +258,11 @@ class _Rewriter:
         if node.op == "TPUReplicateMetadata":
             self._add(name, "NoOp", control)
             return
-        if node.name in self._effects.shared_writes:
-            if core:
-                self._add(name, "NoOp", self._behind_first_core(node.name, data + control))
-                return
-            control += self._reads_on_other_cores(node.name)
+        if core and node.name in self._effects.shared_writes:
+            # Every core would write the same value: the first one does, the others only wait.
+            waits = ["^" + split_input(text)[0] for text in data] + control
+            self._add(name, "NoOp", waits)
+            return
         if node.op == "LoopCond":
             data = [self._compared(data[0], node.input[0], core)]
         elif facts.is_conditional_switch(node.name):
@@ -287,23 +289,6 @@ class _Rewriter:
                 seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
         del copy.input[:]
         copy.input.extend(_data_first(data + control))
-
-    def _behind_first_core(self, name: str, inputs: list[str]) -> list[str]:
-        waits = ["^" + split_input(text)[0] for text in inputs]
-        if not self._facts.context[name]:
-            waits.append("^" + self._name(name, 0))
-        return waits
-
-    def _reads_on_other_cores(self, name: str) -> list[str]:
-        """What the one write to a variable that all cores share waits for."""
-        if self._facts.context[name]:
-            return []
-        return [
-            "^" + self._name(earlier, core)
-            for earlier in sorted(self._effects.after.get(name, ()))
-            for core in self._cores(name)
-            if core and earlier not in self._effects.shared_writes
-        ]
 
     def _exchange(self, node: tf.NodeDef, collective: Collective) -> None:
         kind = node.attr["T"].type
