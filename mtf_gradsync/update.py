@@ -48,16 +48,6 @@ class ReadOnce(mtf.Operation):
         lowered = lowering.tensors[value].to_laid_out_tensor()
         if all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):
             return
-        for x in lowered.tensor_list:
-            dtype = getattr(x, "dtype", None)
-            if dtype is not None and dtype.base_dtype != dtype:
-                warn_once(
-                    "ref variables",
-                    "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
-                    "race on a mesh, and training can go wrong silently. Call "
-                    "tf.compat.v1.enable_resource_variables() at the start of the program.",
-                    self._variable.name,
-                )
         mesh_impl = lowering.mesh_impl(self)
         lowering.set_tensor_lowering(value, mesh_impl.slicewise(tf.convert_to_tensor, lowered))
 
@@ -92,6 +82,7 @@ class Gate(mtf.Operation):
         self._barriers: Any = weakref.WeakKeyDictionary()
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        _warn_of_ref_variables(lowering)
         mesh_impl = lowering.mesh_impl(self)
         tensors = list(self.inputs)
         tensors += [op.inputs[0] for op in self.graph.operations if isinstance(op, ReadOnce)]
@@ -113,6 +104,20 @@ class Gate(mtf.Operation):
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
         """The tf operation that runs when all gradients and reads are done."""
         return self._barriers[lowering]
+
+
+def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
+    for variable, laid_out in lowering.variables.items():
+        for x in laid_out.laid_out_tensor.all_slices:
+            if x.dtype != x.dtype.base_dtype:
+                warn_once(
+                    "ref variables",
+                    "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
+                    "race on a mesh, and training can go wrong silently. Call "
+                    "tf.compat.v1.enable_resource_variables() at the start of the program.",
+                    variable.name,
+                )
+                return
 
 
 def after(

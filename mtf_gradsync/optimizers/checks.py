@@ -19,8 +19,8 @@ def _is_keras_optimizer(cls: type) -> bool:
     )
 
 
-def check_optimizer(opt: Any, wrapper: str) -> None:
-    """Raises TypeError or ValueError if opt is not something that a wrapper can wrap."""
+def refuse_foreign_optimizer(opt: Any, wrapper: str) -> None:
+    """Raises TypeError if opt is an optimizer, or a class of one, that knows no meshes."""
     cls = opt if isinstance(opt, type) else type(opt)
     if _is_keras_optimizer(cls):
         raise TypeError(
@@ -34,6 +34,11 @@ def check_optimizer(opt: Any, wrapper: str) -> None:
             "which cannot update mesh variables. Use one of mtf.optimize, or, without a mesh, "
             "TensorFlow's own wrapper."
         )
+
+
+def check_optimizer(opt: Any, wrapper: str) -> None:
+    """Raises TypeError or ValueError if opt is not something that a wrapper can wrap."""
+    refuse_foreign_optimizer(opt, wrapper)
     if isinstance(opt, type):
         if not callable(getattr(opt, "apply_grads", None)):
             raise ValueError(
@@ -131,7 +136,7 @@ def check_step(global_step: Any) -> None:
         global_step = global_step.operation
     if isinstance(global_step, mtf.Variable):
         shape = global_step.shape.to_integer_list
-    elif isinstance(global_step, tf.Variable):
+    elif callable(getattr(global_step, "assign_add", None)):  # every kind of tf variable
         shape = global_step.shape.as_list()
     else:
         raise TypeError(

@@ -239,7 +239,7 @@ def _make(opt: Any, learning_rate: Any, wrapper: str) -> Any:
             "it is called with, or give an optimizer instead."
         )
     made = opt(learning_rate=learning_rate)
-    checks.check_optimizer(made, wrapper)
+    checks.refuse_foreign_optimizer(made, wrapper)
     if isinstance(made, type) or not callable(getattr(made, "apply_grads", None)):
         raise ValueError(
             f"opt={opt!r} must make an optimizer with apply_grads(grads, variables), but made "

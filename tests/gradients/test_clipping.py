@@ -1,0 +1,186 @@
+"""Clipping by each shard's norm and by the global norm, against numpy in float64."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf, tf
+from tests import harness
+
+EPS = np.finfo(np.float32).eps
+MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols;experts:rows"
+AXES = gs.ReplicaAxes(MESH, LAYOUT)
+B, D, H = 8, 3, 4
+batch, features, hidden = mtf.Dimension("batch", B), mtf.Dimension("d", D), mtf.Dimension("hidden", H)
+
+
+def inputs(seed=0):
+    rng = np.random.RandomState(seed)
+    x, h = rng.randn(B, D).astype("f"), rng.randn(B, H).astype("f")
+    x[:2] *= 100  # the first shard's gradients are huge
+    return {"x": x, "h": h}
+
+
+def pending(mesh, tensors):
+    """A replicated and a model-parallel gradient, both pending over the batch, and a None."""
+    x = mtf.import_tf_tensor(mesh, tensors["x"], mtf.Shape([batch, features]))
+    h = mtf.import_tf_tensor(mesh, tensors["h"], mtf.Shape([batch, hidden]))
+    return [mtf.reduce_sum(x, reduced_dim=batch), None, mtf.reduce_sum(h, reduced_dim=batch)]
+
+
+def by_shard(feed):
+    return [v.astype(float).reshape(4, 2, -1).sum(1) for v in (feed["x"], feed["h"])]
+
+
+def clip(grads, norm, clip_norm):
+    return [g * (clip_norm / np.maximum(norm, clip_norm)) for g in grads]
+
+
+def shard_clip_reference(feed, clip_norm):
+    grads = by_shard(feed)
+    norm = np.sqrt(sum(np.square(g).sum(1) for g in grads))
+    return clip(grads, norm[:, None], clip_norm), norm
+
+
+def run(kind, make, feed, **kwargs):
+    def build(mesh, tensors):
+        clipped, norm = make(pending(mesh, tensors))
+        assert clipped[1] is None
+        return [], {"x": clipped[0], "h": clipped[2], "norm": norm}
+
+    return harness.run(kind, MESH, LAYOUT, build, [feed], **kwargs).fetched[0]
+
+
+def test_by_shard_norm(mesh_kind):
+    feed = inputs()
+    out = run(mesh_kind, lambda grads: gs.clip_by_shard_norm(grads, 2.0, AXES), feed)
+    (x, h), norm = shard_clip_reference(feed, 2.0)
+    np.testing.assert_allclose(out["norm"], norm, rtol=8 * EPS)
+    np.testing.assert_allclose(out["x"], x, rtol=16 * EPS, atol=8 * EPS)
+    np.testing.assert_allclose(out["h"], h, rtol=16 * EPS, atol=8 * EPS)
+
+
+def test_by_global_norm(mesh_kind):
+    feed = inputs()
+    out = run(mesh_kind, lambda grads: gs.clip_by_global_norm(grads, 2.0), feed)
+    grads = [g.sum(0) for g in by_shard(feed)]
+    norm = np.sqrt(sum(np.square(g).sum() for g in grads))
+    x, h = clip(grads, norm, 2.0)
+    np.testing.assert_allclose(out["norm"], norm, rtol=8 * EPS)
+    np.testing.assert_allclose(out["x"], x, rtol=16 * EPS, atol=8 * EPS)
+    np.testing.assert_allclose(out["h"], h, rtol=16 * EPS, atol=8 * EPS)
+
+
+def test_a_huge_shard_shrinks_the_others_only_under_the_global_norm(mesh_kind):
+    feed = inputs()
+    shard = run(mesh_kind, lambda grads: gs.clip_by_shard_norm(grads, 5.0, AXES), feed)
+    whole = run(mesh_kind, lambda grads: gs.clip_by_global_norm(grads, 5.0), feed)
+    quiet = by_shard(feed)[1][1:]  # hidden gradients of the shards that are not huge
+    kept = np.linalg.norm(shard["h"][1:]) / np.linalg.norm(quiet)
+    assert kept > 0.5
+    assert np.linalg.norm(whole["h"]) / np.linalg.norm(quiet.sum(0)) < 0.05
+
+
+def test_gradients_below_the_norm_keep_their_bits(mesh_kind):
+    feed = inputs()
+
+    def build(mesh, tensors):
+        grads = gs.per_shard(pending(mesh, tensors), AXES)
+        clipped, _ = gs.clip_by_shard_norm(grads, 1e6, AXES)
+        return [], {"x": clipped[0], "x before": grads[0]}
+
+    out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
+    np.testing.assert_array_equal(out["x"], out["x before"])
+
+
+@pytest.mark.parametrize("form", ["mtf", "tf"])
+def test_clip_norm_as_a_tensor(mesh_kind, form):
+    feed = inputs()
+
+    def make(grads):
+        mesh = grads[0].mesh
+        clip_norm = mtf.constant(mesh, 2.0, mtf.Shape([])) if form == "mtf" else tf.constant(2.0)
+        return gs.clip_by_shard_norm(grads, clip_norm, AXES)
+
+    out = run(mesh_kind, make, feed)
+    np.testing.assert_allclose(out["x"], shard_clip_reference(feed, 2.0)[0][0], rtol=16 * EPS)
+
+
+def test_an_experts_part_counts_to_the_shard_that_holds_it(mesh_kind):
+    feed = inputs()
+
+    def build(mesh, tensors):
+        experts = mtf.Dimension("experts", B)
+        part = mtf.import_tf_tensor(mesh, tensors["x"], mtf.Shape([experts, features]))
+        clipped, norm = gs.clip_by_shard_norm([part, pending(mesh, tensors)[2]], 2.0, AXES)
+        return [], {"x": clipped[0], "norm": norm}
+
+    out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
+    h = by_shard(feed)[1]
+    norm = np.sqrt(np.square(feed["x"].astype(float)).reshape(4, -1).sum(1) + np.square(h).sum(1))
+    np.testing.assert_allclose(out["norm"], norm, rtol=8 * EPS)
+    factor = 2.0 / np.maximum(norm, 2.0)
+    np.testing.assert_allclose(out["x"], feed["x"] * np.repeat(factor, 2)[:, None], rtol=16 * EPS)
+
+
+def test_bfloat16_gradients_have_float32_norms(mesh_kind):
+    feed = inputs()
+
+    def build(mesh, tensors):
+        grads = [None if g is None else mtf.cast(g, tf.bfloat16) for g in pending(mesh, tensors)]
+        clipped, norm = gs.clip_by_global_norm(grads, 2.0)
+        assert (clipped[0].dtype, norm.dtype) == (tf.bfloat16, tf.float32)
+        return [], {"norm": norm, "x": clipped[0], "h": clipped[2]}
+
+    out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
+    rounded = [
+        g.sum(0).astype("f").astype(tf.bfloat16.as_numpy_dtype).astype(float)
+        for g in by_shard(feed)
+    ]
+    np.testing.assert_allclose(
+        out["norm"], np.sqrt(sum(np.square(g).sum() for g in rounded)), rtol=2**-8
+    )
+    after = np.sqrt(sum(np.square(out[k].astype(float)).sum() for k in "xh"))
+    np.testing.assert_allclose(after, 2.0, rtol=2**-8)
+
+
+def test_not_finite_stays_with_its_shard(mesh_kind):
+    feed = inputs()
+    feed["x"][0, 0] = np.nan
+
+    def build(mesh, tensors):
+        clipped, _ = gs.clip_by_shard_norm(pending(mesh, tensors), 2.0, AXES)
+        # A NaN would spread on its way out of a SIMD program, whose gathers are sums.
+        finite = [
+            mtf.cwise(lambda t: tf.cast(tf.math.is_finite(t), tf.float32), [g])
+            for g in (clipped[0], clipped[2])
+        ]
+        return [], dict(zip("xh", finite))
+
+    out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
+    for finite in out.values():
+        np.testing.assert_array_equal(finite, [[i > 0] * finite.shape[1] for i in range(4)])
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), True, "2", None])
+def test_bad_clip_norm_leaves_the_graph_alone(clip_norm, fresh_graph):
+    graph = mtf.Graph()
+    grad = mtf.zeros(mtf.Mesh(graph, "mesh"), mtf.Shape([features]))
+    before = len(graph.operations), len(fresh_graph.get_operations())
+    with pytest.raises((ValueError, TypeError), match="clip_norm"):
+        gs.clip_by_global_norm([grad], clip_norm)
+    with pytest.raises((ValueError, TypeError), match="clip_norm"):
+        gs.clip_by_shard_norm([grad], clip_norm, AXES)
+    assert (len(graph.operations), len(fresh_graph.get_operations())) == before
+
+
+def test_different_shard_dims_are_refused():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    grads = [mtf.zeros(mesh, mtf.Shape([batch])), mtf.zeros(mesh, mtf.Shape([features]))]
+    with pytest.raises(ValueError, match="different shard dims"):
+        gs.clip_by_shard_norm(grads, 1.0, AXES)
+
+
+def test_no_gradients_no_norm():
+    assert gs.clip_by_global_norm([None, None], 1.0) == ([None, None], None)
+    assert gs.clip_by_shard_norm([], 1.0, AXES) == ([], None)

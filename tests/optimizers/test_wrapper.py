@@ -1,0 +1,249 @@
+"""The interface that every wrapper keeps: construction, arguments, slots, errors."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf, tf
+from tests import harness, models
+
+WRAPPERS = [gs.CrossShardOptimizer]
+features = mtf.Dimension("d", 3)
+
+
+class Recorder(mtf.optimize.Optimizer):
+    """Keeps what it was called with."""
+
+    def __init__(self, learning_rate="not given"):
+        self.learning_rate = learning_rate
+        self.calls = []
+
+    def apply_grads(self, grads, variables):
+        self.calls.append((grads, variables))
+        return []
+
+
+def model(graph=None):
+    graph = graph or mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    shape = mtf.Shape([features])
+    variables = [
+        mtf.get_variable(mesh, name, shape, initializer=tf.ones_initializer()).operation
+        for name in ("w", "w_1", "v")
+    ]
+    return mesh, variables
+
+
+@pytest.fixture(params=WRAPPERS, ids=lambda w: w.__name__)
+def wrapper(request):
+    return request.param
+
+
+@pytest.mark.parametrize("form", ["class", "factory", "partial"])
+@pytest.mark.parametrize("learning_rate", [0.5, None, "tf", "mtf"])
+def test_a_class_or_factory_gets_the_learning_rate_untouched(wrapper, form, learning_rate):
+    if learning_rate == "tf":
+        learning_rate = tf.constant(0.5)
+    elif learning_rate == "mtf":
+        learning_rate = mtf.constant(model()[0], 0.5, mtf.Shape([]))
+    opt = {
+        "class": Recorder,
+        "factory": lambda learning_rate: Recorder(learning_rate),
+        "partial": functools.partial(Recorder),
+    }[form]
+    assert wrapper(learning_rate=learning_rate, opt=opt).opt.learning_rate is learning_rate
+
+
+def test_an_instance_is_used_as_it_is(wrapper):
+    inner = Recorder()
+    assert wrapper(inner).opt is inner
+    assert wrapper(inner, learning_rate=None).opt is inner
+
+
+def test_wrappers_nest_around_anything_with_apply_grads(wrapper):
+    class Duck:
+        def apply_grads(self, grads, variables):
+            return []
+
+    assert isinstance(wrapper(wrapper(Duck())).opt, wrapper)
+
+
+class FakeKeras:
+    pass
+
+
+FakeKeras = type("OptimizerV2", (), {"__module__": "keras.optimizers.optimizer_v2"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"opt": FakeKeras()}, TypeError, "Keras.*mtf.optimize"),
+        ({"opt": FakeKeras, "learning_rate": 0.1}, TypeError, "Keras.*mtf.optimize"),
+        ({"opt": tf.train.AdamOptimizer(0.1)}, TypeError, "AdamOptimizer.*mtf.optimize"),
+        ({"opt": tf.train.AdamOptimizer, "learning_rate": 1}, TypeError, "mtf.optimize"),
+        ({"opt": 3}, ValueError, "apply_grads.*3"),
+        ({"opt": None}, ValueError, "apply_grads.*None"),
+        ({"opt": dict, "learning_rate": 0.1}, ValueError, "apply_grads.*dict"),
+        ({"opt": Recorder}, ValueError, "learning_rate"),
+        ({"opt": Recorder(), "learning_rate": 0.1}, ValueError, "without parentheses"),
+        ({"opt": lambda learning_rate: 3, "learning_rate": 1}, ValueError, "made 3"),
+        ({"opt": Recorder(), "name": ""}, ValueError, "name"),
+        ({"opt": Recorder(), "reducer": "ring"}, TypeError, "reducer.*ring"),
+        ({"opt": Recorder(), "axes": "all:8"}, TypeError, "axes.*all:8"),
+        ({"opt": Recorder(), "mesh_shape": "all:8"}, ValueError, "layout is missing"),
+        ({"opt": Recorder(), "batch_dims": (1,)}, ValueError, "batch_dims"),
+    ],
+)
+def test_bad_construction(wrapper, arguments, error, words):
+    with pytest.raises(error, match=words):
+        wrapper(**arguments)
+
+
+def test_real_keras_optimizers_are_refused(wrapper):
+    keras = pytest.importorskip("tensorflow").keras
+    with pytest.raises(TypeError, match="Keras"):
+        wrapper(keras.optimizers.SGD(0.1))
+
+
+def test_none_gradients_pass_through_and_lists_stay_as_they_were(wrapper):
+    mesh, variables = model()
+    inner = Recorder()
+    grads = [None, mtf.ones(mesh, mtf.Shape([features])), None]
+    before = list(grads), list(variables)
+    wrapper(inner).apply_grads(grads, variables)
+    assert (grads, variables) == before
+    ((passed, seen),) = inner.calls
+    assert [g is None for g in passed] == [True, False, True]
+    assert list(seen) == variables
+
+
+def test_no_gradients_give_no_operations(wrapper, fresh_graph):
+    mesh, variables = model()
+    before = len(mesh.graph.operations), len(fresh_graph.get_operations())
+    inner = Recorder()
+    assert wrapper(inner).apply_grads([None] * 3, variables) == []
+    assert wrapper(inner).apply_grads([], []) == []
+    assert wrapper(inner).apply_grad(None, variables[0]) == []
+    assert not inner.calls
+    assert (len(mesh.graph.operations), len(fresh_graph.get_operations())) == before
+
+
+def test_the_live_list_of_trainable_variables_and_a_single_pair(wrapper):
+    mesh, variables = model()
+    grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
+    optimizer = wrapper(mtf.optimize.SgdOptimizer(0.5))
+    operations = optimizer.apply_grads(grads, mesh.graph.trainable_variables)
+    operations += wrapper(mtf.optimize.SgdOptimizer(0.5)).apply_grad(grads[0], variables[0])
+    lowering = mtf.Lowering(mesh.graph, {mesh: harness.placement("all:2", "")})
+    assert all(lowering.lowered_operation(op) is not None for op in operations)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda o, g, v: o.apply_grads([g], v), ValueError, "1 gradients for 3 variables"),
+        (lambda o, g, v: o.apply_grads(g, v[:1]), TypeError, "grads must be a list"),
+        (lambda o, g, v: o.apply_grads([3], v[:1]), TypeError, r"grads\[0\] is 3"),
+        (lambda o, g, v: o.apply_grads([g], [3]), TypeError, r"variables\[0\] is 3"),
+        (lambda o, g, v: o.apply_grads([g], v[0]), TypeError, "variables must be a list"),
+        (lambda o, g, v: o.apply_grads([g, g], [v[0]] * 2), ValueError, "'w' stands twice"),
+        (lambda o, g, v: o.apply_grads([mtf.reduce_sum(g)], v[:1]), ValueError, "'w' has shape"),
+        (lambda o, g, v: o.apply_gradients(None), ValueError, "grads_and_vars.*None"),
+        (lambda o, g, v: o.apply_gradients([]), ValueError, "grads_and_vars"),
+        (lambda o, g, v: o.apply_gradients([g]), ValueError, "item 0"),
+        (lambda o, g, v: o.apply_gradients([(g, v[0], 1)]), ValueError, "item 0"),
+        (lambda o, g, v: o.apply_gradients([(g, v[0])], 3), TypeError, "global_step.*3"),
+        (lambda o, g, v: o.apply_gradients([(g, v[0])], v[1]), ValueError, "scalar"),
+        (lambda o, g, v: o.compute_gradients(3.0), TypeError, "loss.*3.0"),
+        (lambda o, g, v: o.compute_gradients(g, [3]), TypeError, r"variables\[0\]"),
+        (lambda o, g, v: o.compute_gradients(g, []), ValueError, "no variables"),
+        (lambda o, g, v: o.minimize(g, global_step="x"), TypeError, "global_step"),
+    ],
+)
+def test_bad_calls_leave_both_graphs_as_they_were(wrapper, call, error, words, fresh_graph):
+    mesh, variables = model()
+    grad = mtf.ones(mesh, mtf.Shape([features]))
+    if "has shape" in words:
+        scalar = mtf.ones(mesh, mtf.Shape([]))
+        call = lambda o, g, v: o.apply_grads([scalar], v[:1])  # noqa: E731
+    optimizer = wrapper(Recorder())
+
+    def state():
+        graph = mesh.graph
+        return (
+            len(graph.operations),
+            len(graph.all_variables),
+            dict(graph.name_to_variable),
+            len(fresh_graph.get_operations()),
+        )
+
+    before = state()
+    with pytest.raises(error, match=words):
+        call(optimizer, grad, variables)
+    assert state() == before
+    assert not optimizer.opt.calls
+
+
+def test_gradient_and_variable_on_different_meshes(wrapper):
+    mesh, variables = model()
+    other = mtf.ones(mtf.Mesh(mesh.graph, "other"), mtf.Shape([features]))
+    with pytest.raises(ValueError, match="different meshes"):
+        wrapper(Recorder()).apply_grads([other], variables[:1])
+
+
+def test_slots_of_the_whole_stack(wrapper):
+    mesh, variables = model()
+    grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
+    optimizer = wrapper(wrapper(mtf.optimize.AdamWeightDecayOptimizer(0.1)))
+    optimizer.apply_grads(grads, variables)
+    assert set(optimizer.get_slot_names()) >= {"adam_m", "adam_v"}
+    for variable in variables:
+        slot = optimizer.get_slot(variable, "adam_m")
+        assert slot.name == variable.name + "/adam_m"
+        assert not slot.trainable
+    assert optimizer.get_slot(variables[0], "momentum_v") is None
+    names = [v.name for v in optimizer.variables()]
+    assert len(names) == len(set(names)) == 6
+
+
+def test_slots_of_similar_names_keep_their_owners():
+    mesh, variables = model()
+    grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
+    optimizer = gs.CrossShardOptimizer(mtf.optimize.MomentumOptimizer(0.1, 0.9))
+    optimizer.apply_grads(grads, variables)
+    for variable in variables:
+        assert optimizer.get_slot(variable, "momentum_v").name == variable.name + "_momentum_v"
+
+
+def test_an_inner_optimizer_answers_for_its_slots(wrapper):
+    class Answers(Recorder):
+        def get_slot(self, var, name):
+            return (var.name, name)
+
+        def get_slot_names(self):
+            return ["mine"]
+
+        def variables(self):
+            return ["state"]
+
+    optimizer = wrapper(Answers())
+    _, variables = model()
+    assert optimizer.get_slot(variables[0], "mine") == ("w", "mine")
+    assert optimizer.get_slot_names()[0] == "mine"
+    assert optimizer.variables()[0] == "state"
+
+
+def test_minimize_equals_compute_and_apply(wrapper):
+    def minimize(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        return wrapper(models.OPTIMIZERS["adam"]()).minimize(loss), {"loss": loss}
+
+    feeds = models.mlp_batches(3)
+    make = lambda: wrapper(models.OPTIMIZERS["adam"]())  # noqa: E731
+    one = harness.run("placement", "all:2", "batch:all", minimize, feeds)
+    two = harness.run("placement", "all:2", "batch:all", models.train(make), feeds)
+    for name, value in two.variables.items():
+        np.testing.assert_array_equal(one.variables[name], value)
