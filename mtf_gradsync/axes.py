@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Sequence
 
 import gin
 
@@ -12,7 +12,7 @@ MeshShapeLike = Any
 LayoutLike = Any
 
 
-def as_dim_names(batch_dims: Union[str, Sequence[str]]) -> Tuple[str, ...]:
+def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
     """Returns dimension names as a tuple; a string holds names separated by commas.
 
     Args:
@@ -96,7 +96,7 @@ class ReplicaAxes:
         self,
         mesh_shape: MeshShapeLike,
         layout: LayoutLike,
-        batch_dims: Union[str, Sequence[str]] = ("batch",),
+        batch_dims: str | Sequence[str] = ("batch",),
     ):
         """Finds the replica axes.
 
@@ -142,11 +142,11 @@ class ReplicaAxes:
                 f"{self.mesh_shape.to_string} by {self.layout}. Name the dimensions that are in "
                 "batch_dims, or give batch_dims=() if every processor sees the whole batch."
             )
-        self.mesh_axes: Tuple[int, ...] = tuple(axes)
-        self.shard_dims: Tuple[mtf.Dimension, ...] = tuple(dims)
+        self.mesh_axes: tuple[int, ...] = tuple(axes)
+        self.shard_dims: tuple[mtf.Dimension, ...] = tuple(dims)
         self.num_shards: int = mtf.Shape(dims).size
 
-    def free_shard_dims(self, shape: mtf.Shape) -> Tuple[mtf.Dimension, ...]:
+    def free_shard_dims(self, shape: mtf.Shape) -> tuple[mtf.Dimension, ...]:
         """Shard dims whose mesh axis a tensor of this shape is not split over itself."""
         used = set(self.layout.tensor_layout(shape, self.mesh_shape))
         return tuple(d for d, axis in zip(self.shard_dims, self.mesh_axes) if axis not in used)
@@ -172,11 +172,11 @@ class ReplicaAxes:
 
 
 def resolve_axes(
-    axes: Optional[ReplicaAxes] = None,
-    mesh_shape: Optional[MeshShapeLike] = None,
-    layout: Optional[LayoutLike] = None,
-    batch_dims: Union[str, Sequence[str]] = ("batch",),
-) -> Optional[ReplicaAxes]:
+    axes: ReplicaAxes | None = None,
+    mesh_shape: MeshShapeLike | None = None,
+    layout: LayoutLike | None = None,
+    batch_dims: str | Sequence[str] = ("batch",),
+) -> ReplicaAxes | None:
     """Replica axes from either form that the wrappers take; None when neither is given.
 
     Raises:

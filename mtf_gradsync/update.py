@@ -8,8 +8,8 @@ lowered, and every write waits for all gradients and for all of these reads.
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable, Dict, List, Optional, Sequence
 import weakref
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 
@@ -42,6 +42,7 @@ class ReadOnce(mtf.Operation):
         return self._variable
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         value = self.inputs[0]
         # Autostack turns the variable's value into a slice of a stacked one, which is a tensor
         # already, as is every value on a SIMD mesh.
@@ -60,7 +61,7 @@ def read_variables_once(graph: mtf.Graph) -> None:
     """
     operations = graph.operations
     done = {op.variable for op in operations if isinstance(op, ReadOnce)}
-    ordered: List[mtf.Operation] = []
+    ordered: list[mtf.Operation] = []
     for operation in list(operations):
         if isinstance(operation, mtf.Variable) and operation not in done:
             read = ReadOnce(operation)
@@ -82,6 +83,7 @@ class Gate(mtf.Operation):
         self._barriers: Any = weakref.WeakKeyDictionary()
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         _warn_of_ref_variables(lowering)
         mesh_impl = lowering.mesh_impl(self)
         tensors = list(self.inputs)
@@ -145,8 +147,8 @@ def after(
 
 
 def gated_update(
-    make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[Optional[mtf.Tensor]]
-) -> List[mtf.Operation]:
+    make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[mtf.Tensor | None]
+) -> list[mtf.Operation]:
     """Builds an update that writes only after all gradients exist and all variables are read.
 
     Args:
@@ -180,14 +182,13 @@ def _hoist_variables(graph: mtf.Graph, gate: Gate) -> None:
 class AdvanceStep(mtf.Operation):
     """Adds one to a tf variable that counts steps, after the update."""
 
-    def __init__(
-        self, mesh: mtf.Mesh, step: Any, update: Sequence[mtf.Operation], name: str
-    ):
+    def __init__(self, mesh: mtf.Mesh, step: Any, update: Sequence[mtf.Operation], name: str):
         super().__init__([], mesh=mesh, name=name)
         self._step = step
         self._update = list(update)
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         done = [lowering.operations[op] for op in self._update]
         with tf.control_dependencies(done):
             lowering.operations[self] = tf.assign_add(
@@ -213,7 +214,7 @@ def advance_step(
         value = step.value if isinstance(step, mtf.Variable) else step
         one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
         count = mtf.assign(step, value + one, name=name)
-        done: Dict[str, List[mtf.Operation]] = {"update": list(update)}
+        done: dict[str, list[mtf.Operation]] = {"update": list(update)}
         after([count], lambda lowering: [lowering.operations[op] for op in done["update"]])
         return count
     return AdvanceStep(mesh, step, update, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class Result(NamedTuple):
       lowering: the mtf lowering.
     """
 
-    fetched: List[Dict[str, np.ndarray]]
-    variables: Dict[str, np.ndarray]
+    fetched: list[dict[str, np.ndarray]]
+    variables: dict[str, np.ndarray]
     graph: tf.Graph
     lowering: mtf.Lowering
 
@@ -51,9 +51,9 @@ def run(
     mesh_shape: Any,
     layout: Any,
     build: Build,
-    feeds: Sequence[Dict[str, np.ndarray]],
+    feeds: Sequence[dict[str, np.ndarray]],
     autostack: bool = True,
-    logical_to_physical: Optional[Sequence[int]] = None,
+    logical_to_physical: Sequence[int] | None = None,
     repeats: int = 1,
 ) -> Any:
     """Builds a program in a graph of its own and runs one step for each feed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mtf_gradsync._tf_compat import mtf, tf
 
 BATCH, INPUTS, HIDDEN = 16, 6, 8
 
-OPTIMIZERS: Dict[str, Callable[[], Any]] = {
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: mtf.optimize.SgdOptimizer(0.1),
     "momentum": lambda: mtf.optimize.MomentumOptimizer(0.05, 0.9),
     "adam": lambda: mtf.optimize.AdamWeightDecayOptimizer(0.01, weight_decay_rate=0.01),
@@ -20,7 +20,7 @@ OPTIMIZERS: Dict[str, Callable[[], Any]] = {
 }
 
 
-def mlp_values(seed: int = 0) -> Dict[str, np.ndarray]:
+def mlp_values(seed: int = 0) -> dict[str, np.ndarray]:
     """Initial values of the model's variables."""
     rng = np.random.RandomState(seed)
     return {
@@ -31,7 +31,7 @@ def mlp_values(seed: int = 0) -> Dict[str, np.ndarray]:
     }
 
 
-def mlp_batches(steps: int, seed: int = 1) -> List[Dict[str, np.ndarray]]:
+def mlp_batches(steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
     """Inputs and targets for some steps."""
     rng = np.random.RandomState(seed)
     return [
@@ -43,7 +43,7 @@ def mlp_batches(steps: int, seed: int = 1) -> List[Dict[str, np.ndarray]]:
     ]
 
 
-def batch_shape(batch_dims: Sequence[str]) -> List[mtf.Dimension]:
+def batch_shape(batch_dims: Sequence[str]) -> list[mtf.Dimension]:
     """The batch as one dimension, or cut in two for two batch dims."""
     if len(batch_dims) == 1:
         return [mtf.Dimension(batch_dims[0], BATCH)]
@@ -51,7 +51,7 @@ def batch_shape(batch_dims: Sequence[str]) -> List[mtf.Dimension]:
 
 
 def mlp_loss(
-    mesh: mtf.Mesh, inputs: Dict[str, tf.Tensor], batch_dims: Sequence[str] = ("batch",)
+    mesh: mtf.Mesh, inputs: dict[str, tf.Tensor], batch_dims: Sequence[str] = ("batch",)
 ) -> mtf.Tensor:
     """Mean squared error of an autoencoder with tied weights, a bias, a scalar and a size-1
     variable: gradients that are pending over all, some and none of the mesh axes.
@@ -82,12 +82,12 @@ def mlp_loss(
 
 def train(
     make: Callable[[], Any], batch_dims: Sequence[str] = ("batch",)
-) -> Callable[[mtf.Mesh, Dict[str, tf.Tensor]], Tuple[List[Any], Dict[str, mtf.Tensor]]]:
+) -> Callable[[mtf.Mesh, dict[str, tf.Tensor]], tuple[list[Any], dict[str, mtf.Tensor]]]:
     """A `harness.Build` that takes a step of the model with the optimizer that `make` makes."""
 
     def build(
-        mesh: mtf.Mesh, inputs: Dict[str, tf.Tensor]
-    ) -> Tuple[List[Any], Dict[str, mtf.Tensor]]:
+        mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]
+    ) -> tuple[list[Any], dict[str, mtf.Tensor]]:
         loss = mlp_loss(mesh, inputs, batch_dims)
         variables = mesh.graph.trainable_variables
         grads = mtf.gradients([loss], [v.value for v in variables])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List
+from typing import Callable, Dict
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Momentum:
     """Reads the velocity of the step before, as Mesh-TF's program does on a SIMD mesh."""
 
     def __init__(self) -> None:
-        self.v: Dict[str, np.ndarray] = {}
+        self.v: dict[str, np.ndarray] = {}
 
     def __call__(self, values: Values, grads: Values) -> Values:
         old = {k: self.v.get(k, 0.0) for k in values}
@@ -66,7 +66,7 @@ class Adam:
 
 class Adafactor:
     def __init__(self) -> None:
-        self.state: Dict[str, List[np.ndarray]] = {}
+        self.state: dict[str, list[np.ndarray]] = {}
 
     def __call__(self, values: Values, grads: Values) -> Values:
         new = {}
@@ -87,7 +87,7 @@ class Adafactor:
         return new
 
 
-OPTIMIZERS: Dict[str, Callable[[], Callable[[Values, Values], Values]]] = {
+OPTIMIZERS: dict[str, Callable[[], Callable[[Values, Values], Values]]] = {
     "sgd": Sgd,
     "momentum": Momentum,
     "adam": Adam,
@@ -95,7 +95,7 @@ OPTIMIZERS: Dict[str, Callable[[], Callable[[Values, Values], Values]]] = {
 }
 
 
-def train(optimizer: str, feeds: List[Dict[str, np.ndarray]]) -> Values:
+def train(optimizer: str, feeds: list[dict[str, np.ndarray]]) -> Values:
     """The variables after a step on each feed."""
     values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
     update = OPTIMIZERS[optimizer]()

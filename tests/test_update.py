@@ -41,12 +41,8 @@ def of_type(graph, *kinds):
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
 def test_every_write_waits_for_every_gradient_and_read(optimizer, autostack, fresh_graph):
     make = models.OPTIMIZERS[optimizer]
-    _, lowering, operations = lowered(
-        lambda: gs.CrossShardOptimizer(make()), autostack=autostack
-    )
-    writes = {
-        op for op in ancestors(operations) | set(operations) if op.type == "AssignVariableOp"
-    }
+    _, lowering, operations = lowered(lambda: gs.CrossShardOptimizer(make()), autostack=autostack)
+    writes = {op for op in ancestors(operations) | set(operations) if op.type == "AssignVariableOp"}
     writes = {op for op in writes if "_slice_" in op.inputs[0].op.name}
     assert len(writes) == 8 * len(lowering.variables)
     sums = of_type(fresh_graph, "AddN")
@@ -70,9 +66,7 @@ def test_without_the_gate_writes_do_not_wait(fresh_graph):
 
 @pytest.mark.parametrize("autostack", [True, False])
 def test_each_variable_is_read_once_besides_its_own_assignment(autostack, fresh_graph):
-    lowered(
-        lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]()), autostack=autostack
-    )
+    lowered(lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]()), autostack=autostack)
     reads = {}
     for op in of_type(fresh_graph, "ReadVariableOp"):
         handle = op.inputs[0].op.name
@@ -155,7 +149,7 @@ def test_other_operations_are_gated_too():
             mesh = variables[0].mesh
             return [*operations, update.AdvanceStep(mesh, counter, operations, "count")]
 
-    _, lowering, operations = lowered(lambda: gs.CrossShardOptimizer(Logged(0.1)))
+    _, _lowering, operations = lowered(lambda: gs.CrossShardOptimizer(Logged(0.1)))
     assert len(operations) == 2
     sums = {op for op in ancestors(operations) if op.type == "AddN"}
     assert sums

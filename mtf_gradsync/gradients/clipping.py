@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import numbers
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import Any, Sequence, Union
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.axes import ReplicaAxes
@@ -39,7 +39,7 @@ class SquaredNorm(StageOperation):
         self,
         grads: Sequence[mtf.Tensor],
         shard_dims: Sequence[mtf.Dimension],
-        axes: Optional[ReplicaAxes],
+        axes: ReplicaAxes | None,
         reducer: Strategy,
     ):
         self._shard_dims = list(shard_dims)
@@ -50,6 +50,7 @@ class SquaredNorm(StageOperation):
         )
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         if self._axes is not None:
             self._axes.check_mesh_impl(mesh_impl)
@@ -71,8 +72,7 @@ class SquaredNorm(StageOperation):
 
             def add_squares(*slices: tf.Tensor, keeps: Any = keeps) -> tf.Tensor:
                 squares = [
-                    _squares(x, keep, output.dtype, slice_shape)
-                    for x, keep in zip(slices, keeps)
+                    _squares(x, keep, output.dtype, slice_shape) for x, keep in zip(slices, keeps)
                 ]
                 return tf.add_n(squares)
 
@@ -100,6 +100,7 @@ class ScaleGradients(StageOperation):
         )
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         *grads, factor = self.inputs
         names = {d.name for d in factor.shape.dims}
@@ -133,9 +134,9 @@ def _clip(
     grads: MaybeGradients,
     clip_norm: ClipNorm,
     shard_dims: Sequence[mtf.Dimension],
-    axes: Optional[ReplicaAxes],
+    axes: ReplicaAxes | None,
     reducer: Strategy,
-) -> Tuple[List[Optional[mtf.Tensor]], Optional[mtf.Tensor]]:
+) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
@@ -153,8 +154,8 @@ def clip_by_shard_norm(
     grads: MaybeGradients,
     clip_norm: ClipNorm,
     axes: ReplicaAxes,
-    reducer: Optional[Strategy] = None,
-) -> Tuple[List[Optional[mtf.Tensor]], Optional[mtf.Tensor]]:
+    reducer: Strategy | None = None,
+) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips each shard's gradients by that shard's own norm over all of them.
 
     A shard whose gradients are huge is scaled down alone: the others keep theirs. Where a
@@ -199,8 +200,8 @@ def clip_by_shard_norm(
 
 
 def clip_by_global_norm(
-    grads: MaybeGradients, clip_norm: ClipNorm, reducer: Optional[Strategy] = None
-) -> Tuple[List[Optional[mtf.Tensor]], Optional[mtf.Tensor]]:
+    grads: MaybeGradients, clip_norm: ClipNorm, reducer: Strategy | None = None
+) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips gradients by the norm over all of them, summed over the whole mesh.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from mtf_gradsync.reduce import ProcessorGroups, Strategy
 GroupAssignment = Sequence[Sequence[int]]
 
 
-def check_group_assignment(group_assignment: Any) -> Optional[List[List[int]]]:
+def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
     """Checks the form of a group assignment, as far as it shows without the mesh.
 
     Args:
@@ -42,7 +42,7 @@ def check_group_assignment(group_assignment: Any) -> Optional[List[List[int]]]:
     return [[int(i) for i in group] for group in group_assignment]
 
 
-def check_groups_cover(group_assignment: List[List[int]], num_shards: int) -> int:
+def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> int:
     """Checks a group assignment against the number of shards.
 
     Args:
@@ -85,7 +85,7 @@ class SumCopies(StageOperation):
         self,
         grads: Sequence[mtf.Tensor],
         shard_dims: Sequence[Sequence[mtf.Dimension]],
-        groups: Optional[GroupAssignment],
+        groups: GroupAssignment | None,
         reducer: Strategy,
     ):
         """Adds the operation.
@@ -102,9 +102,10 @@ class SumCopies(StageOperation):
         super().__init__(grads, [g.shape for g in grads], name="sum_copies")
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         values = whole_values(lowering, self.inputs, self._reducer)
-        results: List[Any] = [None] * len(values)
+        results: list[Any] = [None] * len(values)
         # Copies with the same shard dims cross the mesh together.
         by_dims = {}
         for index, dims in enumerate(self._shard_dims):
@@ -120,10 +121,10 @@ class SumCopies(StageOperation):
     def _sum(
         self,
         mesh_impl: Any,
-        dims: Tuple[mtf.Dimension, ...],
+        dims: tuple[mtf.Dimension, ...],
         grads: Sequence[mtf.Tensor],
         values: Sequence[Any],
-    ) -> List[Any]:
+    ) -> list[Any]:
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
         one_each = all(
             axis is not None and mesh_impl.shape[axis].size == d.size
@@ -163,13 +164,13 @@ def _processor_groups(
 
 def _sum_several_a_processor(
     mesh_impl: Any,
-    mesh_axes: Sequence[Optional[int]],
+    mesh_axes: Sequence[int | None],
     dims: Sequence[mtf.Dimension],
     groups: GroupAssignment,
     grads: Sequence[mtf.Tensor],
     values: Sequence[Any],
     reducer: Strategy,
-) -> List[Any]:
+) -> list[Any]:
     """Sums where a processor holds several shards, of any groups.
 
     Each processor adds up its shards by group; the sums of all groups cross the mesh, and each
@@ -219,9 +220,7 @@ def _sum_several_a_processor(
     return results
 
 
-def _permutations(
-    shape: mtf.Shape, dims: Sequence[mtf.Dimension]
-) -> Tuple[List[int], List[int]]:
+def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list[int], list[int]]:
     """The transposition that brings dims to the front, and the one that undoes it."""
     first = [shape.dims.index(d) for d in dims]
     to_front = first + [i for i in range(shape.ndims) if i not in first]

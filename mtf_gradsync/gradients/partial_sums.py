@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, List, NamedTuple, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import mtf
 from mtf_gradsync.reduce import ProcessorGroups, Strategy
@@ -18,7 +18,7 @@ class PartialSum(NamedTuple):
     """
 
     value: Any
-    mesh_axes: Tuple[int, ...]
+    mesh_axes: tuple[int, ...]
 
 
 def partial_sum(lowering: mtf.Lowering, tensor: mtf.Tensor) -> PartialSum:
@@ -41,9 +41,7 @@ def _already_reduced(lowering: mtf.Lowering, tensor: mtf.Tensor) -> bool:
     return getattr(lowered, "_reduced", None) is not None
 
 
-def reduce_partial_sums(
-    mesh_impl: Any, sums: Sequence[PartialSum], reducer: Strategy
-) -> List[Any]:
+def reduce_partial_sums(mesh_impl: Any, sums: Sequence[PartialSum], reducer: Strategy) -> list[Any]:
     """Sums over the remaining mesh axes; sums with the same axes cross the mesh together.
 
     Args:
@@ -69,12 +67,12 @@ def reduce_partial_sums(
 
 def whole_values(
     lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor], reducer: Strategy
-) -> List[Any]:
+) -> list[Any]:
     """The lowered values of tensors, each summed over all of its pending axes.
 
     What is reduced here is kept in the lowering, so that no later reader reduces it again.
     """
-    results: List[Any] = [None] * len(tensors)
+    results: list[Any] = [None] * len(tensors)
     pending = []
     for index, tensor in enumerate(tensors):
         lowered = lowering.tensors[tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.axes import ReplicaAxes
@@ -18,7 +18,7 @@ from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
 
-def check_gradients(grads: MaybeGradients) -> List[Optional[mtf.Tensor]]:
+def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
     """Returns grads as a new list.
 
     Raises:
@@ -29,15 +29,13 @@ def check_gradients(grads: MaybeGradients) -> List[Optional[mtf.Tensor]]:
     grads = list(grads)
     for index, grad in enumerate(grads):
         if grad is not None and not isinstance(grad, mtf.Tensor):
-            raise TypeError(
-                f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}."
-            )
+            raise TypeError(f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}.")
     return grads
 
 
 def on_present(
-    grads: MaybeGradients, make: Callable[[List[mtf.Tensor]], Sequence[mtf.Tensor]]
-) -> List[Optional[mtf.Tensor]]:
+    grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
+) -> list[mtf.Tensor | None]:
     """Applies `make` to the gradients that are not None and puts the Nones back."""
     present = [g for g in grads if g is not None]
     if not present:
@@ -46,7 +44,7 @@ def on_present(
     return [None if g is None else next(made) for g in grads]
 
 
-def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> List[mtf.Dimension]:
+def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
     """The dimensions of a shape that carry the names of shard dims."""
     names = {d.name for d in axes.shard_dims}
     return [d for d in shape.dims if d.name in names]
@@ -62,6 +60,7 @@ class PerShard(StageOperation):
         super().__init__(grads, shapes, name="per_shard")
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         axis_of = dict(zip(self._axes.shard_dims, self._axes.mesh_axes))
@@ -107,9 +106,10 @@ class SumGradients(StageOperation):
         super().__init__(grads, shapes, name="sum_gradients")
 
     def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         plain = [i for i, dims in enumerate(self._sum_dims) if not dims]
-        results: List[Any] = [None] * len(self.inputs)
+        results: list[Any] = [None] * len(self.inputs)
         sums, where = [], []
         for index, (grad, dims) in enumerate(zip(self.inputs, self._sum_dims)):
             if not dims:
@@ -150,8 +150,8 @@ def local_sum(mesh_impl: Any, value: Any, shape: mtf.Shape, dims: Sequence[mtf.D
 
 
 def per_shard(
-    grads: MaybeGradients, axes: ReplicaAxes, reducer: Optional[Strategy] = None
-) -> List[Optional[mtf.Tensor]]:
+    grads: MaybeGradients, axes: ReplicaAxes, reducer: Strategy | None = None
+) -> list[mtf.Tensor | None]:
     """Turns gradients into one gradient per shard; nothing crosses the replica axes.
 
     Each processor keeps the partial sum that it has. A gradient that was summed over a replica
@@ -182,8 +182,8 @@ def per_shard(
 
 
 def sum_shards(
-    grads: MaybeGradients, axes: Optional[ReplicaAxes] = None, reducer: Optional[Strategy] = None
-) -> List[Optional[mtf.Tensor]]:
+    grads: MaybeGradients, axes: ReplicaAxes | None = None, reducer: Strategy | None = None
+) -> list[mtf.Tensor | None]:
     """Sums gradients over the shards and over every mesh axis that is still pending.
 
     Args:
@@ -203,7 +203,7 @@ def sum_shards(
         check_axes(axes)
     reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
 
-    def make(present: List[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+    def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         sum_dims = [[] if axes is None else shard_dims_in(g.shape, axes) for g in present]
         return SumGradients(present, sum_dims, reducer).outputs
 

@@ -52,7 +52,7 @@ def check_optimizer(opt: Any, wrapper: str) -> None:
         )
 
 
-def check_variables(variables: Iterable[Any]) -> List[mtf.Variable]:
+def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
     """Returns variables as a new list of mtf.Variable; values of variables are taken for them.
 
     Raises:
@@ -74,7 +74,7 @@ def check_variables(variables: Iterable[Any]) -> List[mtf.Variable]:
 
 def check_grads_and_variables(
     grads: Sequence[Any], variables: Sequence[Any]
-) -> Tuple[List[Optional[mtf.Tensor]], List[mtf.Variable]]:
+) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
     """Checks that gradients and variables belong together, shapes apart.
 
     Returns:
@@ -119,9 +119,7 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
     pairs = list(grads_and_vars)
     for index, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ValueError(
-                f"grads_and_vars must be {wanted}, but item {index} is {pair!r}."
-            )
+            raise ValueError(f"grads_and_vars must be {wanted}, but item {index} is {pair!r}.")
     if not pairs:
         raise ValueError(f"grads_and_vars must be {wanted}, got no pair at all.")
     grads, variables = check_grads_and_variables(*zip(*pairs))

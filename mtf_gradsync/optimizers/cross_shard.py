@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, Sequence
 
 import gin
 
@@ -38,13 +38,13 @@ class CrossShardOptimizer(Wrapper):
         opt: Any,
         reduction: str = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
-        group_assignment: Optional[List[List[int]]] = None,
+        group_assignment: list[list[int]] | None = None,
         learning_rate: Any = _NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,
-        batch_dims: Union[str, Sequence[str]] = ("batch",),
-        reducer: Optional[Strategy] = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
     ):
         """Wraps an optimizer.
 
@@ -85,8 +85,8 @@ class CrossShardOptimizer(Wrapper):
             check_groups_cover(self._groups, max(self.axes.num_shards, listed))
 
     def apply_grads(
-        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
-    ) -> List[mtf.Operation]:
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
         """Sums gradients over the shards and applies them.
 
         A gradient may be
@@ -109,7 +109,7 @@ class CrossShardOptimizer(Wrapper):
         """
         return super().apply_grads(grads, variables)
 
-    def _shard_dims(self, shape: mtf.Shape) -> List[mtf.Dimension]:
+    def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
         """The shard dims that a shape has, in the order that numbers the shards."""
         by_name = {d.name: d for d in shape.dims}
         return [by_name[name] for name in self._shard_names if name in by_name]
@@ -128,7 +128,7 @@ class CrossShardOptimizer(Wrapper):
         return bool(dims)
 
     def _check_shapes(
-        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> None:
         for grad, variable in zip(grads, variables):
             if grad is None:
@@ -171,8 +171,8 @@ class CrossShardOptimizer(Wrapper):
         return loss * (1.0 / num_shards)
 
     def _to_inner(
-        self, grads: List[Optional[mtf.Tensor]], variables: List[mtf.Variable]
-    ) -> List[mtf.Operation]:
+        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
+    ) -> list[mtf.Operation]:
         summed = list(grads)
         shared, copies = [], []
         for index, (grad, variable) in enumerate(zip(grads, variables)):

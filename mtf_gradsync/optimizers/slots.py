@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Sequence
 
 from mtf_gradsync._tf_compat import mtf
 
@@ -15,8 +15,8 @@ class SlotBook:
     """
 
     def __init__(self) -> None:
-        self._slots: Dict[Tuple[str, str], mtf.Variable] = {}
-        self._variables: List[mtf.Variable] = []
+        self._slots: dict[tuple[str, str], mtf.Variable] = {}
+        self._variables: list[mtf.Variable] = []
 
     def record(self, made: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]) -> None:
         """Adds the variables that an update of `variables` made."""
@@ -30,20 +30,20 @@ class SlotBook:
                 slot = variable.name[len(owner) :].lstrip("/_")
                 self._slots[(owner, slot)] = variable
 
-    def get(self, variable: mtf.Variable, name: str) -> Optional[mtf.Variable]:
+    def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:
         """The slot of a variable, or None."""
         return self._slots.get((variable.name, name))
 
-    def names(self) -> List[str]:
+    def names(self) -> list[str]:
         """Names of all slots, sorted."""
         return sorted({name for _, name in self._slots})
 
-    def variables(self) -> List[mtf.Variable]:
+    def variables(self) -> list[mtf.Variable]:
         """Every variable that was made, slot or not, in the order of creation."""
         return list(self._variables)
 
 
-def _owner(name: str, owners: "set[str]") -> Optional[str]:
+def _owner(name: str, owners: set[str]) -> str | None:
     """The longest of the names that `name` extends by a "/" or "_"."""
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:

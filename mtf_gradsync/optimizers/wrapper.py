@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf
 from mtf_gradsync.axes import as_dim_names, resolve_axes
@@ -35,8 +35,8 @@ class Wrapper(mtf.optimize.Optimizer):
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,
-        batch_dims: Union[str, Sequence[str]] = ("batch",),
-        reducer: Optional[Strategy] = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
     ):
         """Wraps an optimizer.
 
@@ -69,14 +69,14 @@ class Wrapper(mtf.optimize.Optimizer):
     # What a wrapper does.
 
     def _check_shapes(
-        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> None:
         """Raises ValueError for gradients that do not fit; creates nothing."""
         raise NotImplementedError
 
     def _to_inner(
-        self, grads: List[Optional[mtf.Tensor]], variables: List[mtf.Variable]
-    ) -> List[mtf.Operation]:
+        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
+    ) -> list[mtf.Operation]:
         """Passes checked gradients, at least one not None, to the inner optimizer."""
         raise NotImplementedError
 
@@ -85,13 +85,13 @@ class Wrapper(mtf.optimize.Optimizer):
         return loss
 
     def _apply_inner(
-        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
-    ) -> List[mtf.Operation]:
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
         """Applies the inner optimizer behind a gate, and remembers the slots that it makes."""
         graph = variables[0].graph
         before = set(graph.all_variables)
 
-        def make() -> List[mtf.Operation]:
+        def make() -> list[mtf.Operation]:
             return list(self.opt.apply_grads(list(grads), list(variables)))
 
         operations = make() if isinstance(self.opt, Wrapper) else gated_update(make, grads)
@@ -101,8 +101,8 @@ class Wrapper(mtf.optimize.Optimizer):
     # The interface of mtf.optimize.Optimizer.
 
     def apply_grads(
-        self, grads: Sequence[Optional[mtf.Tensor]], variables: Sequence[mtf.Variable]
-    ) -> List[mtf.Operation]:
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
         """Applies gradients to variables.
 
         Args:
@@ -123,14 +123,14 @@ class Wrapper(mtf.optimize.Optimizer):
             return []
         return self._to_inner(grads, variables)
 
-    def apply_grad(self, grad: Optional[mtf.Tensor], var: mtf.Variable) -> List[mtf.Operation]:
+    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
         return self.apply_grads([grad], [var])
 
     # The interface of tf.compat.v1.train.Optimizer.
 
     def compute_gradients(
-        self, loss: mtf.Tensor, var_list: Optional[Sequence[mtf.Variable]] = None
+        self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None
     ) -> checks.GradsAndVars:
         """Differentiates a loss.
 
@@ -157,7 +157,7 @@ class Wrapper(mtf.optimize.Optimizer):
 
     def apply_gradients(
         self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
-    ) -> List[mtf.Operation]:
+    ) -> list[mtf.Operation]:
         """Applies gradients, then advances global_step by one.
 
         Args:
@@ -185,16 +185,16 @@ class Wrapper(mtf.optimize.Optimizer):
         self,
         loss: mtf.Tensor,
         global_step: Any = None,
-        var_list: Optional[Sequence[mtf.Variable]] = None,
+        var_list: Sequence[mtf.Variable] | None = None,
         name: Any = None,
-    ) -> List[mtf.Operation]:
+    ) -> list[mtf.Operation]:
         """`compute_gradients` and `apply_gradients` in one."""
         checks.check_step(global_step)
         return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
 
     # State.
 
-    def get_slot(self, var: mtf.Variable, name: str) -> Optional[mtf.Variable]:
+    def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
         """The slot that the stack keeps for a variable, or None.
 
         Args:
@@ -209,13 +209,13 @@ class Wrapper(mtf.optimize.Optimizer):
         slot = inner(var, name) if inner else None
         return slot if slot is not None else self._slots.get(var, name)
 
-    def get_slot_names(self) -> List[str]:
+    def get_slot_names(self) -> list[str]:
         """Names of the slots of the whole stack."""
         inner = getattr(self.opt, "get_slot_names", None)
         names = list(inner()) if inner else []
         return names + [n for n in self._slots.names() if n not in names]
 
-    def variables(self) -> List[mtf.Variable]:
+    def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         inner = getattr(self.opt, "variables", None)
         made = list(inner()) if callable(inner) else []

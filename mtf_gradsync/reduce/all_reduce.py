@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Sequence
+from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce.groups import ProcessorGroups
@@ -36,7 +36,7 @@ def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
 def sum_on_one_device(
     slices: Sequence[tf.Tensor], devices: Sequence[str], root: int
-) -> List[tf.Tensor]:
+) -> list[tf.Tensor]:
     """Adds up slices on devices[root] and copies the sum to all devices.
 
     One addition over all slices is one pass over memory, where a ring takes a step per device;
@@ -68,7 +68,7 @@ def placement_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups, tu
       A `LaidOutTensor`.
     """
     slices = value.tensor_list
-    result: List[Any] = [None] * len(slices)
+    result: list[Any] = [None] * len(slices)
     for number, group in enumerate(groups.groups):
         summed = sum_on_one_device(
             [slices[p] for p in group],

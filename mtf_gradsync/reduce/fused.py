@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Sequence
 
 import gin
 
@@ -30,7 +30,7 @@ class FusedAllReduce(Strategy):
     up on one device, the devices taking turns.
     """
 
-    def __init__(self, bucket_bytes: Optional[int] = None):
+    def __init__(self, bucket_bytes: int | None = None):
         """Sets the size of buckets.
 
         Args:
@@ -42,9 +42,7 @@ class FusedAllReduce(Strategy):
           ValueError: bucket_bytes is negative or not a whole number.
         """
         if bucket_bytes is not None and (
-            isinstance(bucket_bytes, bool)
-            or not isinstance(bucket_bytes, int)
-            or bucket_bytes < 0
+            isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0
         ):
             raise ValueError(
                 f"bucket_bytes must be None or a number of bytes of 0 or more, got "
@@ -54,15 +52,15 @@ class FusedAllReduce(Strategy):
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> List[Any]:
+    ) -> list[Any]:
         """See `Strategy.all_reduce`."""
-        results: List[Any] = list(values)
+        results: list[Any] = list(values)
         if groups.group_size == 1:
             return results
         bucket_bytes = self.bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
-        by_dtype: Dict[tf.DType, List[int]] = collections.OrderedDict()
+        by_dtype: dict[tf.DType, list[int]] = collections.OrderedDict()
         for index, value in enumerate(values):
             # The sum of nothing is nothing, and collectives refuse empty tensors.
             if mtf.list_product(value.slice_shape) > 0:
@@ -70,9 +68,7 @@ class FusedAllReduce(Strategy):
         all_reduce = all_reduce_fn(mesh_impl)
         turn = 0
         for dtype, indices in by_dtype.items():
-            num_bytes = [
-                mtf.list_product(values[i].slice_shape) * dtype.size for i in indices
-            ]
+            num_bytes = [mtf.list_product(values[i].slice_shape) * dtype.size for i in indices]
             for bucket in packing.plan_buckets(num_bytes, bucket_bytes):
                 members = [indices[i] for i in bucket]
                 if len(members) == 1:

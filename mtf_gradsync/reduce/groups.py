@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf
 
@@ -16,9 +16,9 @@ class ProcessorGroups:
         describes.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], mesh_axes: Optional[Sequence[int]] = None):
-        self.groups: List[List[int]] = [list(group) for group in groups]
-        self.mesh_axes: Optional[Tuple[int, ...]] = (
+    def __init__(self, groups: Sequence[Sequence[int]], mesh_axes: Sequence[int] | None = None):
+        self.groups: list[list[int]] = [list(group) for group in groups]
+        self.mesh_axes: tuple[int, ...] | None = (
             None if mesh_axes is None else tuple(sorted(mesh_axes))
         )
 
@@ -30,5 +30,5 @@ class ProcessorGroups:
 
     @property
     def group_size(self) -> int:
+        """How many processors a group has."""
         return len(self.groups[0])
-

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple
+from typing import Sequence
 
 from mtf_gradsync._tf_compat import tf
 
 
-def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> List[List[int]]:
+def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Groups tensors into buckets of at most bucket_bytes.
 
     Consecutive tensors share a bucket until the next one would not fit any more. A tensor that
@@ -21,9 +21,9 @@ def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> List[List[int]]
     Returns:
       Lists of indices into num_bytes; each index stands in one of them, in rising order.
     """
-    buckets: List[List[int]] = []
+    buckets: list[list[int]] = []
     room = -1
-    open_bucket: List[int] = []
+    open_bucket: list[int] = []
     for index, size in enumerate(num_bytes):
         if size > bucket_bytes or bucket_bytes == 0:
             buckets.append([index])
@@ -42,7 +42,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
 
 
-def unpack(packed: tf.Tensor, shapes: Sequence[Sequence[int]]) -> Tuple[tf.Tensor, ...]:
+def unpack(packed: tf.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[tf.Tensor, ...]:
     """Splits what `pack` made; shapes are those of the tensors that went in, in order."""
     sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
     pieces = tf.split(packed, sizes)

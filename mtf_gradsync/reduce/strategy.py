@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, List, Sequence
+from typing import Any, Sequence
 
 from mtf_gradsync.reduce.groups import ProcessorGroups
 
@@ -14,7 +14,7 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> List[Any]:
+    ) -> list[Any]:
         """Sums each tensor over each group of processors and leaves the sum on all of them.
 
         Args:

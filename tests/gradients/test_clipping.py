@@ -11,7 +11,11 @@ EPS = np.finfo(np.float32).eps
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols;experts:rows"
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
 B, D, H = 8, 3, 4
-batch, features, hidden = mtf.Dimension("batch", B), mtf.Dimension("d", D), mtf.Dimension("hidden", H)
+batch, features, hidden = (
+    mtf.Dimension("batch", B),
+    mtf.Dimension("d", D),
+    mtf.Dimension("hidden", H),
+)
 
 
 def inputs(seed=0):

@@ -51,9 +51,7 @@ def test_one_shard_a_processor(mesh_kind, groups):
 
 @pytest.mark.parametrize("groups", ["all", "strided", "arbitrary"])
 def test_beside_a_model_axis_and_with_shuffled_cores(mesh_kind, groups):
-    assignment = GROUPS[groups] and [
-        [i for i in group if i < 4] for group in [[0, 2], [1, 3]]
-    ]
+    assignment = GROUPS[groups] and [[i for i in group if i < 4] for group in [[0, 2], [1, 3]]]
     if groups == "arbitrary":
         assignment = [[3, 0], [1, 2]]
     x = np.random.RandomState(0).randn(4, D).astype("f")

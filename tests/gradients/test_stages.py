@@ -11,7 +11,11 @@ EPS = np.finfo(np.float32).eps
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
 B, D, H = 8, 3, 4
-batch, features, hidden = mtf.Dimension("batch", B), mtf.Dimension("d", D), mtf.Dimension("hidden", H)
+batch, features, hidden = (
+    mtf.Dimension("batch", B),
+    mtf.Dimension("d", D),
+    mtf.Dimension("hidden", H),
+)
 
 
 def data(*shape, seed=0, dtype="f"):
@@ -42,9 +46,7 @@ def stages(kind, make_grads, x, axes=AXES, mesh=(MESH, LAYOUT), **kwargs):
 
 
 def pending(mesh, x, dims=(batch, features)):
-    return mtf.reduce_sum(
-        mtf.import_tf_tensor(mesh, x, mtf.Shape(list(dims))), reduced_dim=batch
-    )
+    return mtf.reduce_sum(mtf.import_tf_tensor(mesh, x, mtf.Shape(list(dims))), reduced_dim=batch)
 
 
 def close(actual, expected, ulps=8):

@@ -12,8 +12,6 @@ STEPS = 5
 TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
 
 
-
-
 def assert_same_variables(actual, expected, tolerance=TOLERANCE):
     for name in expected:
         np.testing.assert_allclose(
@@ -85,5 +83,5 @@ def test_twenty_runs_are_bitwise_the_same(optimizer):
     for other in results[1:]:
         for name, value in first.variables.items():
             assert value.tobytes() == other.variables[name].tobytes(), name
-        for step, reference in zip(other.fetched, first.fetched):
-            assert step["loss"].tobytes() == reference["loss"].tobytes()
+        for step, expected in zip(other.fetched, first.fetched):
+            assert step["loss"].tobytes() == expected["loss"].tobytes()

@@ -70,10 +70,6 @@ def test_wrappers_nest_around_anything_with_apply_grads(wrapper):
     assert isinstance(wrapper(wrapper(Duck())).opt, wrapper)
 
 
-class FakeKeras:
-    pass
-
-
 FakeKeras = type("OptimizerV2", (), {"__module__": "keras.optimizers.optimizer_v2"})
 
 

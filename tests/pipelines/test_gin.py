@@ -1,0 +1,69 @@
+"""Wrappers chosen and built by gin alone, as T5's pipelines do."""
+
+import gin
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf
+
+
+@gin.configurable(module="tests.pipelines")
+def pipeline(optimizer, learning_rate=0.25):
+    """What mesh_tensorflow.transformer.utils does with its optimizer."""
+    return optimizer(learning_rate=learning_rate)
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    gin.clear_config()
+    yield
+    gin.clear_config()
+
+
+def test_an_unscoped_class():
+    gin.parse_config("""
+        pipeline.optimizer = @CrossShardOptimizer
+        CrossShardOptimizer.opt = @SgdOptimizer
+    """)
+    made = pipeline()
+    assert isinstance(made, gs.CrossShardOptimizer)
+    assert isinstance(made.opt, mtf.optimize.SgdOptimizer)
+    assert made.opt.lr == 0.25
+
+
+def test_a_wrapper_in_itself_by_scopes():
+    gin.parse_config("""
+        pipeline.optimizer = @outer/CrossShardOptimizer
+        outer/CrossShardOptimizer.opt = @inner/CrossShardOptimizer
+        inner/CrossShardOptimizer.opt = @AdafactorOptimizer
+        AdafactorOptimizer.beta1 = 0.5
+    """)
+    made = pipeline()
+    assert isinstance(made.opt, gs.CrossShardOptimizer)
+    assert isinstance(made.opt.opt, mtf.optimize.AdafactorOptimizer)
+
+
+def test_axes_reducer_and_reduction():
+    gin.parse_config("""
+        pipeline.optimizer = @CrossShardOptimizer
+        CrossShardOptimizer.opt = @SgdOptimizer
+        CrossShardOptimizer.axes = @ReplicaAxes()
+        CrossShardOptimizer.reducer = @FusedAllReduce()
+        CrossShardOptimizer.reduction = "weighted_sum"
+        ReplicaAxes.mesh_shape = "batch:4;model:2"
+        ReplicaAxes.layout = "batch:batch;heads:model"
+        FusedAllReduce.bucket_bytes = 1024
+    """)
+    made = pipeline()
+    assert made.axes.num_shards == 4
+    assert made.reducer.bucket_bytes == 1024
+
+
+def test_parentheses_are_explained():
+    gin.parse_config("""
+        pipeline.optimizer = @CrossShardOptimizer
+        CrossShardOptimizer.opt = @SgdOptimizer()
+        SgdOptimizer.learning_rate = 0.5
+    """)
+    with pytest.raises(ValueError, match="without parentheses"):
+        pipeline()
