@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import re
-from typing import Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import gin
 
@@ -52,16 +52,16 @@ def load(
     # As "lm_cpu_mesh.gin" and as "configs/lm_cpu_mesh.gin", from any directory.
     for path in [*search_paths, str(configs), str(configs.parent)]:
         gin.add_config_file_search_path(path)
+    with _no_search_log():
+        for name in gin_files:
+            _parse(gin.parse_config_file, name, name)
+        # One by one, because gin numbers lines where a binding wants to be quoted.
+        for binding in gin_params:
+            _parse(gin.parse_config, binding, f"--gin_param={binding!r}")
+    ignored = _take_over_utils_run()
     try:
-        with _no_search_log():
-            gin.parse_config_files_and_bindings(
-                list(gin_files), list(gin_params), finalize_config=False
-            )
-        ignored = _take_over_utils_run()
         gin.finalize()
-    except OSError as error:
-        raise ConfigError(str(error)) from error
-    except (ValueError, TypeError, SyntaxError, ImportError, AttributeError, KeyError) as error:
+    except ValueError as error:
         raise ConfigError(f"gin: {_one_line(error)}") from error
     return ignored
 
@@ -81,6 +81,15 @@ def explain(error: BaseException) -> str:
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
     # Proxy classes of gin are named after the class that they stand for.
     return f"the config cannot be run: {type(error).__name__}: {text} (--verbosity=1 shows where)"
+
+
+def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
+    try:
+        parse(text)
+    except OSError as error:
+        raise ConfigError(_one_line(error)) from error
+    except (ValueError, TypeError, SyntaxError, ImportError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{where}: {_one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -117,5 +126,5 @@ def _take_over_utils_run() -> list[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).replace(" In call to ", "; in call to ")
     return text or type(error).__name__

@@ -130,9 +130,13 @@ def build_train_graph(
             f"train.run.variable_filter = {variable_filter!r} leaves no variable to train; names "
             f"look like {graph.trainable_variables[0].name!r}"
         )
-    opt = optimizer(
-        learning_rate=learning_rate(step=step_now) if callable(learning_rate) else learning_rate
-    )
+    rate = learning_rate(step=step_now) if callable(learning_rate) else learning_rate
+    try:
+        opt = optimizer(learning_rate=rate)
+    except TypeError as error:
+        raise ConfigError(
+            f"train.run.optimizer = {optimizer!r} cannot be called with learning_rate=: {error}"
+        ) from error
     if not hasattr(opt, "apply_grads"):
         raise ConfigError(
             f"train.run.optimizer makes a {type(opt).__name__}, which has no apply_grads; use a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,10 @@ def plot_losses(
     Raises:
       ConfigError: if matplotlib is not installed.
     """
-    try:
-        # Not pyplot: its state would outlive the call, and its backend is the program's choice.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f'drawing the loss curve needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
-        ) from error
+    check_matplotlib()
+    # Not pyplot: its state would outlive the call, and its backend is the program's choice.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -56,3 +53,17 @@ def plot_losses(
     temporary = path.with_name(f".{path.name}.part")
     figure.savefig(temporary, format="png", dpi=120)
     temporary.replace(path)
+
+
+def check_matplotlib() -> None:
+    """Checks that pictures can be drawn; a run asks before it trains.
+
+    Raises:
+      ConfigError: if matplotlib is not installed.
+    """
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError(
+            f'drawing the loss curve needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+        ) from error

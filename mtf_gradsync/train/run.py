@@ -11,22 +11,15 @@ import gin
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.train import checkpoint, data, settings
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluate import Evaluator, Score, unigram_score
+from mtf_gradsync.train.evaluate import Score
+from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.model import ModelSettings, VariableFilter, build_train_graph
-from mtf_gradsync.train.plot import plot_losses
-from mtf_gradsync.train.progress import MetricsFile, Progress, read_metrics
-from mtf_gradsync.train.sample import sample
+from mtf_gradsync.train.plot import check_matplotlib
+from mtf_gradsync.train.progress import MetricsFile
 from mtf_gradsync.train.session import session_config
 
-METRICS_FILE = "metrics.jsonl"
-RESULT_FILE = "result.json"
-PLOT_FILE = "loss.png"
-SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "operative_config.gin"
-
-# Batches in which the unigram baseline counts; enough to know every byte or common subword.
-_BASELINE_BATCHES = 100
 
 
 class RunResult(NamedTuple):
@@ -128,6 +121,9 @@ def run(
     settings.check_callable("train_dataset_fn", train_dataset_fn, "@python_topics")
     settings.check_callable("eval_dataset_fn", eval_dataset_fn, "@python_topics", optional=True)
     settings.check_vocabulary(vocabulary)
+    for hook in hooks if isinstance(hooks, (list, tuple)) else [hooks]:
+        settings.check_callable("hooks", hook, "[@MyHook]")
+    check_matplotlib()
     lengths = settings.resolve_sequence_length(sequence_length)
     mesh = settings.resolve_mesh(mesh_shape, layout_rules, mesh_devices)
     sequences = settings.resolve_batch_size(batch_size, lengths, mesh, outer_batch_size or 0)
@@ -157,7 +153,7 @@ def run(
     path = checkpoint.latest_checkpoint(model_dir)
     step = checkpoint.checkpoint_step(path) if path else 0
 
-    evaluation = _Evaluation(model, directory, config, say)
+    evaluation = HeldOut(model, directory, config, say)
     if eval_dataset_fn is not None:
         evaluation.prepare(train_dataset_fn, eval_dataset_fn, perplexity_eval_steps)
     with evaluation:
@@ -195,111 +191,15 @@ def run(
                 "command goes on from there"
             )
             return RunResult(result.step, result.stopped_by, None, None)
-        held_out = evaluation.finish(checkpoint.latest_checkpoint(model_dir), result, loop)
-    return RunResult(result.step, None, held_out, evaluation.unigram)
-
-
-class _Evaluation:
-    """The held-out side of a run; does little more than draw when nothing is held out."""
-
-    def __init__(
-        self,
-        model: ModelSettings,
-        directory: Path,
-        config: tf.ConfigProto,
-        say: Callable[[str], None],
-    ):
-        self._model = model
-        self._directory = directory
-        self._config = config
-        self._say = say
-        self._evaluator: Evaluator | None = None
-        self.unigram: Score | None = None
-
-    def prepare(
-        self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
-    ) -> None:
-        """Reads the held-out data, counts the baseline and builds the graph."""
-        arguments = {
-            "sequence_length": self._model.sequence_length,
-            "vocabulary": self._model.vocabulary,
-        }
-
-        def held_out_dataset() -> Any:
-            dataset = eval_dataset_fn(dataset_split="validation", **arguments)
-            return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
-
-        held_out = data.read_batches(held_out_dataset, self._model.batch_size, steps)
-        if not held_out:
-            raise ConfigError("train.run.eval_dataset_fn gives an empty data set")
-        train = data.read_batches(
-            lambda: train_dataset_fn(dataset_split="train", **arguments),
-            self._model.batch_size,
-            _BASELINE_BATCHES,
-        )
-        self.unigram = unigram_score(train, held_out, self._model.vocabulary)
-        self._evaluator = Evaluator(self._model, held_out, self._config)
-
-    def __enter__(self) -> _Evaluation:
-        return self
-
-    def __exit__(self, *unused_exception: Any) -> None:
-        if self._evaluator is not None:
-            self._evaluator.close()
-
-    def point(self, path: str, step: int, metrics: MetricsFile, progress: Progress) -> None:
-        """Evaluates a checkpoint while the run goes on."""
-        if self._evaluator is None:
-            return
-        self._evaluator.restore(path, str(self._directory))
-        score = self._evaluator.score()
-        metrics.write(step, held_out_nats=score.nats_per_token)
-        progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
-
-    def plot(self) -> None:
-        """Draws what the metrics file has so far."""
-        plot_losses(
-            read_metrics(self._directory / METRICS_FILE),
-            self._directory / PLOT_FILE,
-            unigram_nats=self.unigram.nats_per_token if self.unigram else None,
-            title=str(self._directory),
-        )
-
-    def finish(self, path: str, result: LoopResult, loop: LoopSettings) -> Score | None:
-        """Evaluates the finished model, lets it write, and leaves the results behind."""
-        content: dict[str, Any] = {"step": result.step}
+        speed = {}
         if result.steps_made:
             rate = result.steps_made * loop.tokens_per_step / result.seconds
-            content["training_seconds"] = round(result.seconds, 1)
-            content["tokens_per_second"] = round(rate, 1)
-            self._say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-        score = None
-        if self._evaluator is not None:
-            self._evaluator.restore(path, str(self._directory))
-            score = self._evaluator.score()
-            content["held_out"] = _score_fields(score)
-            content["unigram"] = _score_fields(self.unigram)
-            self._say(f"held-out perplexity per token  {_score_text(score)}")
-            self._say(f"unigram baseline               {_score_text(self.unigram)}")
-            if score.perplexity >= self.unigram.perplexity:
-                self._say("the model has not learned more than how frequent each token is")
-            if self._model.model_type == "lm":
-                self._write_samples()
-        checkpoint.write_json(self._directory / RESULT_FILE, content)
-        self.plot()
-        self._say(f"loss curve: {self._directory / PLOT_FILE}")
-        return score
-
-    def _write_samples(self) -> None:
-        samples = sample(self._evaluator)
-        texts = []
-        for number, one in enumerate(samples, 1):
-            texts.append(
-                f"--- sample {number}: prompt\n{one.prompt}\n--- continuation\n{one.continuation}\n"
-            )
-        if texts:
-            self._say("\n".join(texts))
-            checkpoint.write_atomically(self._directory / SAMPLES_FILE, "\n".join(texts))
+            speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
+            say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
+        held_out = evaluation.finish(
+            checkpoint.latest_checkpoint(model_dir), step=result.step, **speed
+        )
+    return RunResult(result.step, None, held_out, evaluation.unigram)
 
 
 def _training_graph(
@@ -333,16 +233,3 @@ def _make_directory(model_dir: str) -> Path:
 
 def _names(mesh: settings.MeshSettings) -> str:
     return ";".join(f"{dim.name}:{dim.size}" for dim in mesh.shape.dims)
-
-
-def _score_text(score: Score) -> str:
-    return f"{score.perplexity:7.3f}  ({score.bits_per_byte:.3f} bits per byte)"
-
-
-def _score_fields(score: Score) -> dict[str, float]:
-    return {
-        "perplexity": score.perplexity,
-        "nats_per_token": score.nats_per_token,
-        "bits_per_byte": score.bits_per_byte,
-        "tokens": score.tokens,
-    }

@@ -26,17 +26,14 @@ class Words:
 @pytest.fixture(scope="module")
 def evaluator(tmp_path_factory):
     """An evaluator of a model that has made two steps."""
-    from tests.train.conftest import TINY
-
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.run import run
     from mtf_gradsync.train.session import enable_mesh_defaults
+    from tests.train.conftest import TINY
 
     enable_mesh_defaults()
     directory = str(tmp_path_factory.mktemp("model"))
-    gin_files.load(
-        [TINY], ["train.run.train_steps = 2", "train.run.eval_dataset_fn = None"]
-    )
+    gin_files.load([TINY], ["train.run.train_steps = 2", "train.run.eval_dataset_fn = None"])
     run(model_dir=directory, say=lambda line: None)
     settings = ModelSettings(
         model_type="lm",

@@ -3,13 +3,16 @@ import os
 import signal
 import threading
 
+import gin
 import numpy as np
 import pytest
 
 from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.train import checkpoint, run as run_module
+from mtf_gradsync.train import checkpoint, gin_files, held_out
+from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.progress import read_metrics
+from tests.train.conftest import TINY
 
 NO_EVAL = "train.run.eval_dataset_fn = None"
 in_main_thread = pytest.mark.skipif(
@@ -19,7 +22,7 @@ in_main_thread = pytest.mark.skipif(
 
 
 def losses(directory):
-    rows = read_metrics(directory / run_module.METRICS_FILE)
+    rows = read_metrics(directory / held_out.METRICS_FILE)
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
@@ -32,7 +35,8 @@ class StopAfter(tf.train.SessionRunHook):
     """Presses Ctrl-C during a step."""
 
     def __init__(self, steps):
-        self._left = steps
+        # The loop reads the step once before it makes any.
+        self._left = steps + 1
 
     def after_run(self, run_context, run_values):
         self._left -= 1
@@ -60,17 +64,17 @@ def test_whole_run_learns_and_leaves_its_files(train):
     curve = losses(directory)
     assert sorted(curve) == list(range(5, 41, 5))
     assert curve[40] < 0.85 * curve[5]
-    assert (directory / run_module.PLOT_FILE).read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((directory / run_module.RESULT_FILE).read_text())
+    assert (directory / held_out.PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((directory / held_out.RESULT_FILE).read_text())
     assert summary["held_out"]["perplexity"] == pytest.approx(result.held_out.perplexity)
     assert result.unigram.tokens == result.held_out.tokens == 3 * 8 * 16
-    assert "continuation" in (directory / run_module.SAMPLES_FILE).read_text()
+    assert "continuation" in (directory / held_out.SAMPLES_FILE).read_text()
     config = (directory / run_module.CONFIG_FILE).read_text()
     assert "CrossShardOptimizer.opt = @AdafactorOptimizer" in config
     text = "\n".join(said)
     assert "held-out perplexity" in text
     assert "unigram baseline" in text
-    points = [r for r in read_metrics(directory / run_module.METRICS_FILE) if "held_out_nats" in r]
+    points = [r for r in read_metrics(directory / held_out.METRICS_FILE) if "held_out_nats" in r]
     assert [row["step"] for row in points] == [6, 12, 18, 24, 30, 36, 40]
 
     again, _, said = train("train.run.train_steps = 40")
@@ -147,10 +151,13 @@ def test_old_checkpoints_go(train):
         NO_EVAL, "train.run.save_checkpoints_steps = 2", "train.run.keep_checkpoint_max = 2",
         "train.run.train_steps = 7",
     )  # fmt: skip
-    steps = sorted(int(p.suffixes[-1][-1]) for p in directory.glob("model.ckpt-?.index") if p) or [
-        int(p.name.split("-")[1].split(".")[0]) for p in directory.glob("model.ckpt-*.index")
-    ]
-    assert len(steps) == 2
+    kept = sorted(path.stem for path in directory.glob("model.ckpt-*.index"))
+    assert kept == ["model.ckpt-6", "model.ckpt-7"]
+    train(
+        NO_EVAL, "train.run.keep_checkpoint_max = 2", "train.run.train_steps = 8"
+    )  # those of the earlier run count too
+    kept = sorted(path.stem for path in directory.glob("model.ckpt-*.index"))
+    assert kept == ["model.ckpt-7", "model.ckpt-8"]
 
 
 def test_initial_values_come_from_another_run(train):
@@ -175,11 +182,18 @@ def test_loss_that_is_not_finite_ends_the_run(train):
         train(NO_EVAL, "train.run.learning_rate_schedule = 1e30")
 
 
-def test_t5_style_bindings_are_taken_over(train):
-    result, _, _ = train(
-        NO_EVAL, "utils.run.train_steps = 2", "train.run.train_steps = %gin.REQUIRED"
+def test_t5_style_bindings_are_taken_over_where_ours_are_not_given(tmp_path):
+    ignored = gin_files.load(
+        [TINY],
+        [
+            "utils.run.keep_checkpoint_max = 1",
+            "utils.run.train_steps = 999",
+            "utils.run.iterations_per_loop = 10",
+        ],
     )
-    assert result.step == 2
+    assert ignored == ["utils.run.iterations_per_loop"]
+    assert gin.query_parameter("train.run.keep_checkpoint_max") == 1
+    assert gin.query_parameter("train.run.train_steps") == 12
 
 
 class ShowsFields(mtf.optimize.SgdOptimizer):
@@ -193,8 +207,6 @@ class ShowsFields(mtf.optimize.SgdOptimizer):
 
 
 def test_optimizer_adds_fields_to_the_progress(train, capsys):
-    import gin
-
     gin.external_configurable(ShowsFields, "ShowsFields")
     train(NO_EVAL, "train.run.train_steps = 2", "train.run.optimizer = @ShowsFields")
     error = capsys.readouterr().err

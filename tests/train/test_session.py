@@ -23,5 +23,5 @@ def test_arithmetic_optimizer_is_off_unless_asked_for():
 
 
 def test_refuses_no_devices():
-    with pytest.raises(ValueError, match="num_cpu_devices must be at least 1.*got 0"):
+    with pytest.raises(ValueError, match=r"num_cpu_devices must be at least 1.*got 0"):
         session_config(num_cpu_devices=0)

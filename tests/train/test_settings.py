@@ -91,7 +91,7 @@ def test_vocabulary_errors(vocabulary):
 
 def test_counts_and_references():
     settings.check_count("keep_checkpoint_max", None, optional=True)
-    with pytest.raises(ConfigError, match="train.run.train_steps must be a positive integer; got"):
+    with pytest.raises(ConfigError, match=r"train.run.train_steps must be a positive integer; got"):
         settings.check_count("train_steps", 1.5)
     with pytest.raises(ConfigError, match="without parentheses like @CrossShardOptimizer"):
         settings.check_callable("optimizer", object(), "@CrossShardOptimizer")
