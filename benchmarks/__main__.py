@@ -1,0 +1,20 @@
+"""All tables, one after the other: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import (
+    bucket_size,
+    graph_building,
+    races,
+    repeatability,
+    report,
+    simd_collectives,
+    training_step,
+)
+
+TABLES = (training_step, graph_building, simd_collectives, bucket_size, repeatability, races)
+
+if __name__ == "__main__":
+    sys.exit(report.main([table.measure for table in TABLES], "python -m benchmarks"))

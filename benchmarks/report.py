@@ -1,0 +1,175 @@
+"""What all tables share: the command line, the table on the terminal, JSON and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, NamedTuple, Sequence
+
+import absl.flags
+
+from benchmarks.timing import Spread
+from mtf_gradsync._tf_compat import tf
+from mtf_gradsync.train.session import enable_mesh_defaults
+
+Row = Dict[str, Any]
+
+
+class Options(NamedTuple):
+    """How thoroughly to measure.
+
+    Attributes:
+      rounds: rounds of interleaved timing.
+      quick: small models and few settings, to see that a table works; the figures mean nothing.
+    """
+
+    rounds: int
+    quick: bool
+
+
+class Target(NamedTuple):
+    """A bound that a figure must keep."""
+
+    what: str
+    value: float
+    bound: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the bound is kept."""
+        return self.value <= self.bound
+
+
+class Table(NamedTuple):
+    """A measured table.
+
+    Attributes:
+      name: the module's name, and the name of its files.
+      title: what is compared.
+      rows: dictionaries with the same keys, which are the columns. A `Spread` is shown as its
+        median and quartiles.
+      notes: lines below the table.
+      targets: bounds that figures of the table must keep.
+      plot: draws the table into matplotlib axes, or None.
+    """
+
+    name: str
+    title: str
+    rows: list[Row]
+    notes: Sequence[str] = ()
+    targets: Sequence[Target] = ()
+    plot: Callable[[Any], None] | None = None
+
+
+def main(measures: Sequence[Callable[[Options], Table]], command: str) -> int:
+    """Measures tables, prints them and writes their files.
+
+    Args:
+      measures: functions that measure a table each.
+      command: the command that the program was started by, for its help.
+
+    Returns:
+      The exit code: 1 if --check was given and a target was missed.
+    """
+    parser = argparse.ArgumentParser(prog=command, description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of interleaved timing")
+    parser.add_argument("--quick", action="store_true", help="small models: does it work at all?")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    parser.add_argument("--png", action="store_true", help="draw the tables that have a picture")
+    parser.add_argument(
+        "--out_dir", type=Path, default=Path("runs/benchmarks"), help="where the files go"
+    )
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be 1 or more, got {args.rounds}")
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    # Mesh-TF's SIMD mesh reads absl flags, which have their defaults here.
+    absl.flags.FLAGS.mark_as_parsed()
+    enable_mesh_defaults()
+    options = Options(rounds=min(args.rounds, 3) if args.quick else args.rounds, quick=args.quick)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    missed = 0
+    for measure in measures:
+        table = measure(options)
+        print(as_text(table), end="\n\n", flush=True)
+        path = args.out_dir / f"{table.name}.json"
+        path.write_text(json.dumps(as_json(table, options), indent=2) + "\n", encoding="utf-8")
+        if args.png and table.plot:
+            _draw(table, path.with_suffix(".png"))
+        missed += sum(not target.met for target in table.targets)
+    print(f"JSON in {args.out_dir}/")
+    return 1 if args.check and missed else 0
+
+
+def as_text(table: Table) -> str:
+    """The table as lines of text."""
+    columns = list(table.rows[0])
+    cells = [columns, *[[_cell(row[column]) for column in columns] for row in table.rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    numeric = [not isinstance(table.rows[0][column], str) for column in columns]
+    lines = [table.title, ""]
+    for number, line in enumerate(cells):
+        padded = [
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric)
+        ]
+        lines.append("  ".join(padded).rstrip())
+        if number == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    lines += ["", *table.notes] if table.notes else []
+    for target in table.targets:
+        verdict = "met" if target.met else "MISSED"
+        lines.append(
+            f"target: {target.what} at most {target.bound:g}x: {target.value:.3f}x, {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Spread):
+        return f"{value.median:.3g} ({value.low:.3g} to {value.high:.3g})"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def as_json(table: Table, options: Options) -> Row:
+    """The table as a JSON object, with what is needed to judge the figures."""
+    return {
+        "name": table.name,
+        "title": table.title,
+        "options": options._asdict(),
+        "machine": {
+            "python": platform.python_version(),
+            "tensorflow": tf.version.VERSION,
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+        "rows": [
+            {k: v._asdict() if isinstance(v, Spread) else v for k, v in row.items()}
+            for row in table.rows
+        ],
+        "notes": list(table.notes),
+        "targets": [{**target._asdict(), "met": target.met} for target in table.targets],
+    }
+
+
+def _draw(table: Table, path: Path) -> None:
+    # Not pyplot, which would look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    table.plot(figure.add_subplot())
+    figure.savefig(path, dpi=150)
+    print(f"picture in {path}")

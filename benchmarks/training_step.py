@@ -1,0 +1,81 @@
+"""Time of a training step, wrapped against bare Mesh-TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+from benchmarks import models, report, timing
+
+# What the wrapped step may take, as a share of the bare one; Grappler off.
+TARGETS = {"dense": 0.5, "lm": 0.93}
+STEPS = {"dense": 4, "lm": 2}
+
+
+def measure(options: report.Options) -> report.Table:
+    """Steps of both models, with Grappler and without; without it also the floor."""
+    rows: list[report.Row] = []
+    targets = []
+    for model in models.models(options.quick):
+        programs = {v: models.build(model, v) for v in (models.BARE, models.WRAPPED)}
+        floor = models.build(model, models.FLOOR)
+        for grappler in (True, False):
+            measured = programs if grappler else {**programs, models.FLOOR: floor}
+            seconds = _time(model, measured, grappler, options)
+            ratio = timing.ratio(seconds, models.WRAPPED, models.BARE)
+            row: dict[str, Any] = {"model": model.name, "Grappler": "on" if grappler else "off"}
+            for name in (models.BARE, models.WRAPPED):
+                row[f"{name} ms"] = timing.spread([1e3 * s for s in seconds[name]])
+            row["wrapped/bare"] = ratio
+            row["floor/bare"] = None
+            if not grappler:
+                row["floor/bare"] = timing.ratio(seconds, models.FLOOR, models.BARE)
+                if not options.quick:
+                    what = f"training step of {model.name}"
+                    targets.append(report.Target(what, ratio.median, TARGETS[model.name]))
+            rows.append(row)
+    return report.Table(
+        name="training_step",
+        title="Training step (median and quartiles over rounds; ratios are made round by round)",
+        rows=rows,
+        notes=(
+            "dense: 40 layers, 80 gradients, Adam, mesh of 8. lm: 4-layer transformer, Adafactor,"
+            " mesh 4x2.",
+            "floor: forward and backward alone, gradients left as partial sums on each processor.",
+        ),
+        targets=targets,
+        plot=lambda axes: _plot(axes, rows),
+    )
+
+
+def _time(
+    model: models.Model,
+    programs: dict[str, models.Program],
+    grappler: bool,
+    options: report.Options,
+) -> dict[str, list[float]]:
+    config = models.session_config(model, grappler)
+    with contextlib.ExitStack() as stack:
+        steps = {
+            name: stack.enter_context(models.running(model, program, config))
+            for name, program in programs.items()
+        }
+        # The first steps are slow: TensorFlow places and rewrites the graph.
+        losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
+        models.check_same_training({n: v for n, v in losses.items() if n != models.FLOOR})
+        return timing.interleave(steps, options.rounds, STEPS[model.name], f"{model.name} step")
+
+
+def _plot(axes: Any, rows: list[report.Row]) -> None:
+    for number, name in enumerate((models.BARE, models.WRAPPED)):
+        places = [i + 0.4 * number for i in range(len(rows))]
+        axes.bar(places, [row[f"{name} ms"].median for row in rows], 0.38, label=name)
+    axes.set_xticks([i + 0.2 for i in range(len(rows))])
+    axes.set_xticklabels([f"{row['model']}, Grappler {row['Grappler']}" for row in rows])
+    axes.set_ylabel("ms per step")
+    axes.legend()
+
+
+if __name__ == "__main__":
+    sys.exit(report.main([measure], "python -m benchmarks.training_step"))
