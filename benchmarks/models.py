@@ -45,6 +45,7 @@ class Program(NamedTuple):
       update: makes the step.
       lowering: the mtf lowering.
       grads: the gradients as `mtf.gradients` returned them.
+      parameters: how many numbers are trained.
       seconds: time from the empty graph to the lowered step.
     """
 
@@ -54,6 +55,7 @@ class Program(NamedTuple):
     update: tf.Operation
     lowering: mtf.Lowering
     grads: list[mtf.Tensor]
+    parameters: int
     seconds: float
 
 
@@ -103,6 +105,9 @@ def lm(layers: int = 4, d_model: int = 128, batch: int = 16, length: int = 64) -
                 ),
                 transformer_layers.DenseReluDense(hidden_size=4 * d_model, dropout_rate=0.0),
             ]
+        # Variables are named after layers: layers without names would share them.
+        for number, sublayer in enumerate(sublayers):
+            sublayer.set_name(f"layer_{number:03d}")
         stack = transformer.LayerStack(
             sublayers,
             sublayers_initial=[transformer.sublayer_dropout],
@@ -207,7 +212,8 @@ def build(
             else:
                 update = tf.group([lowering.lowered_operation(op) for op in operations])
         seconds = time.perf_counter() - start
-    return Program(tf_graph, x, tf_loss, update, lowering, grads, seconds)
+    parameters = sum(v.size for v in variables)
+    return Program(tf_graph, x, tf_loss, update, lowering, grads, parameters, seconds)
 
 
 def _partial_sums(lowering: mtf.Lowering, grads: list[mtf.Tensor]) -> list[tf.Operation]:

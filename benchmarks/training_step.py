@@ -24,7 +24,11 @@ def measure(options: report.Options) -> report.Table:
             measured = programs if grappler else {**programs, models.FLOOR: floor}
             seconds = _time(model, measured, grappler, options)
             ratio = timing.ratio(seconds, models.WRAPPED, models.BARE)
-            row: dict[str, Any] = {"model": model.name, "Grappler": "on" if grappler else "off"}
+            row: dict[str, Any] = {
+                "model": model.name,
+                "parameters": programs[models.BARE].parameters,
+                "Grappler": "on" if grappler else "off",
+            }
             for name in (models.BARE, models.WRAPPED):
                 row[f"{name} ms"] = timing.spread([1e3 * s for s in seconds[name]])
             row["wrapped/bare"] = ratio
