@@ -8,6 +8,7 @@ program order, and everything with an effect happens before the program counts a
 from __future__ import annotations
 
 import collections
+import re
 from typing import NamedTuple
 
 from mtf_gradsync.simd.collective_ops import COLLECTIVE_TYPES
@@ -48,6 +49,64 @@ def find_effects(facts: GraphFacts) -> Effects:
     return _Finder(facts).effects
 
 
+def variables_written(facts: GraphFacts) -> dict[str, list[str]]:
+    """Finds which variables the operations of TPU programs write.
+
+    Args:
+      facts: the graph's facts.
+
+    Returns:
+      operation -> names of variables; a variable with a slice on every core appears once, under
+      the name that Mesh-TF gave it.
+    """
+    written = {}
+    for name in facts.order:
+        if name in facts.cluster and facts.node[name].op not in _READS:
+            handles = variable_handles(facts, name)
+            if handles:
+                written[name] = [_variable_name(facts, handle) for handle in handles]
+    return written
+
+
+def _variable_name(facts: GraphFacts, handle: str) -> str:
+    if facts.node[handle].op == "TPUReplicatedInput":
+        handle = facts.inputs(handle)[0][0]
+    if not handle.endswith("_slice_0"):
+        return handle
+    # Mesh-TF makes slices in a name scope of the variable's own name: "w/w_slice_0", or
+    # "w_1/w_slice_0" where "w" is taken, which it is as the master is called that.
+    whole = handle[: -len("_slice_0")]
+    for slash in re.finditer("/", whole):
+        scope, name = whole[: slash.start()], whole[slash.end() :]
+        if name and re.search(f"(^|/){re.escape(name)}(_[0-9]+)?$", scope):
+            return name
+    return whole
+
+
+def variable_handles(facts: GraphFacts, name: str) -> list[str]:
+    """The variables that a node reads or writes, as the nodes that name them.
+
+    Args:
+      facts: the graph's facts.
+      name: a node's name.
+
+    Returns:
+      Names of ``VarHandleOp`` nodes, or of ``TPUReplicatedInput`` nodes over one per core.
+    """
+    op = facts.node[name].op
+    if op in _BOOKKEEPING or op in _QUERIES:
+        return []
+    roots = (facts.root(source) for source, number in facts.inputs(name) if number != CONTROL)
+    return [root for root in roots if _is_variable(facts, root)]
+
+
+def _is_variable(facts: GraphFacts, name: str) -> bool:
+    node = facts.node[name]
+    if node.op == "TPUReplicatedInput" and node.input:
+        return facts.node[facts.inputs(name)[0][0]].op == "VarHandleOp"
+    return node.op == "VarHandleOp"
+
+
 class _Finder:
     def __init__(self, facts: GraphFacts):
         self._facts = facts
@@ -63,7 +122,7 @@ class _Finder:
             if name not in facts.cluster:
                 continue
             cluster, op = facts.cluster[name], facts.node[name].op
-            handles = self._handles(name)
+            handles = variable_handles(facts, name)
             for handle in handles:
                 key = (cluster, handle)
                 shared = facts.node[handle].op != "TPUReplicatedInput"
@@ -94,24 +153,6 @@ class _Finder:
                     if len(inner) > len(context) and isinstance(inner[len(context)], Branch):
                         self._merges[context, inner[len(context)].predicate].append(name)
                         break
-
-    def _handles(self, name: str) -> list[str]:
-        """The variables that a node reads or writes, as the nodes that name them."""
-        facts = self._facts
-        op = facts.node[name].op
-        if op in _BOOKKEEPING or op in _QUERIES:
-            return []
-        return [
-            r
-            for r in (facts.root(s) for s, n in facts.inputs(name) if n >= 0)
-            if self._is_variable(r)
-        ]
-
-    def _is_variable(self, name: str) -> bool:
-        node = self._facts.node[name]
-        if node.op == "TPUReplicatedInput" and node.input:
-            return self._facts.node[self._facts.inputs(name)[0][0]].op == "VarHandleOp"
-        return node.op == "VarHandleOp"
 
     def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
         """Makes ``name`` wait for an earlier node, on its own core or on all of them."""

@@ -37,14 +37,13 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
             "The graph holds no TPU program. Build the model inside simd.replicas(...) or "
             "tf.tpu.replicate(...)."
         )
-    functions = {f.signature.name: f for f in facts.graph_def.library.function}
-    talking = _functions_with_collectives(functions)
+    check_functions_are_silent(facts)
+    functions = {f.signature.name for f in facts.graph_def.library.function}
     types: dict[str, tf.NodeDef] = {}
     for name in facts.order:
         node = facts.node[name]
         if name in facts.cluster:
             _check_cluster(facts, node)
-            _check_functions(node, talking)
             if node.op not in functions:
                 types.setdefault(node.op, node)
         elif node.op not in _BOUNDARY:
@@ -54,6 +53,23 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
         raise UnsupportedProgramError.of(
             types[op_type], "TensorFlow has no CPU kernel for it", remedy
         )
+
+
+def check_functions_are_silent(facts: GraphFacts) -> None:
+    """Refuses programs that call a function with a collective inside.
+
+    Args:
+      facts: the graph's facts.
+
+    Raises:
+      UnsupportedProgramError: names the operation that calls the function.
+    """
+    talking = _functions_with_collectives(
+        {f.signature.name: f for f in facts.graph_def.library.function}
+    )
+    for name in facts.order:
+        if talking and name in facts.cluster:
+            _check_functions(facts.node[name], talking)
 
 
 def _check_cluster(facts: GraphFacts, node: tf.NodeDef) -> None:

@@ -1,0 +1,227 @@
+"""A program's communication as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationRow:
+    """One operation through which cores or devices exchange data.
+
+    Attributes:
+      operation: the operation's type; "transfer" for the copies of a placement mesh.
+      name: name of the operation; for copies, their name scope and "/transfer".
+      dtype: what is sent, as in "float32".
+      shape: shape of the operand on one core; None where it is not known or not one tensor.
+      bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. It
+        is what the core puts in, not what crosses the wires: that depends on the algorithm. For
+        transfers: bytes received, averaged over the devices. None where it is not known.
+      group: who exchanges: names of mesh axes joined by "+", or lists of core numbers.
+      loops: names of the loops around it, outermost first.
+      turns: how often the loops run it in one step; None where the graph does not say.
+      branches: the conditionals around it: ("predicate", the value that runs it).
+      variables: variables that its result reaches without another collective in between; for a
+        gradient's sum, the variables that the gradient is for. None where it is not known.
+    """
+
+    operation: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    bytes_per_core: int | None
+    group: str
+    loops: tuple[str, ...] = ()
+    turns: int | None = 1
+    branches: tuple[tuple[str, bool], ...] = ()
+    variables: tuple[str, ...] | None = None
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether it runs on some steps only."""
+        return bool(self.branches)
+
+    @property
+    def bytes_per_step(self) -> int | None:
+        """Bytes per core in a step that runs it; None where size or turns are not known."""
+        if self.bytes_per_core is None or self.turns is None:
+            return None
+        return self.bytes_per_core * self.turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A sum over rows.
+
+    Attributes:
+      operations: how many operations, each counted once.
+      runs: how often they run in one step; what runs an unknown number of times counts once.
+      bytes_per_core: bytes per core in one step; unknown turns count once, unknown sizes as 0.
+      is_exact: whether nothing was unknown.
+    """
+
+    operations: int
+    runs: int
+    bytes_per_core: int
+    is_exact: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationReport:
+    """What a program's cores exchange.
+
+    Attributes:
+      rows: one row per operation, in program order.
+      mesh: the mesh, as in "batch:4;model:2", or "" where it is not known.
+    """
+
+    rows: tuple[CommunicationRow, ...]
+    mesh: str = ""
+
+    @property
+    def every_step(self) -> Total:
+        """What runs on every step."""
+        return _total([r for r in self.rows if not r.is_conditional])
+
+    @property
+    def conditional(self) -> Total:
+        """What runs only when its branch is taken."""
+        return _total([r for r in self.rows if r.is_conditional])
+
+    @property
+    def update_step(self) -> Total:
+        """What runs on a step that takes every branch, as an update step does."""
+        return _total(self.rows)
+
+    def by_group(self) -> dict[str, Total]:
+        """Totals of an update step for each group, in order of first appearance."""
+        groups: dict[str, list[CommunicationRow]] = {}
+        for row in self.rows:
+            groups.setdefault(row.group, []).append(row)
+        return {group: _total(rows) for group, rows in groups.items()}
+
+    def __str__(self) -> str:
+        cells = [("operation", "dtype", "bytes/core", "group", "where", "at", "variables")]
+        for row in self.rows:
+            size = "?" if row.bytes_per_core is None else f"{row.bytes_per_core:,}"
+            cells.append(
+                (
+                    row.operation,
+                    row.dtype,
+                    size,
+                    row.group,
+                    _where(row),
+                    row.name.rpartition("/")[0] or row.name,
+                    _names(row.variables),
+                )
+            )
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        lines = [
+            "  ".join(_align(c, w, i) for i, (c, w) in enumerate(zip(x, widths))).rstrip()
+            for x in cells
+        ]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        if self.mesh:
+            lines.insert(0, f"mesh {self.mesh}")
+        lines.append("")
+        lines.append(f"every step      {_sentence(self.every_step)}")
+        if self.conditional.operations:
+            lines.append(f"in branches     {_sentence(self.conditional)}")
+            lines.append(f"update step     {_sentence(self.update_step)}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The report as JSON text: "mesh", "rows" and "totals", with the attributes' names."""
+        content = {
+            "mesh": self.mesh,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "totals": {
+                "every_step": dataclasses.asdict(self.every_step),
+                "conditional": dataclasses.asdict(self.conditional),
+                "update_step": dataclasses.asdict(self.update_step),
+                "by_group": {g: dataclasses.asdict(t) for g, t in self.by_group().items()},
+            },
+        }
+        return json.dumps(content, indent=2)
+
+    def plot(self, path: str) -> None:
+        """Draws bytes per core and operation count by group, and writes a PNG.
+
+        Args:
+          path: the file to write.
+
+        Raises:
+          ImportError: when matplotlib is not installed.
+        """
+        # Without pyplot, so that no display and no global state is touched.
+        from matplotlib.figure import Figure
+
+        groups = list(self.by_group())
+        figure = Figure(figsize=(9, 1.5 + 0.5 * max(1, len(groups))), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        parts = (("every step", False), ("in branches", True))
+        left = [[0.0] * len(groups), [0.0] * len(groups)]
+        for label, conditional in parts:
+            totals = [
+                _total([r for r in self.rows if r.group == g and r.is_conditional is conditional])
+                for g in groups
+            ]
+            values = ([t.bytes_per_core / 1e6 for t in totals], [t.runs for t in totals])
+            for panel, value, start in zip(panels, values, left):
+                panel.barh(groups, value, left=start, label=label)
+            left = [[a + b for a, b in zip(x, y)] for x, y in zip(left, values)]
+        panels[0].set_xlabel("MB per core and step")
+        panels[1].set_xlabel("operations per step")
+        panels[0].invert_yaxis()
+        panels[1].legend()
+        if self.mesh:
+            figure.suptitle(f"mesh {self.mesh}")
+        figure.savefig(path, format="png", dpi=120)
+
+
+def mesh_string(mesh_impl: Any | None) -> str:
+    """A mesh's shape as Mesh-TF users write it, as in "batch:4;model:2"; "" for None."""
+    if mesh_impl is None:
+        return ""
+    return ";".join(f"{dim.name}:{dim.size}" for dim in mesh_impl.shape.dims)
+
+
+def _total(rows: Sequence[CommunicationRow]) -> Total:
+    return Total(
+        operations=len(rows),
+        runs=sum(1 if r.turns is None else r.turns for r in rows),
+        bytes_per_core=sum(
+            (r.bytes_per_core or 0) * (1 if r.turns is None else r.turns) for r in rows
+        ),
+        is_exact=all(r.bytes_per_step is not None for r in rows),
+    )
+
+
+def _where(row: CommunicationRow) -> str:
+    parts = []
+    if row.loops:
+        turns = "?" if row.turns is None else row.turns
+        parts.append(f"{row.loops[-1]} x{turns}")
+    parts += [f"if {'' if taken else 'not '}{predicate}" for predicate, taken in row.branches]
+    return ", ".join(parts)
+
+
+def _names(names: Sequence[str] | None) -> str:
+    if names is None:
+        return "?"
+    shown = ", ".join(names[:2])
+    return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"
+
+
+def _align(text: str, width: int, column: int) -> str:
+    return text.rjust(width) if column == 2 else text.ljust(width)
+
+
+def _sentence(total: Total) -> str:
+    about: Any = "" if total.is_exact else "at least "
+    return (
+        f"{total.operations} operations, {about}{total.runs} runs, "
+        f"{about}{total.bytes_per_core:,} bytes per core"
+    )
