@@ -1,0 +1,47 @@
+"""Every example runs as a program of its own, and does what it says."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sklearn", reason="the examples need the extra 'examples'")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def run(name, *args):
+    """Runs an example and returns what it printed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *args],
+        env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_every_example_has_a_test():
+    assert EXAMPLES == ["digits.py"]
+
+
+def test_digits_learns_to_read_them():
+    output = run("digits.py", "--steps=200")
+    accuracy = re.search(r"held-out accuracy: ([0-9.]+)%", output)
+    assert accuracy, output
+    assert float(accuracy.group(1)) > 95
+
+
+def test_digits_fits_on_one_screen():
+    assert len((ROOT / "examples" / "digits.py").read_text().splitlines()) < 100
