@@ -41,7 +41,6 @@ def main(steps, clip_norm, learning_rate):
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh
     tf.set_random_seed(0)
-
     x = tf.placeholder(tf.float32, [BATCH_SIZE, 64])
     y = tf.placeholder(tf.int32, [BATCH_SIZE])
     x_held_out = tf.placeholder(tf.float32, [HELD_OUT, 64])
