@@ -24,7 +24,7 @@ def sample(
     evaluator: Evaluator,
     num_samples: int = 2,
     prompt_tokens: int = 32,
-    max_tokens: int = 64,
+    max_tokens: int = 160,
     temperature: float = 0.5,
     keep_top_k: int = 0,
     seed: int = 0,
@@ -39,7 +39,8 @@ def sample(
       evaluator: a language model with its variables restored.
       num_samples: how many held-out sequences to continue, 0 for none; at most one batch.
       prompt_tokens: how many of their tokens are given.
-      max_tokens: how many are written, as far as the model's sequence length goes.
+      max_tokens: how many are written. When the model's sequence is full, it goes on with the
+        later half of it as context.
       temperature: 0 takes the most likely token, 1 draws from the model's distribution.
       keep_top_k: draw from this many most likely tokens only; 0 for all.
       seed: of the draws.
@@ -66,23 +67,28 @@ def sample(
     # Fixed before writing, because a full sequence has no place for a continuation.
     targets = np.array(evaluator.batches[0]["targets"])
     targets[:, prompt_tokens:] = PAD_ID
-    num_samples = min(num_samples, int(np.sum(np.all(targets[:, :prompt_tokens] > 0, axis=1))))
+    rows = np.flatnonzero(np.all(targets[:, :prompt_tokens] > 0, axis=1))
+    num_samples = min(num_samples, len(rows))
     if not num_samples:
         return []
-    rows = np.flatnonzero(np.all(targets[:, :prompt_tokens] > 0, axis=1))
     # Spread over the batch, so that the prompts are not neighbours in one text.
-    rows = rows[np.linspace(0, len(rows) - 1, num_samples).astype(int)]
-    end = min(length, prompt_tokens + max_tokens)
-    for position in range(prompt_tokens, end):
+    rows = rows[((np.arange(num_samples) + 0.5) * len(rows) / num_samples).astype(int)]
+    prompts = [targets[row, :prompt_tokens].tolist() for row in rows]
+    written: list[list[int]] = [[] for _ in rows]
+    position = prompt_tokens
+    for _ in range(max_tokens):
+        if position == length:
+            position = length // 2
+            targets[:, :position] = targets[:, length - position :]
+            targets[:, position:] = PAD_ID
         logits = evaluator.next_logits({"targets": targets}, position)
-        for row in rows:
+        for ids, row in zip(written, rows):
             targets[row, position] = _draw(logits[row], temperature, keep_top_k, random)
+            ids.append(int(targets[row, position]))
+        position += 1
     return [
-        Sample(
-            prompt=vocabulary.decode(targets[row, :prompt_tokens].tolist()),
-            continuation=vocabulary.decode(targets[row, prompt_tokens:end].tolist()),
-        )
-        for row in rows
+        Sample(prompt=vocabulary.decode(prompt), continuation=vocabulary.decode(ids))
+        for prompt, ids in zip(prompts, written)
     ]
 
 

@@ -89,6 +89,14 @@ def test_samples_repeat_with_their_seed_and_follow_the_temperature(evaluator):
     assert write(temperature=1.0, seed=1) != write(temperature=1.0, seed=2)
     assert write(temperature=0.0, seed=1) == write(temperature=0.0, seed=2)
     assert write(temperature=1.0, keep_top_k=1) == write(temperature=0.0)
+    # More than the sequence of 16 holds; the beginning is the same.
+    short, long = (
+        sample(evaluator, num_samples=1, prompt_tokens=8, max_tokens=n, temperature=0)[0]
+        for n in (6, 30)
+    )
+    assert long.prompt == short.prompt
+    assert len(long.continuation) > 16
+    assert long.continuation.startswith(short.continuation[:3])
     assert sample(evaluator, num_samples=0, prompt_tokens=8) == []
 
 
