@@ -1,75 +1,13 @@
-"""When an inner optimizer's update may run: after all gradients, on variables read once.
-
-Mesh-TensorFlow orders neither the writes of a step after its reads nor two reads of a variable
-with each other (see docs/races.md). Here every variable is read once a step, where it is
-lowered, and every write waits for all gradients and for all of these reads.
-"""
+"""An update writes only after all gradients exist and all variables are read."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
-
-_logger = logging.getLogger(__name__)
-_warned = set()
-
-
-def warn_once(key: str, message: str, *args: Any) -> None:
-    """Logs a warning the first time that its key is seen in this process."""
-    if key not in _warned:
-        _warned.add(key)
-        _logger.warning(message, *args)
-
-
-def reset_warnings() -> None:
-    """Forgets which warnings were given, for tests."""
-    _warned.clear()
-
-
-class ReadOnce(mtf.Operation):
-    """Replaces a lowered variable by one read of it, which all later operations share."""
-
-    def __init__(self, variable: mtf.Variable):
-        super().__init__(variable.outputs, name="read_once")
-        self._variable = variable
-
-    @property
-    def variable(self) -> mtf.Variable:
-        """The variable that is read."""
-        return self._variable
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-        value = self.inputs[0]
-        # Autostack turns the variable's value into a slice of a stacked one, which is a tensor
-        # already, as is every value on a SIMD mesh.
-        lowered = lowering.tensors[value].to_laid_out_tensor()
-        if all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):
-            return
-        mesh_impl = lowering.mesh_impl(self)
-        lowering.set_tensor_lowering(value, mesh_impl.slicewise(tf.convert_to_tensor, lowered))
-
-
-def read_variables_once(graph: mtf.Graph) -> None:
-    """Makes the lowering read each variable that the graph has by now once.
-
-    The read stands right behind the variable, so that every operation uses it, those that were
-    built before included.
-    """
-    operations = graph.operations
-    done = {op.variable for op in operations if isinstance(op, ReadOnce)}
-    ordered: list[mtf.Operation] = []
-    for operation in list(operations):
-        if isinstance(operation, mtf.Variable) and operation not in done:
-            read = ReadOnce(operation)
-            operations.pop()  # Mesh-TF appends new operations at the end
-            ordered += [operation, read]
-        else:
-            ordered.append(operation)
-    operations[:] = ordered
+from mtf_gradsync.update.reads import ReadOnce, read_variables_once
+from mtf_gradsync.update.warn import warn_once
 
 
 class Gate(mtf.Operation):
@@ -177,44 +115,3 @@ def _hoist_variables(graph: mtf.Graph, gate: Gate) -> None:
     slots = [op for op in behind if isinstance(op, mtf.Variable)]
     rest = [op for op in behind if not isinstance(op, mtf.Variable)]
     operations[position:] = slots + rest
-
-
-class AdvanceStep(mtf.Operation):
-    """Adds one to a tf variable that counts steps, after the update."""
-
-    def __init__(self, mesh: mtf.Mesh, step: Any, update: Sequence[mtf.Operation], name: str):
-        super().__init__([], mesh=mesh, name=name)
-        self._step = step
-        self._update = list(update)
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-        done = [lowering.operations[op] for op in self._update]
-        with tf.control_dependencies(done):
-            lowering.operations[self] = tf.assign_add(
-                self._step, tf.constant(1, self._step.dtype.base_dtype)
-            ).op
-
-
-def advance_step(
-    mesh: mtf.Mesh, step: Any, update: Sequence[mtf.Operation], name: str
-) -> mtf.Operation:
-    """An operation that adds one to a step counter once the update is done.
-
-    Args:
-      mesh: the mesh of the update.
-      step: an mtf variable (or its value), or a tf variable, of an integer or float type.
-      update: the operations of the update; the count follows all of them.
-      name: name of the operation.
-
-    Returns:
-      An mtf operation that the lowering knows.
-    """
-    if isinstance(step, (mtf.Variable, mtf.Tensor)):
-        value = step.value if isinstance(step, mtf.Variable) else step
-        one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
-        count = mtf.assign(step, value + one, name=name)
-        done: dict[str, list[mtf.Operation]] = {"update": list(update)}
-        after([count], lambda lowering: [lowering.operations[op] for op in done["update"]])
-        return count
-    return AdvanceStep(mesh, step, update, name)

@@ -1,0 +1,49 @@
+"""Counting steps after an update."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.update.gate import after
+
+
+class AdvanceStep(mtf.Operation):
+    """Adds one to a tf variable that counts steps, after the update."""
+
+    def __init__(self, mesh: mtf.Mesh, step: Any, update: Sequence[mtf.Operation], name: str):
+        super().__init__([], mesh=mesh, name=name)
+        self._step = step
+        self._update = list(update)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        done = [lowering.operations[op] for op in self._update]
+        with tf.control_dependencies(done):
+            lowering.operations[self] = tf.assign_add(
+                self._step, tf.constant(1, self._step.dtype.base_dtype)
+            ).op
+
+
+def advance_step(
+    mesh: mtf.Mesh, step: Any, update: Sequence[mtf.Operation], name: str
+) -> mtf.Operation:
+    """An operation that adds one to a step counter once the update is done.
+
+    Args:
+      mesh: the mesh of the update.
+      step: an mtf variable (or its value), or a tf variable, of an integer or float type.
+      update: the operations of the update; the count follows all of them.
+      name: name of the operation.
+
+    Returns:
+      An mtf operation that the lowering knows.
+    """
+    if isinstance(step, (mtf.Variable, mtf.Tensor)):
+        value = step.value if isinstance(step, mtf.Variable) else step
+        one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
+        count = mtf.assign(step, value + one, name=name)
+        before = list(update)
+        after([count], lambda lowering: [lowering.operations[op] for op in before])
+        return count
+    return AdvanceStep(mesh, step, update, name)
