@@ -139,6 +139,23 @@ def test_global_step_advances_after_the_update(kind_of_step, fresh_graph):
     assert value == 3
 
 
+@pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
+def test_global_step_counts_once_a_step(mesh_kind, kind_of_step):
+    def build(mesh, inputs):
+        if kind_of_step == "tf":
+            step = tf.train.get_or_create_global_step()
+        else:
+            step = mtf.get_variable(
+                mesh, "global_step", mtf.Shape([]), tf.int32, trainable=False,
+                initializer=tf.zeros_initializer(),
+            )  # fmt: skip
+        optimizer = gs.CrossShardOptimizer(models.OPTIMIZERS["sgd"]())
+        return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
+
+    result = harness.run(mesh_kind, "all:8", "batch:all", build, models.mlp_batches(3))
+    assert result.variables["global_step"] == 3
+
+
 def test_other_operations_are_gated_too():
     """An optimizer may return any operation that the lowering knows."""
 
