@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.update.reads import ReadOnce, read_variables_once
@@ -84,6 +85,21 @@ def after(
         operation.lower = lower_after
 
 
+_in_branch: Any = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def ungated(graph: mtf.Graph) -> Iterator[None]:
+    """Within it, updates of a graph are not gated: what surrounds them is."""
+    outermost = graph not in _in_branch
+    _in_branch.add(graph)
+    try:
+        yield
+    finally:
+        if outermost:
+            _in_branch.discard(graph)
+
+
 def gated_update(
     make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[mtf.Tensor | None]
 ) -> list[mtf.Operation]:
@@ -98,13 +114,20 @@ def gated_update(
       The operations that make_update returned.
     """
     present = [g for g in grads if g is not None]
+    graph = present[0].graph
+    if graph in _in_branch:
+        return list(make_update())
     gate = Gate(present)
-    graph = gate.graph
     operations = list(make_update())
-    _hoist_variables(graph, gate)
-    read_variables_once(graph)
+    settle(gate)
     after(operations, lambda lowering: [gate.barrier(lowering)])
     return operations
+
+
+def settle(gate: Gate) -> None:
+    """Brings all variables that were made behind a gate before it, and reads each once."""
+    _hoist_variables(gate.graph, gate)
+    read_variables_once(gate.graph)
 
 
 def _hoist_variables(graph: mtf.Graph, gate: Gate) -> None:

@@ -1,0 +1,145 @@
+"""Work that a step does only when it is due: skipped otherwise, not masked out."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.update.gate import Gate, ungated
+
+
+class Branch:
+    """The operations of one side of a conditional, taken out of the graph's own list.
+
+    Variables stay in the graph, and so do assignments: Mesh-TF's autostack has to find them
+    there. What is assigned is lowered inside the branch all the same.
+
+    Attributes:
+      operations: what computes, in order.
+      updates: the assignments and other operations that the branch returned.
+    """
+
+    def __init__(self, graph: mtf.Graph, make: Callable[[], Sequence[mtf.Operation]]):
+        start = len(graph.operations)
+        with ungated(graph):
+            self.updates = list(make())
+        # Mesh-TF's combine_assignments makes a new list of the operations.
+        operations = graph.operations
+        made = operations[start:]
+        stay = set(self.updates)
+        self.operations = [op for op in made if not isinstance(op, mtf.Variable) and op not in stay]
+        del operations[start:]
+        operations += [op for op in made if isinstance(op, mtf.Variable) or op in stay]
+
+
+class Conditional(mtf.Operation):
+    """Runs one of two branches; the operations of both branches are its updates.
+
+    All processors must decide alike: the predicate has the same value everywhere. The updates
+    of both branches, looked up in the lowering, are the same tf operation, which runs the branch
+    that is taken.
+    """
+
+    def __init__(self, predicate: mtf.Tensor, gate: Gate, if_true: Branch, if_false: Branch):
+        """Adds the conditional, behind the variables that its branches made.
+
+        Args:
+          predicate: a boolean mtf scalar.
+          gate: the point of the step to wait for.
+          if_true: branch to run where the predicate holds.
+          if_false: branch to run otherwise.
+        """
+        super().__init__([predicate], name="conditional")
+        self._gate = gate
+        self._branches = (if_true, if_false)
+        # Its updates stand in the graph's list already; what they are made of is lowered here.
+        operations = self.graph.operations
+        operations.pop()
+        updates = {op for branch in self._branches for op in branch.updates}
+        first = next((i for i, op in enumerate(operations) if op in updates), len(operations))
+        operations.insert(first, self)
+
+    @property
+    def updates(self) -> list[mtf.Operation]:
+        """The operations of both branches."""
+        return [op for branch in self._branches for op in branch.updates]
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        predicate = lowering.tensors[self.inputs[0]].to_laid_out_tensor().tensor_list[0]
+        behind = self.graph.operations[self.graph.operations.index(self) + 1 :]
+        taken_along = [_feeding(behind, branch.updates) for branch in self._branches]
+
+        def body(branch: Branch, feeding: Sequence[mtf.Operation]) -> Callable[[], tf.Operation]:
+            def run() -> tf.Operation:
+                with _PendingOutside(lowering):
+                    for op in [*branch.operations, *feeding, *branch.updates]:
+                        with tf.name_scope(op.name):
+                            op.lower(lowering)
+                return tf.group(*[lowering.operations[op] for op in branch.updates])
+
+            return run
+
+        with tf.control_dependencies([self._gate.barrier(lowering)]):
+            done = tf.cond(
+                predicate,
+                body(self._branches[0], taken_along[0]),
+                body(self._branches[1], taken_along[1]),
+            )
+        for branch, feeding in zip(self._branches, taken_along):
+            for op in branch.updates:
+                lowering.operations[op] = done.op
+            for op in [*feeding, *branch.updates]:
+                _skip_once(op, lowering)
+
+
+def _feeding(behind: Sequence[mtf.Operation], updates: Sequence[mtf.Operation]) -> list[Any]:
+    """Operations that stand behind the conditional only to feed its updates.
+
+    Autostack puts the values that a stacked variable is assigned together by operations of its
+    own, right before the assignment.
+    """
+    wanted = {t for op in updates for t in op.inputs}
+    own = set(updates)
+    feeding: list[mtf.Operation] = []
+    for op in reversed(behind):
+        if op not in own and wanted.intersection(op.outputs):
+            feeding.insert(0, op)
+            wanted.update(op.inputs)
+    return feeding
+
+
+def _skip_once(op: mtf.Operation, lowering: mtf.Lowering) -> None:
+    """Makes the graph's walk pass over an operation that was lowered already."""
+    lower = op.lower
+
+    def lower_elsewhere(other: mtf.Lowering) -> None:
+        if other is not lowering:
+            lower(other)
+
+    op.lower = lower_elsewhere
+
+
+class _PendingOutside:
+    """Keeps all-reduces that run inside a branch from being taken for ones outside.
+
+    A pending sum caches its all-reduce; one that ran in a branch has no value for readers
+    outside, or in the other branch.
+    """
+
+    def __init__(self, lowering: mtf.Lowering):
+        self._lowering = lowering
+
+    def __enter__(self) -> None:
+        self._before = {
+            tensor: lowered
+            for tensor, lowered in self._lowering.tensors.items()
+            if isinstance(lowered, mtf.LazyAllreduceSum) and lowered._reduced is None
+        }
+        for tensor, lazy in self._before.items():
+            self._lowering.tensors[tensor] = mtf.LazyAllreduceSum(
+                lazy.mesh_impl, lazy.laid_out_input, lazy.mesh_axes, lazy.add_counter_fn
+            )
+
+    def __exit__(self, *_: Any) -> None:
+        self._lowering.tensors.update(self._before)
