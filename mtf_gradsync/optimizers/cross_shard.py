@@ -109,48 +109,23 @@ class CrossShardOptimizer(Wrapper):
         """
         return super().apply_grads(grads, variables)
 
-    def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
-        """The shard dims that a shape has, in the order that numbers the shards."""
-        by_name = {d.name: d for d in shape.dims}
-        return [by_name[name] for name in self._shard_names if name in by_name]
-
-    def _has_own_copy(self, variable: mtf.Variable) -> bool:
-        """Whether every shard has its own copy of a variable."""
-        dims = self._shard_dims(variable.shape)
-        needed = [d.name for d in self.axes.shard_dims] if self.axes else []
-        missing = [name for name in needed if name not in [d.name for d in dims]]
-        if dims and missing:
-            raise ValueError(
-                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
-                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
-                "them (every shard its own copy) or none."
-            )
-        return bool(dims)
-
     def _check_shapes(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> None:
+        super()._check_shapes(grads, variables)
+        if not self._groups:
+            return
         for grad, variable in zip(grads, variables):
             if grad is None:
                 continue
-            own_copy = self._has_own_copy(variable)
-            shard_dims = [] if own_copy else self._shard_dims(grad.shape)
-            rest = [d for d in grad.shape.dims if d not in shard_dims]
-            if rest != variable.shape.dims:
-                raise ValueError(
-                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
-                    f"the variable has {variable.shape.to_string}: a gradient has the "
-                    f"variable's shape, or the shard dims {list(self._shard_names)} in front."
-                )
-            if self._groups and not own_copy:
+            if not self._has_own_copy(variable):
                 raise ValueError(
                     f"group_assignment={self._groups!r} sums within groups of shards, but all "
                     f"shards share the variable {variable.name!r} of shape "
                     f"{variable.shape.to_string}: groups would leave it with a different value "
                     "on each. Give the variable the shard dims, or leave group_assignment out."
                 )
-            if self._groups:
-                check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
+            check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
