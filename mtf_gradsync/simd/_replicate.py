@@ -31,18 +31,24 @@ def _replicate_context_class() -> Any:
 
 
 def made_up_device_assignment(num_replicas: int) -> Any:
-    """A ``DeviceAssignment`` for cores that do not exist: ``num_replicas`` chips of one core.
+    """A ``DeviceAssignment`` for cores that do not exist.
+
+    It has the form of a TPU v2 or v3 slice: two cores on a chip, chips in a rectangle as square as
+    it can be ([2, 2, 1, 2] for 8 cores). An odd number of cores gets one core on a chip.
 
     Args:
       num_replicas: how many cores.
 
     Returns:
-      A ``tf.tpu.experimental.DeviceAssignment``; Mesh-TF reads device names from it, nothing more.
+      A ``tf.tpu.experimental.DeviceAssignment`` with cores in lexicographic order.
     """
-    coordinates = np.zeros([num_replicas, 4], np.int32)
-    coordinates[:, 0] = np.arange(num_replicas)
+    cores = 2 if num_replicas % 2 == 0 else 1
+    chips = num_replicas // cores
+    width = next(w for w in range(int(chips**0.5), 0, -1) if chips % w == 0)
+    shape = [width, chips // width, 1, cores]
+    coordinates = np.stack(np.unravel_index(np.arange(num_replicas), shape), 1).astype(np.int32)
     topology = tf.tpu.experimental.Topology(
-        mesh_shape=[num_replicas, 1, 1, 1], device_coordinates=coordinates[np.newaxis]
+        mesh_shape=shape, device_coordinates=coordinates[np.newaxis]
     )
     return tf.tpu.experimental.DeviceAssignment(topology, coordinates[:, np.newaxis, :])
 

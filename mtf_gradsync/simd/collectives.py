@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.simd.collective_ops import Collective, find_collectives
@@ -12,7 +12,7 @@ from mtf_gradsync.simd.effects import variables_written
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph_facts import Branch, GraphFacts, Loop
 from mtf_gradsync.simd.loops import loop_turns
-from mtf_gradsync.simd.program import Program
+from mtf_gradsync.simd.program import Program, lowerings_in
 from mtf_gradsync.simd.refusals import check_functions_are_silent
 from mtf_gradsync.simd.report import CommunicationReport, CommunicationRow, mesh_string
 
@@ -20,15 +20,16 @@ from mtf_gradsync.simd.report import CommunicationReport, CommunicationRow, mesh
 def list_collectives(
     program: Program | tf.Graph,
     mesh_impl: Any | None = None,
-    lowering: mtf.Lowering | None = None,
+    lowering: Any = None,
 ) -> CommunicationReport:
     """Lists every collective of the TPU programs in a graph.
 
     Args:
       program: a `Program`, or a graph that holds TPU programs of any origin.
       mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups by mesh axes. A
-        `Program` brings its own. Without one, groups are lists of core numbers.
-      lowering: the lowering, to name the variables that Mesh-TF stacked one by one.
+        lowering and a `Program` bring their own. Without one, groups are lists of core numbers.
+      lowering: the lowering, or the spec of a model_fn, to name the variables that Mesh-TF stacked
+        one by one.
 
     Returns:
       The report, one row per collective in program order.
@@ -36,6 +37,9 @@ def list_collectives(
     Raises:
       UnsupportedProgramError: when there is no TPU program, or a function holds a collective.
     """
+    lowerings = lowerings_in(lowering)
+    if mesh_impl is None and len(lowerings) == 1 and len(lowerings[0].mesh_to_impl) == 1:
+        (mesh_impl,) = lowerings[0].mesh_to_impl.values()
     graph = program
     if isinstance(program, Program):
         graph, mesh_impl = program.graph, mesh_impl or program.mesh_impl
@@ -50,7 +54,7 @@ def list_collectives(
     group_names = {} if mesh_impl is None else _groups_of(mesh_impl)
     turns = {frame: loop_turns(facts, frame) for frame in facts.shared_frames(list(collectives))}
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
-    stacked = _original_names(lowering)
+    stacked = _original_names(lowerings)
     reached = {
         name: _spell(variables, stacked, trainable)
         for name, variables in _variables_reached(facts, collectives).items()
@@ -105,12 +109,14 @@ def _groups_of(mesh_impl: Any) -> dict[frozenset, str]:
     return names
 
 
-def _original_names(lowering: mtf.Lowering | None) -> dict[str, list[str]]:
+def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
     """Name of each variable that Mesh-TF stacked -> the names of what is in it."""
-    if lowering is None:
-        return {}
-    stacked = [v for v in lowering.graph.all_variables if isinstance(v, mtf.StackedVariable)]
-    return {v.name: list(v.original_names) for v in stacked}
+    return {
+        v.name: list(v.original_names)
+        for lowering in lowerings
+        for v in lowering.graph.all_variables
+        if isinstance(v, mtf.StackedVariable)
+    }
 
 
 def _spell(

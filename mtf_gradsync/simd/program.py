@@ -27,6 +27,14 @@ class Program:
         self.num_replicas: int = mesh_impl.size
         self._prepared: dict[tuple[int, ...], PreparedGraph] = {}
 
+    @property
+    def tpu_context(self) -> TPUContext:
+        """What to put into ``params["context"]`` of a model_fn that was written for TPUEstimator.
+
+        Such a model_fn makes its own ``SimdMeshImpl``, in place of `mesh_impl`.
+        """
+        return TPUContext(self.mesh_impl.device_assignment)
+
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
         """One tensor of the program that has another value on every core, as an infeed gives it.
 
@@ -56,14 +64,14 @@ class Program:
 
     def session(
         self,
-        lowering: mtf.Lowering | Sequence[mtf.Lowering] | None = None,
+        lowering: Any = None,
         config: tf.ConfigProto | None = None,
     ) -> Session:
         """Makes a session on CPU replicas, with variables initialized and copied into slices.
 
         Args:
-          lowering: the lowering, or all lowerings, of the program; None for a program without
-            mesh variables.
+          lowering: the program's lowering, a list of them, or the spec that a model_fn returned;
+            None for a program without mesh variables.
           config: session configuration; default `cpu_config`.
 
         Returns:
@@ -71,16 +79,67 @@ class Program:
 
         Raises:
           UnsupportedProgramError: when the graph holds what cannot be emulated.
+          TypeError: when lowering is none of these.
         """
-        if lowering is None:
-            lowerings: Sequence[mtf.Lowering] = ()
-        else:
-            lowerings = [lowering] if isinstance(lowering, mtf.Lowering) else list(lowering)
+        lowerings = lowerings_in(lowering)
         key = tuple(id(low) for low in lowerings)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             prepared = self._prepared[key] = PreparedGraph(self.graph, lowerings)
         return Session(prepared, config)
+
+
+class TPUContext:
+    """What a ``TPUEstimator`` puts into ``params["context"]``, for a model_fn that asks for it.
+
+    Attributes:
+      device_assignment: a made-up ``DeviceAssignment``.
+      num_replicas: how many cores run the program.
+      num_hosts: 1.
+    """
+
+    num_hosts = 1
+
+    def __init__(self, device_assignment: Any):
+        self.device_assignment = device_assignment
+        self.num_replicas: int = device_assignment.num_replicas
+
+    def tpu_host_placement_function(self, **kwargs: Any) -> str:
+        """The device of a host: this machine's CPU, whatever is asked."""
+        del kwargs
+        return "/device:CPU:0"
+
+
+def lowerings_in(given: Any) -> list[mtf.Lowering]:
+    """The lowerings in what a user gave.
+
+    Args:
+      given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
+        training hooks restore a lowering, or None.
+
+    Returns:
+      The lowerings.
+
+    Raises:
+      TypeError: when it is something else.
+    """
+    if given is None:
+        return []
+    if isinstance(given, mtf.Lowering):
+        return [given]
+    if hasattr(given, "training_hooks"):
+        hooks = [*(given.training_hooks or ()), *(getattr(given, "training_chief_hooks", ()) or ())]
+        hooks = [h for h in hooks if isinstance(h, mtf.MtfRestoreHook)]
+        # Mesh-TF 0.1.21 keeps the lowering only in this private attribute of its hook.
+        found = [hook._lowering for hook in hooks]
+        if found:
+            return found
+    elif isinstance(given, (list, tuple)) and all(isinstance(x, mtf.Lowering) for x in given):
+        return list(given)
+    raise TypeError(
+        "lowering must be an mtf.Lowering, a list of them, or a spec that has an "
+        f"mtf.MtfRestoreHook among its training_hooks, got {given!r}."
+    )
 
 
 @contextlib.contextmanager
