@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -46,7 +47,7 @@ class Progress:
                 total=train_steps,
                 unit="step",
                 file=self._stream,
-                dynamic_ncols=True,
+                **_bar_width(self._stream),
                 # Steps are what is counted here; the rate that matters is tokens, in the postfix.
                 bar_format="{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} "
                 "[{elapsed}<{remaining}{postfix}]",
@@ -163,6 +164,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
+
+
+def _bar_width(stream: TextIO) -> dict[str, Any]:
+    """A bar as wide as the terminal, or 80 columns where the terminal says it has none."""
+    try:
+        known = os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        known = False
+    return {"dynamic_ncols": True} if known else {"ncols": 80}
 
 
 def _short(value: Any) -> str:

@@ -21,9 +21,9 @@ def session_config(
     string that names nothing (``cpu:9`` where there are eight) runs on another device without a
     word. And Grappler's arithmetic optimizer is off: it regroups sums differently from one
     session to the next, so that two runs of one program drift apart by about 1e-7 a step, enough
-    to make a restarted run another run. The price is that algebraic simplifications
-    (hoisted common factors, merged reshapes and transposes) are not made; on the meshes of this
-    package's benchmarks that is within the noise of the step time.
+    to make a restarted run another run. The price is that algebraic simplifications (hoisted
+    common factors, merged reshapes and transposes) are not made; the package's benchmarks have a
+    table of what that costs.
 
     Args:
       num_cpu_devices: how many virtual CPU devices the session has, ``/device:CPU:0`` and so on.
