@@ -9,7 +9,7 @@ from mtf_gradsync.simd.errors import BranchDivergenceError, UnsupportedProgramEr
 from mtf_gradsync.simd.program import Program, replicas
 from mtf_gradsync.simd.report import CommunicationReport, CommunicationRow, Total
 from mtf_gradsync.simd.rewrite import emulate
-from mtf_gradsync.simd.session import Session, cpu_config
+from mtf_gradsync.simd.session import Session, cpu_config, session_on
 from mtf_gradsync.simd.transfers import list_transfers
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "list_collectives",
     "list_transfers",
     "replicas",
+    "session_on",
 ]

@@ -12,7 +12,8 @@ from mtf_gradsync.simd.effects import variables_written
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph_facts import Branch, GraphFacts, Loop
 from mtf_gradsync.simd.loops import loop_turns
-from mtf_gradsync.simd.program import Program, lowerings_in
+from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.refusals import check_functions_are_silent
 from mtf_gradsync.simd.report import CommunicationReport, CommunicationRow, mesh_string
 

@@ -7,6 +7,7 @@ from typing import Any, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.simd import _replicate
+from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.session import PreparedGraph, Session
 
 
@@ -108,38 +109,6 @@ class TPUContext:
         """The device of a host: this machine's CPU, whatever is asked."""
         del kwargs
         return "/device:CPU:0"
-
-
-def lowerings_in(given: Any) -> list[mtf.Lowering]:
-    """The lowerings in what a user gave.
-
-    Args:
-      given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
-        training hooks restore a lowering, or None.
-
-    Returns:
-      The lowerings.
-
-    Raises:
-      TypeError: when it is something else.
-    """
-    if given is None:
-        return []
-    if isinstance(given, mtf.Lowering):
-        return [given]
-    if hasattr(given, "training_hooks"):
-        hooks = [*(given.training_hooks or ()), *(getattr(given, "training_chief_hooks", ()) or ())]
-        hooks = [h for h in hooks if isinstance(h, mtf.MtfRestoreHook)]
-        # Mesh-TF 0.1.21 keeps the lowering only in this private attribute of its hook.
-        found = [hook._lowering for hook in hooks]
-        if found:
-            return found
-    elif isinstance(given, (list, tuple)) and all(isinstance(x, mtf.Lowering) for x in given):
-        return list(given)
-    raise TypeError(
-        "lowering must be an mtf.Lowering, a list of them, or a spec that has an "
-        f"mtf.MtfRestoreHook among its training_hooks, got {given!r}."
-    )
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.simd.agreement import divergence_of
+from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.rewrite import emulate
 
 # Mesh-TF keeps slice variables in this collection only.
@@ -233,3 +234,26 @@ class Session:
                 "session was made; make the session after the whole graph is built."
             ) from error
         return name
+
+
+def session_on(
+    graph: tf.Graph, lowering: Any = None, config: tf.ConfigProto | None = None
+) -> Session:
+    """Makes a session on CPU replicas for a graph whose programs ``tf.tpu.replicate`` made.
+
+    For a program opened with `replicas`, use its own ``session`` method, which prepares the graph
+    only once.
+
+    Args:
+      graph: the graph. Operations that initialize, copy and save variables are added to it.
+      lowering: as for `Program.session`.
+      config: session configuration; default `cpu_config`.
+
+    Returns:
+      A `Session`; use it as a context manager.
+
+    Raises:
+      UnsupportedProgramError: when the graph holds what cannot be emulated.
+      TypeError: when lowering is of no known kind.
+    """
+    return Session(PreparedGraph(graph, lowerings_in(lowering)), config)

@@ -30,23 +30,31 @@ def replicated(cores=4):
 
 def test_tpu_replicate_runs_with_all_its_outputs():
     inputs, outputs = replicated()
-    emulated = simd.emulate(tf.get_default_graph())
-    assert list(emulated.num_replicas.values()) == [4]
-    init = tf.global_variables_initializer().name
     values = np.arange(16.0).reshape(4, 4)
-    fetches = [[t.name for t in core] for core in outputs]
-    emulated = simd.emulate(tf.get_default_graph().as_graph_def())
-    with tf.Graph().as_default() as graph:
-        tf.import_graph_def(emulated.graph_def, name="")
-        with tf.Session(graph=graph, config=simd.cpu_config()) as session:
-            session.run(init)
-            out = session.run(fetches, {x.name: v for x, v in zip(inputs, values)})
-            assert session.run("step/Read/ReadVariableOp:0") == 1
+    with simd.session_on(tf.get_default_graph()) as session:
+        out = session.run(outputs, dict(zip(inputs, values)))
+        assert session.read("step") == 1
     for core in range(4):
         np.testing.assert_array_equal(out[core][0], values.sum(0))
         np.testing.assert_array_equal(out[core][1], values[:, core : core + 1])
         moved = values[core - 1] if core else np.zeros(4)
         np.testing.assert_array_equal(out[core][2], moved)
+
+
+def test_rewritten_graph_runs_in_any_session():
+    inputs, outputs = replicated(cores=2)
+    init = tf.global_variables_initializer().name
+    emulated = simd.emulate(tf.get_default_graph().as_graph_def())
+    ((program, cores),) = emulated.num_replicas.items()
+    assert cores == 2
+    feeds = {x.name: [1, 2] for x in inputs}
+    with tf.Graph().as_default() as graph:
+        tf.import_graph_def(emulated.graph_def, name="")
+        with tf.Session(graph=graph, config=simd.cpu_config()) as session:
+            session.run([init])
+            session.run(emulated.done[program], feeds)
+            assert session.run("step/Read/ReadVariableOp:0") == 1
+            np.testing.assert_array_equal(session.run(outputs[1][0].name, feeds), [2, 4])
 
 
 def test_nothing_of_the_tpu_is_left():

@@ -1,0 +1,39 @@
+"""Finds the Mesh-TensorFlow lowerings of a program in what a user has at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtf_gradsync._tf_compat import mtf
+
+
+def lowerings_in(given: Any) -> list[mtf.Lowering]:
+    """The lowerings in what a user gave.
+
+    Args:
+      given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
+        training hooks restore a lowering, or None.
+
+    Returns:
+      The lowerings.
+
+    Raises:
+      TypeError: when it is something else.
+    """
+    if given is None:
+        return []
+    if isinstance(given, mtf.Lowering):
+        return [given]
+    if hasattr(given, "training_hooks"):
+        hooks = [*(given.training_hooks or ()), *(getattr(given, "training_chief_hooks", ()) or ())]
+        hooks = [h for h in hooks if isinstance(h, mtf.MtfRestoreHook)]
+        # Mesh-TF 0.1.21 keeps the lowering only in this private attribute of its hook.
+        found = [hook._lowering for hook in hooks]
+        if found:
+            return found
+    elif isinstance(given, (list, tuple)) and all(isinstance(x, mtf.Lowering) for x in given):
+        return list(given)
+    raise TypeError(
+        "lowering must be an mtf.Lowering, a list of them, or a spec that has an "
+        f"mtf.MtfRestoreHook among its training_hooks, got {given!r}."
+    )
