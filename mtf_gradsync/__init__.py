@@ -11,17 +11,25 @@ from mtf_gradsync.gradients import (
     per_shard,
     sum_shards,
 )
-from mtf_gradsync.optimizers import CrossShardOptimizer
+from mtf_gradsync.optimizers import (
+    CrossShardOptimizer,
+    GradientAccumulationOptimizer,
+    skip_large_updates,
+    skip_not_finite,
+)
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.train.session import session_config
 
 __all__ = [
     "CrossShardOptimizer",
     "FusedAllReduce",
+    "GradientAccumulationOptimizer",
     "ReplicaAxes",
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "per_shard",
     "session_config",
+    "skip_large_updates",
+    "skip_not_finite",
     "sum_shards",
 ]

@@ -1,11 +1,17 @@
 """Gradients as stages: per shard, summed, clipped."""
 
-from mtf_gradsync.gradients.clipping import clip_by_global_norm, clip_by_shard_norm
+from mtf_gradsync.gradients.clipping import (
+    clip_by_global_norm,
+    clip_by_shard_norm,
+    global_norm,
+    num_not_finite,
+)
 from mtf_gradsync.gradients.copies import (
     SumCopies,
     check_group_assignment,
     check_groups_cover,
 )
+from mtf_gradsync.gradients.partial_sums import StageOperation
 from mtf_gradsync.gradients.stages import (
     SumGradients,
     check_axes,
@@ -17,6 +23,7 @@ from mtf_gradsync.gradients.stages import (
 )
 
 __all__ = [
+    "StageOperation",
     "SumCopies",
     "SumGradients",
     "check_axes",
@@ -25,6 +32,8 @@ __all__ = [
     "check_groups_cover",
     "clip_by_global_norm",
     "clip_by_shard_norm",
+    "global_norm",
+    "num_not_finite",
     "on_present",
     "per_shard",
     "shard_dims_in",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import numbers
-from typing import Any, Sequence, Union
+from typing import Any, Callable, Sequence, Union
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.axes import ReplicaAxes
@@ -32,8 +32,8 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
     return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
 
 
-class SquaredNorm(StageOperation):
-    """Sum of squares over all gradients: of each shard, or one for all."""
+class SumOverGradients(StageOperation):
+    """Sums a function of the entries over all gradients: of each shard, or one sum for all."""
 
     def __init__(
         self,
@@ -41,12 +41,17 @@ class SquaredNorm(StageOperation):
         shard_dims: Sequence[mtf.Dimension],
         axes: ReplicaAxes | None,
         reducer: Strategy,
+        entry_fn: Callable[[tf.Tensor], tf.Tensor] = tf.square,
     ):
+        self._entry_fn = entry_fn
         self._shard_dims = list(shard_dims)
         self._axes = axes
         self._reducer = reducer
         super().__init__(
-            grads, [mtf.Shape(self._shard_dims)], name="squared_norm", dtypes=[_norm_dtype(grads)]
+            grads,
+            [mtf.Shape(self._shard_dims)],
+            name="sum_over_gradients",
+            dtypes=[_norm_dtype(grads)],
         )
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -70,24 +75,19 @@ class SquaredNorm(StageOperation):
         for mesh_axes, members in by_axes.items():
             keeps = [keep for _, keep in members]
 
-            def add_squares(*slices: tf.Tensor, keeps: Any = keeps) -> tf.Tensor:
-                squares = [
-                    _squares(x, keep, output.dtype, slice_shape) for x, keep in zip(slices, keeps)
-                ]
-                return tf.add_n(squares)
+            def add_up(*slices: tf.Tensor, keeps: Any = keeps) -> tf.Tensor:
+                parts = []
+                for x, keep in zip(slices, keeps):
+                    over = [i for i in range(x.shape.rank) if i not in keep]
+                    entries = self._entry_fn(tf.cast(x, output.dtype))
+                    parts.append(tf.reshape(tf.reduce_sum(entries, over), slice_shape))
+                return tf.add_n(parts)
 
-            value = mesh_impl.slicewise(add_squares, *[value for value, _ in members])
+            value = mesh_impl.slicewise(add_up, *[value for value, _ in members])
             sums.append(PartialSum(value, mesh_axes))
         parts = reduce_partial_sums(mesh_impl, sums, self._reducer)
         total = mesh_impl.slicewise(lambda *xs: tf.add_n(list(xs)), *parts)
         self.set_outputs(lowering, [total])
-
-
-def _squares(
-    x: tf.Tensor, keep: Sequence[int], dtype: tf.DType, slice_shape: Sequence[int]
-) -> tf.Tensor:
-    over = [i for i in range(x.shape.rank) if i not in keep]
-    return tf.reshape(tf.reduce_sum(tf.square(tf.cast(x, dtype)), over), slice_shape)
 
 
 class ScaleGradients(StageOperation):
@@ -140,7 +140,7 @@ def _clip(
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
-    norm = mtf.sqrt(SquaredNorm(present, shard_dims, axes, reducer).outputs[0])
+    norm = mtf.sqrt(SumOverGradients(present, shard_dims, axes, reducer).outputs[0])
     if isinstance(clip_norm, mtf.Tensor) and clip_norm.dtype != norm.dtype:
         clip_norm = mtf.cast(clip_norm, norm.dtype)
     elif isinstance(clip_norm, tf.Tensor):
@@ -148,6 +148,39 @@ def _clip(
     factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
     scaled = on_present(grads, lambda some: ScaleGradients(some, factor, reducer).outputs)
     return scaled, norm
+
+
+def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+    """The root of the sum of the squares of all entries of all gradients.
+
+    Args:
+      grads: gradients, at least one; pending ones are summed first. Shard dims count as any
+        others.
+      reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+    Returns:
+      An mtf scalar, float32, or float64 if a gradient is.
+    """
+    reducer = FusedAllReduce() if reducer is None else reducer
+    return mtf.sqrt(SumOverGradients(list(grads), [], None, reducer).outputs[0])
+
+
+def _not_finite(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.logical_not(tf.math.is_finite(x)), x.dtype)
+
+
+def num_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+    """How many entries of all gradients are NaN or infinite, as a float mtf scalar.
+
+    Args:
+      grads: as for `global_norm`.
+      reducer: as for `global_norm`.
+
+    Returns:
+      An mtf scalar, the same on all processors.
+    """
+    reducer = FusedAllReduce() if reducer is None else reducer
+    return SumOverGradients(list(grads), [], None, reducer, _not_finite).outputs[0]
 
 
 def clip_by_shard_norm(

@@ -1,6 +1,14 @@
 """The wrappers: Mesh-TF optimizers around other optimizers."""
 
+from mtf_gradsync.optimizers.accumulation import GradientAccumulationOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
+from mtf_gradsync.optimizers.skipping import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
-__all__ = ["CrossShardOptimizer", "Wrapper"]
+__all__ = [
+    "CrossShardOptimizer",
+    "GradientAccumulationOptimizer",
+    "Wrapper",
+    "skip_large_updates",
+    "skip_not_finite",
+]

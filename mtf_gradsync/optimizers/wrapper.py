@@ -223,6 +223,20 @@ class Wrapper(mtf.optimize.Optimizer):
         checks.check_step(global_step)
         return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
 
+    # The stack.
+
+    def inner_stack(self) -> list[Any]:
+        """The optimizers inside this one, from the outside in."""
+        stack, opt = [], self.opt
+        while opt is not None:
+            stack.append(opt)
+            opt = opt.opt if isinstance(opt, Wrapper) else None
+        return stack
+
+    def innermost(self) -> Any:
+        """The optimizer that does the updates."""
+        return self.inner_stack()[-1]
+
     # State.
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:

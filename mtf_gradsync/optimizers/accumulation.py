@@ -1,0 +1,300 @@
+"""GradientAccumulationOptimizer: one update, and one communication, for several micro steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.gradients import StageOperation, SumGradients, per_shard
+from mtf_gradsync.optimizers import hints
+from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
+from mtf_gradsync.optimizers.skipping import SkipFn, check_skip, check_skip_fn
+from mtf_gradsync.optimizers.state import ACCUMULATOR, counter, note_per_shard, state_variable
+from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.update import Branch, Conditional, Gate, after, settle
+
+LOCAL, SYNCED = "local", "synced"
+
+
+class _Counters(NamedTuple):
+    """Integer mtf variables, scalars."""
+
+    mini_step: mtf.Variable
+    update_step: mtf.Variable
+    skipped: mtf.Variable
+
+
+class _Sum(NamedTuple):
+    """An accumulator, and what it holds after this micro step."""
+
+    index: int
+    accumulator: mtf.Variable
+    value: mtf.Tensor
+
+
+@gin.configurable(module="mtf_gradsync")
+class GradientAccumulationOptimizer(Wrapper):
+    """Adds up the gradients of several micro steps, then applies another optimizer once.
+
+    On the micro steps in between nothing crosses the mesh for the gradients, the inner
+    optimizer's arithmetic does not run, and variables and slots keep their bits.
+
+    Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
+    and the mesh is crossed once an update; takes the mesh when the graph is built. "synced":
+    gradients are summed over the mesh on each micro step; takes nothing.
+
+    State, by name: `<variable>/gradient_accumulator` for each variable, and
+    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`.
+
+    References:
+      horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        backward_passes_per_step: Passes = gin.REQUIRED,
+        average_aggregated_gradients: bool = False,
+        should_skip_update_fn: SkipFn | None = None,
+        accumulator_dtype: tf.DType | None = None,
+        checkpoint_accumulators: bool = True,
+        accumulate: str | None = None,
+        sparse_as_dense: bool = False,
+        name: str = "GradientAccumulationOptimizer",
+        learning_rate: Any = _NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          backward_passes_per_step: micro steps for each update: a whole number of 1 or more, or a
+            function from the update step (mtf int32 scalar) to one. A function is asked when an
+            update begins: the number never changes in the middle of an accumulation.
+          average_aggregated_gradients: divide the sum by the number of micro steps in it.
+          should_skip_update_fn: says which micro steps are left out, from the list of their
+            gradients: `skip_not_finite`, `skip_large_updates(norm)`, or a function of yours that
+            returns a boolean mtf scalar. A micro step that is left out does not count. None
+            leaves out nothing: a NaN then stays in the sum until the update.
+          accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
+            fresh accumulation, and local sums need no master copy on the host.
+          accumulate: "local", "synced", or None for "local" where the mesh is given.
+          sparse_as_dense: gradients of mesh variables are always dense; has no effect on them.
+          name: name of the wrapper, prefix of its counters.
+          learning_rate: only with a class or factory as opt: passed on untouched.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+        Raises:
+          ValueError: an argument is out of range, or arguments contradict each other.
+          TypeError: an argument has the wrong type, or opt is a Keras or TensorFlow optimizer.
+        """
+        check_passes(backward_passes_per_step)
+        check_skip_fn(should_skip_update_fn)
+        dtype = None if accumulator_dtype is None else _floating(accumulator_dtype)
+        if accumulate not in (None, LOCAL, SYNCED):
+            raise ValueError(
+                f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
+            )
+        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        if accumulate == LOCAL and self.axes is None:
+            raise ValueError(
+                "accumulate='local' keeps a sum on each shard, so it has to know the mesh: give "
+                "mesh_shape and layout (or axes), or accumulate='synced'."
+            )
+        if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
+            raise ValueError(
+                "A GradientAccumulationOptimizer inside another one would count the outer's "
+                "updates as micro steps; use one, with the product of both "
+                "backward_passes_per_step."
+            )
+        self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
+        self._passes = backward_passes_per_step
+        self._average = bool(average_aggregated_gradients)
+        self._skip_fn = should_skip_update_fn
+        self._dtype = dtype
+        self._checkpointed = bool(checkpoint_accumulators)
+        self._counters: _Counters | None = None
+        hints.hint_if_micro_steps_are_counted(self.innermost(), name)
+
+    @property
+    def mini_step(self) -> mtf.Variable | None:
+        """Micro steps in the sum so far; None before gradients were applied, or without any."""
+        return self._counters and self._counters.mini_step
+
+    @property
+    def update_step(self) -> mtf.Variable | None:
+        """Updates made so far (int32); None before gradients were applied."""
+        return self._counters and self._counters.update_step
+
+    @property
+    def skipped(self) -> mtf.Variable | None:
+        """Micro steps left out so far (int32); None before gradients were applied."""
+        return self._counters and self._counters.skipped
+
+    def progress_fields(self) -> dict[str, mtf.Tensor]:
+        """Scalars that tell how training goes: micro step, update step, micro steps left out."""
+        if self._counters is None:
+            return {}
+        fields = {"micro step": self.mini_step.value, "update step": self.update_step.value}
+        if self._skip_fn is not None:
+            fields["skipped"] = self.skipped.value
+        return fields
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + list(self._counters or ())
+
+    def _to_inner(
+        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        if self._passes == 1 and self._skip_fn is None:
+            return self._apply_inner(grads, variables)
+        graph, mesh = variables[0].graph, variables[0].mesh
+        self._counters = self._counters or self._make_counters(mesh)
+        mini_step, update_step, skipped = (c.value for c in self._counters)
+        micro = self._micro_gradients(grads, variables)
+        counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
+        if self._skip_fn is not None:
+            skip = check_skip(self._skip_fn([g for g in micro if g is not None]), self._skip_fn)
+            micro = _LeaveOut.apply(micro, skip)
+            counted -= mtf.cast(skip, tf.int32)
+        sums = [
+            self._add(index, grad, variables[index])
+            for index, grad in enumerate(micro)
+            if grad is not None
+        ]
+        count = mini_step + counted
+        due = mtf.greater_equal(count, passes_at(self._passes, update_step))
+        if self._skip_fn is not None:
+            # A checkpoint may hold more micro steps than are asked for now; what was left out
+            # brings no update even then.
+            due = mtf.logical_and(due, mtf.greater(counted, 0))
+        gate = Gate([s.value for s in sums])
+
+        def update() -> list[mtf.Operation]:
+            total = self._totals(sums, variables, count)
+            operations = self._apply_inner(total, variables)
+            reset = [mtf.assign(s.accumulator, mtf.zeros_like(s.value)) for s in sums]
+            return [*operations, *graph.combine_assignments(reset)]
+
+        def keep() -> list[mtf.Operation]:
+            return graph.combine_assignments([mtf.assign(s.accumulator, s.value) for s in sums])
+
+        conditional = Conditional(due, gate, Branch(graph, update), Branch(graph, keep))
+        made = mtf.cast(due, tf.int32)
+        counts = graph.combine_assignments(
+            [
+                mtf.assign(self._counters.mini_step, count * (1 - made)),
+                mtf.assign(self._counters.update_step, update_step + made),
+                mtf.assign(self._counters.skipped, skipped + (1 - counted)),
+            ]
+        )
+        settle(gate)
+        after(counts, lambda lowering: [gate.barrier(lowering)])
+        return [*conditional.updates, *counts]
+
+    def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
+        return _Counters(
+            counter(mesh, f"{self.name}/mini_step", self._checkpointed),
+            counter(mesh, f"{self.name}/update_step"),
+            counter(mesh, f"{self.name}/skipped"),
+        )
+
+    def _micro_gradients(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """The gradients to add up: one a shard, or summed over the mesh now."""
+        if self.accumulate == LOCAL:
+            return per_shard(grads, self.axes, self.reducer)
+        return self._summed(grads, variables)
+
+    def _summed(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Gradients of the variables' shapes: shard dims that a variable has not are summed."""
+        where = [i for i, g in enumerate(grads) if g is not None]
+        dims = [[d for d in grads[i].shape.dims if d not in variables[i].shape.dims] for i in where]
+        summed: list[mtf.Tensor | None] = list(grads)
+        outputs = SumGradients([grads[i] for i in where], dims, self.reducer).outputs
+        for i, output in zip(where, outputs):
+            summed[i] = output
+        return summed
+
+    def _add(self, index: int, grad: mtf.Tensor, variable: mtf.Variable) -> _Sum:
+        """Adds a gradient to its accumulator."""
+        dtype = self._dtype or (grad.dtype if grad.dtype.size >= 4 else tf.float32)
+        name = f"{variable.name}/{ACCUMULATOR}"
+        before = set(variable.graph.all_variables)
+        accumulator = state_variable(variable.mesh, name, grad.shape, dtype, self._checkpointed)
+        if accumulator not in before:
+            self._slots.record([accumulator], [variable])
+            shard_dims = grad.shape.ndims - variable.shape.ndims
+            if shard_dims and self._checkpointed:
+                note_per_shard(accumulator, shard_dims)
+        if grad.dtype != dtype:
+            grad = mtf.cast(grad, dtype)
+        return _Sum(index, accumulator, accumulator.value + grad)
+
+    def _totals(
+        self, sums: Sequence[_Sum], variables: Sequence[mtf.Variable], count: mtf.Tensor
+    ) -> list[mtf.Tensor | None]:
+        """What the inner optimizer gets: summed over the mesh, averaged if asked for."""
+        totals: list[mtf.Tensor | None] = [None] * len(variables)
+        for s in sums:
+            totals[s.index] = s.value
+        totals = self._summed(totals, variables)
+        for index, total in enumerate(totals):
+            if total is not None and total.dtype.size < 4:
+                total = mtf.cast(total, tf.float32)
+            if total is not None and self._average:
+                total = mtf.divide(total, mtf.cast(count, total.dtype))
+            totals[index] = total
+        return totals
+
+
+class _LeaveOut(StageOperation):
+    """Zeros in place of gradients when a micro step is left out, NaNs included."""
+
+    def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
+        shapes, dtypes = [g.shape for g in grads], [g.dtype for g in grads]
+        super().__init__([*grads, skip], shapes, "leave_out", dtypes)
+
+    @classmethod
+    def apply(cls, grads: Sequence[mtf.Tensor | None], skip: mtf.Tensor) -> list[Any]:
+        """The gradients, None where they are None."""
+        outputs = iter(cls([g for g in grads if g is not None], skip).outputs)
+        return [None if g is None else next(outputs) for g in grads]
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        *grads, skip = (lowering.tensors[x].to_laid_out_tensor() for x in self.inputs)
+
+        def leave_out(x: tf.Tensor, skip: tf.Tensor) -> tf.Tensor:
+            return tf.where_v2(skip, tf.zeros_like(x), x)
+
+        self.set_outputs(lowering, [mesh_impl.slicewise(leave_out, g, skip) for g in grads])
+
+
+def _floating(dtype: Any) -> tf.DType:
+    try:
+        result = tf.as_dtype(dtype)
+    except TypeError:
+        result = None
+    if result is None or not result.is_floating:
+        raise ValueError(
+            f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
+        )
+    return result

@@ -1,0 +1,121 @@
+"""Variables in which wrappers keep their state. Their names are a checkpoint format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtf_gradsync._tf_compat import mtf, tf
+
+ACCUMULATOR = "gradient_accumulator"
+# tf.Graph collection of (name, number of leading shard dims) of accumulators that hold one value
+# a shard, so that a checkpoint can be read on another number of shards.
+PER_SHARD_COLLECTION = "mtf_gradsync/per_shard_state"
+
+
+class UncheckpointedVariable(mtf.Variable):
+    """A mesh variable without a master: zeros at the start of every session, in no checkpoint.
+
+    Mesh-TF keeps a master copy of each variable on the host; a local accumulator's is as large as
+    all shards' slices together. On a mesh of one processor the master is the only copy, and is
+    kept as a local variable.
+    """
+
+    def __init__(self, mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType):
+        # Mesh-TF 0.1.21 makes the master in its constructor; a scalar stands in for it.
+        self._whole_shape = shape.to_integer_list
+        self._alone = False
+        super().__init__(
+            mesh,
+            name,
+            mtf.Shape([]),
+            _unstacked(dtype),
+            tf.zeros_initializer(),
+            False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        )
+        self._outputs = [mtf.Tensor(self, shape, dtype)]
+        self._stand_in = self._master
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        self._alone = lowering.mesh_impl(self).size == 1
+        if self._alone and self._whole_shape:
+            with tf.device(self._stand_in.device), tf.control_dependencies(None):
+                self._master = tf.get_variable(
+                    self.name + "_whole",
+                    self._whole_shape,
+                    self.master_dtype,
+                    tf.zeros_initializer(),
+                    trainable=False,
+                    collections=[tf.GraphKeys.LOCAL_VARIABLES],
+                )
+        super().lower(lowering)
+
+    def get_master(self) -> Any:
+        """Zeros, made when slices are filled; the variable itself on one processor."""
+        if self._alone:
+            return self._master
+        with tf.device(self._stand_in.device):
+            return tf.zeros(self._whole_shape, self.master_dtype)
+
+    def assign_to_master(self, val: tf.Tensor) -> tf.Operation:
+        """Does nothing: the slices are the only copy."""
+        del val
+        return tf.no_op()
+
+
+def _unstacked(dtype: tf.DType) -> mtf.VariableDType:
+    """A dtype that Mesh-TF's autostack takes for different from every other.
+
+    Stacked variables need masters; autostack (0.1.21) compares the attributes of dtypes.
+    """
+    result = mtf.VariableDType(dtype, dtype, dtype)
+    result.unstacked = id(result)
+    return result
+
+
+def counter(mesh: mtf.Mesh, name: str, checkpointed: bool = True) -> mtf.Variable:
+    """An integer scalar that starts at 0.
+
+    Args:
+      mesh: the mesh.
+      name: name in the current variable scope.
+      checkpointed: whether savers of global variables write it.
+
+    Returns:
+      An `mtf.Variable` of dtype int32.
+    """
+    return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed)
+
+
+def state_variable(
+    mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, checkpointed: bool = True
+) -> mtf.Variable:
+    """A variable that is zero at the start of training and does not train.
+
+    Args:
+      mesh: the mesh.
+      name: name in the current variable scope.
+      shape: its shape.
+      dtype: its dtype, of master, slices and activations.
+      checkpointed: whether savers of global variables write it. If not, it is zero again in
+        every new session and has no master copy on the host.
+
+    Returns:
+      An `mtf.Variable`.
+    """
+    if checkpointed:
+        return mtf.get_variable(
+            mesh, name, shape, dtype, initializer=tf.zeros_initializer(), trainable=False
+        ).operation
+    return UncheckpointedVariable(mesh, name, shape, dtype)
+
+
+def note_per_shard(variable: mtf.Variable, num_shard_dims: int) -> None:
+    """Records that the first dims of a variable number the shards."""
+    tf.add_to_collection(PER_SHARD_COLLECTION, (variable.name, num_shard_dims))
+
+
+def zeros(shape: mtf.Shape, like: mtf.Tensor) -> mtf.Tensor:
+    """Zeros of a shape, with the mesh and dtype of a tensor."""
+    return mtf.zeros(like.mesh, shape, like.dtype)
