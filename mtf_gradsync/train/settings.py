@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from typing import Any, Callable, Dict, NamedTuple, Sequence, Union
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.train.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 SequenceLength = Union[int, Dict[str, int]]
 LearningRate = Union[None, float, Callable[..., Any]]
@@ -54,14 +57,7 @@ def resolve_mesh(
         mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
     )
     names = [dim.name for dim in shape.dims]
-    # Mesh-TensorFlow ignores such a rule without a word, and trains unsplit.
-    for tensor_dim, mesh_dim in _layout_pairs(layout_rules):
-        if mesh_dim not in names:
-            raise ConfigError(
-                f'train.run.layout_rules maps "{tensor_dim}" to the mesh dimension "{mesh_dim}", '
-                f"which the mesh does not have: train.run.mesh_shape has {names}. Take the rule "
-                f'"{tensor_dim}:{mesh_dim}" out, or name one of those.'
-            )
+    _check_rules(_layout_pairs(layout_rules), shape)
     if mesh_devices is None:
         mesh_devices = [f"/device:CPU:{i}" for i in range(shape.size)]
     if isinstance(mesh_devices, str) or len(mesh_devices) != shape.size:
@@ -84,6 +80,32 @@ def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str)
     if converted is None:
         raise ConfigError(f'train.run.{name} must be given, for example "{example}"')
     return converted
+
+
+def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
+    """Tells a misspelled mesh dimension from a rule that is kept for other meshes.
+
+    T5's layouts name dimensions that most meshes lack ("ensemble:ensemble"), and Mesh-TensorFlow
+    ignores such rules. It does so too when a name is misspelled, and then trains unsplit: a
+    dimension of the mesh is left without any rule.
+    """
+    names = [dim.name for dim in mesh_shape.dims]
+    absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]
+    used = {mesh_dim for _, mesh_dim in rules}
+    idle = [dim.name for dim in mesh_shape.dims if dim.size > 1 and dim.name not in used]
+    if absent and idle:
+        tensor_dim, mesh_dim = absent[0]
+        raise ConfigError(
+            f'train.run.layout_rules maps "{tensor_dim}" to the mesh dimension "{mesh_dim}", '
+            f"which the mesh does not have: train.run.mesh_shape has {names}, and no rule uses "
+            f'{idle}. Take the rule "{tensor_dim}:{mesh_dim}" out, or name one of those.'
+        )
+    for tensor_dim, mesh_dim in absent:
+        _logger.info(
+            "The layout rule %s:%s has no effect: the mesh has no such dimension.",
+            tensor_dim,
+            mesh_dim,
+        )
 
 
 def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:

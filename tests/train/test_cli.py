@@ -49,7 +49,7 @@ def test_help(capsys, arguments):
         ("run.train_steps = 3", "mtf_gradsync.train.run"),
         ("train.run.vocabulary = @ByteVocabulary", "train.run.vocabulary must be an object"),
         ("train.run.layout_rules = 'batch:rows'", 'the mesh dimension "rows"'),
-        ("train.run.mesh_shape = 'batch:3'", "mesh dimension \"model\""),
+        ("train.run.mesh_shape = 'batch:2;rows:2'", "mesh dimension \"model\""),
         ("train.run.mesh_devices = ['cpu:0']", "train.run.mesh_devices must list 4 devices"),
         ("train.run.batch_size = 7", "train.run.batch_size = 7"),
         ("train.run.model_type = 'mind'", "train.run.model_type must be one of lm"),

@@ -40,6 +40,11 @@ def test_mesh_errors_name_the_binding(mesh_shape, layout, devices, message):
         settings.resolve_mesh(mesh_shape, layout, devices)
 
 
+def test_rules_for_other_meshes_have_no_effect():
+    mesh = settings.resolve_mesh("batch:4", "ensemble:ensemble," + LAYOUT, None)
+    assert mesh.shape == mtf.convert_to_shape("batch:4")
+
+
 def test_batch_size_may_be_given_per_replica():
     mesh = settings.resolve_mesh(MESH, LAYOUT, None)
     lengths = settings.resolve_sequence_length(64)
