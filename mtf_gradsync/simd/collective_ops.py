@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Iterable, NamedTuple, Sequence
 
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph_facts import Context, GraphFacts
@@ -67,7 +67,7 @@ def _read(facts: GraphFacts, name: str) -> Collective:
     if node.op == "CollectivePermute":
         pairs = tuple((int(a), int(b)) for a, b in lists)
         _check_pairs(node, pairs, cores)
-        groups = _connected(pairs)
+        groups = connected(pairs)
     else:
         pairs = ()
         # TensorFlow's kernel takes an empty assignment as one group of all cores.
@@ -99,14 +99,18 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
         )
 
 
-def _connected(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """The sets of cores that pairs connect, each sorted."""
-    group_of: dict[int, list[int]] = {}
-    for a, b in pairs:
-        first, second = group_of.setdefault(a, [a]), group_of.setdefault(b, [b])
-        if first is not second:
-            first.extend(second)
-            for core in second:
-                group_of[core] = first
-    unique = {id(g): tuple(sorted(g)) for g in group_of.values()}
-    return tuple(sorted(unique.values()))
+def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The sets of cores that groups connect, directly or through other cores.
+
+    Args:
+      groups: groups of core numbers, which may overlap.
+
+    Returns:
+      Disjoint sets, each sorted.
+    """
+    set_of: dict[int, set[int]] = {}
+    for group in groups:
+        joined = set(group).union(*(set_of[core] for core in group if core in set_of))
+        for core in joined:
+            set_of[core] = joined
+    return tuple(sorted({tuple(sorted(cores)) for cores in set_of.values()}))

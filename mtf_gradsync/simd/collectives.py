@@ -53,7 +53,8 @@ def list_collectives(
     check_functions_are_silent(facts)
     collectives = find_collectives(facts)
     group_names = {} if mesh_impl is None else _groups_of(mesh_impl)
-    turns = {frame: loop_turns(facts, frame) for frame in facts.shared_frames(list(collectives))}
+    around = [c for collective in collectives.values() for c in collective.context]
+    turns = {c.frame: loop_turns(facts, c.frame) for c in around if isinstance(c, Loop)}
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
     stacked = _original_names(lowerings)
     reached = {

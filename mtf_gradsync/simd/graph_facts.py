@@ -242,7 +242,3 @@ class GraphFacts:
         if node.op != "Const":
             return None
         return tf.make_ndarray(node.attr["value"].tensor)
-
-    def shared_frames(self, names: list[str]) -> set[str]:
-        """The frames of all loops that stand around any of the named nodes."""
-        return {c.frame for n in names for c in self.context[n] if isinstance(c, Loop)}

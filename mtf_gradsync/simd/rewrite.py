@@ -16,10 +16,10 @@ from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.simd.agreement import Agreement, find_agreements
-from mtf_gradsync.simd.collective_ops import Collective, find_collectives
+from mtf_gradsync.simd.collective_ops import Collective, connected, find_collectives
 from mtf_gradsync.simd.effects import find_effects
 from mtf_gradsync.simd.emulated_graph import EmulatedGraph, clone_name
-from mtf_gradsync.simd.graph_facts import CONTROL, GraphFacts, join_input, split_input
+from mtf_gradsync.simd.graph_facts import CONTROL, GraphFacts, Loop, join_input, split_input
 from mtf_gradsync.simd.refusals import check_can_be_emulated
 
 # Any large odd number: clones of one random operation must not draw the same numbers.
@@ -57,8 +57,7 @@ class _Rewriter:
         self._checks = find_agreements(facts, self._collectives)
         self._agreed: dict[tuple[str, int], str] = {}  # (predicate, core) -> compared predicate
         self._agreements: dict[str, Agreement] = {}
-        # Cores that talk inside a loop have to turn together: their clones share one frame.
-        self._shared_frames = facts.shared_frames(list(self._collectives))
+        self._leaders = _frame_leaders(self._collectives)
         self._out = tf.GraphDef()
         self._out.library.CopyFrom(facts.graph_def.library)
         self._out.versions.CopyFrom(facts.graph_def.versions)
@@ -195,14 +194,15 @@ class _Rewriter:
         copy.CopyFrom(node)
         copy.name = name
         _clean(copy)
-        frame = facts.context[node.name][-1:] if node.op in ("LoopCond", "Enter") else ()
-        if frame and frame[0].frame in self._shared_frames:
-            if node.op == "LoopCond" and core:
+        if node.op in ("LoopCond", "Enter"):
+            frame = facts.context[node.name][-1].frame
+            leader = self._leaders.get((frame, core), core)
+            if node.op == "Enter":
+                copy.attr["frame_name"].s += f"_replica_{leader}".encode()
+            elif core != leader:
                 # TensorFlow wants one LoopCond in a frame.
                 copy.op = "Identity"
                 copy.attr["T"].type = tf.bool.as_datatype_enum
-        elif node.op == "Enter":
-            copy.attr["frame_name"].s += f"_replica_{core}".encode()
         if core and "seed" in copy.attr and "seed2" in copy.attr:
             seed, seed2 = copy.attr["seed"], copy.attr["seed2"]
             if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
@@ -314,6 +314,26 @@ class _Rewriter:
                 value = self._core_input(source, number, core)
                 waits = ["^" + c for c in checks[core]]
                 self._add(name, "Identity", value + waits, T=tf.bool.as_datatype_enum)
+
+
+def _frame_leaders(collectives: dict[str, Collective]) -> dict[tuple[str, int], int]:
+    """(loop, core) -> the core whose frame it shares, where cores talk inside the loop.
+
+    Cores that talk inside a loop turn together, so their clones have to be in one frame. Other
+    cores have to be in another one: in a branch that only some groups take, a frame is either
+    alive or dead as a whole.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for collective in collectives.values():
+        for around in collective.context:
+            if isinstance(around, Loop):
+                groups.setdefault(around.frame, []).extend(collective.groups)
+    return {
+        (frame, core): cores[0]
+        for frame, found in groups.items()
+        for cores in connected(found)
+        for core in cores
+    }
 
 
 def _data_first(inputs: Iterable[str]) -> list[str]:

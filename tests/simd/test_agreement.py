@@ -144,3 +144,35 @@ def test_permutation_needs_only_the_cores_it_connects():
         np.testing.assert_array_equal(run(True, True, False, True), [2, 1, 3, 0])
         with pytest.raises(simd.BranchDivergenceError, match=r"\[0, 1\]"):
             run(True, False, True, True)
+
+
+def test_conditional_inside_a_loop_is_compared_on_every_turn():
+    feeds = [tf.placeholder(tf.int32, []) for _ in range(4)]
+    with simd.replicas("all:4", "") as program:
+        switch_at = program.per_replica(feeds)
+
+        def turn(i, v):
+            return i + 1, tf.cond(i >= switch_at, lambda: sum_over(PAIRS, v), lambda: v + 1)
+
+        out = tf.while_loop(lambda i, _: i < 4, turn, [0, 1.0])[1]
+    with program.session() as session:
+        # One addition and three doublings; three additions and one doubling.
+        assert session.run(out, dict(zip(feeds, [1, 1, 3, 3])), True) == [16, 16, 8, 8]
+        with pytest.raises(simd.BranchDivergenceError, match="conditional") as caught:
+            session.run(out, dict(zip(feeds, [1, 1, 3, 2])))
+    assert caught.value.values == {2: False, 3: True}
+
+
+def test_loop_inside_a_conditional():
+    feeds = [tf.placeholder(tf.bool, []) for _ in range(4)]
+    with simd.replicas("all:4", "") as program:
+        out = tf.cond(program.per_replica(feeds), lambda: loop(PAIRS, 3), lambda: 0.5)
+    with program.session() as session:
+        assert session.run(out, dict(zip(feeds, [True, True, False, False])), True) == [
+            8,
+            8,
+            0.5,
+            0.5,
+        ]
+        with pytest.raises(simd.BranchDivergenceError, match="conditional"):
+            session.run(out, dict(zip(feeds, [True, True, False, True])))

@@ -1,5 +1,7 @@
 """Mesh-TF models on emulated cores: same numbers as one processor and as float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -130,6 +132,34 @@ def test_shift_between_neighbours(fresh_graph, wrap):
         wanted[:2] = 0
     with program.session(lowering) as session:
         np.testing.assert_array_equal(session.run(out), wanted)
+
+
+AXES = [axes for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)]
+
+
+@pytest.mark.parametrize("order", [None, [5, 2, 7, 0, 3, 6, 1, 4]], ids=["straight", "shuffled"])
+def test_sums_and_maxima_over_every_choice_of_axes(order):
+    shape = (2, 3, 2)
+    order = order and [*order, 11, 8, 10, 9]
+    feeds = [tf.placeholder(tf.float32, []) for _ in range(12)]
+    with simd.replicas("a:2;b:3;c:2", "", order) as program:
+        impl = program.mesh_impl
+        mine = impl.LaidOutTensor([program.per_replica(feeds)])
+        out = {
+            (kind, axes): impl.allreduce(mine, list(axes), kind).one_slice
+            for kind in ("SUM", "MAX")
+            for axes in AXES
+        }
+    logical = np.random.RandomState(0).permutation(12).reshape(shape)
+    physical = [logical.flat[impl.p2l(core)] for core in range(12)]
+    with program.session() as session:
+        values = session.run(out, dict(zip(feeds, physical)), per_replica=True)
+    for (kind, axes), found in values.items():
+        reduce = np.sum if kind == "SUM" else np.max
+        wanted = np.broadcast_to(reduce(logical, axis=axes, keepdims=True), shape)
+        assert [found[impl.l2p(core)] for core in range(12)] == list(wanted.flat), (kind, axes)
+    groups = {row.group for row in simd.list_collectives(program).rows}
+    assert groups == {"+".join("abc"[a] for a in axes) for axes in AXES}
 
 
 def test_each_core_gets_its_own_input_in_physical_order(fresh_graph):
