@@ -6,7 +6,7 @@ from typing import Iterator
 
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.simd import _replicate
-from mtf_gradsync.simd.collective_ops import COLLECTIVE_TYPES
+from mtf_gradsync.simd.collective_ops import COLLECTIVE_TYPES, find_collectives
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph_facts import CONTROL, GraphFacts
 
@@ -38,6 +38,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
             "tf.tpu.replicate(...)."
         )
     check_functions_are_silent(facts)
+    find_collectives(facts)  # raises where their groups make no sense
     functions = {f.signature.name for f in facts.graph_def.library.function}
     types: dict[str, tf.NodeDef] = {}
     for name in facts.order:

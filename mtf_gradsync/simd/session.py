@@ -10,7 +10,9 @@ import numpy as np
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.simd.agreement import divergence_of
+from mtf_gradsync.simd.graph_facts import GraphFacts
 from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.refusals import check_can_be_emulated
 from mtf_gradsync.simd.rewrite import emulate
 
 # Mesh-TF keeps slice variables in this collection only.
@@ -41,6 +43,7 @@ class PreparedGraph:
     """
 
     def __init__(self, source: tf.Graph, lowerings: Sequence[mtf.Lowering]):
+        check_can_be_emulated(GraphFacts(source.as_graph_def()))  # before anything is added to it
         self.source = source
         with source.as_default(), contextlib.ExitStack() as stack:
             # None: not inside whatever scope the caller happens to be in.

@@ -88,8 +88,10 @@ def test_groups_that_are_not_constant():
     groups = tf.placeholder(tf.int32, [1, 2])
     with simd.replicas("all:2", "") as program:
         tf.raw_ops.CrossReplicaSum(input=1.0, group_assignment=groups, name="s")
+    version = program.graph.version
     with pytest.raises(REFUSED, match=r"'s' .*not a constant"):
         program.session()
+    assert program.graph.version == version  # nothing was added before it was checked
 
 
 def test_collective_outside_every_program():
