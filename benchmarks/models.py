@@ -174,6 +174,7 @@ def build(
     variant: str,
     mesh_block: Callable[[], Any] | None = None,
     reducer: Any = None,
+    autostack: bool = True,
 ) -> Program:
     """Builds and lowers a training step in a graph of its own.
 
@@ -184,6 +185,7 @@ def build(
       mesh_block: makes a context manager that gives the mesh to lower on, entered in the new
         graph after the placeholder was made; None lowers on `placement_mesh`.
       reducer: how the wrapper's sums cross the mesh; None takes its default.
+      autostack: whether Mesh-TF stacks variables of equal shape, its default.
 
     Returns:
       The program.
@@ -205,7 +207,7 @@ def build(
                 if variant == WRAPPED:
                     optimizer = gs.CrossShardOptimizer(optimizer, reducer=reducer)
                 operations = optimizer.apply_grads(grads, variables)
-            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+            lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=autostack)
             tf_loss = lowering.export_to_tf_tensor(loss)
             if variant == FLOOR:
                 update = tf.group(*_partial_sums(lowering, grads))
