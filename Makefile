@@ -10,6 +10,9 @@ EXTRAS ?= train,examples,test,dev
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
+# TensorFlow's C++ start-up lines say nothing that a run here needs.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

@@ -12,8 +12,10 @@ from mtf_gradsync.gradients import (
     sum_shards,
 )
 from mtf_gradsync.optimizers import (
+    ClipByGlobalNormOptimizer,
     CrossShardOptimizer,
     GradientAccumulationOptimizer,
+    get_update_step,
     skip_large_updates,
     skip_not_finite,
 )
@@ -21,12 +23,14 @@ from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.train.session import session_config
 
 __all__ = [
+    "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
     "ReplicaAxes",
     "clip_by_global_norm",
     "clip_by_shard_norm",
+    "get_update_step",
     "per_shard",
     "session_config",
     "skip_large_updates",

@@ -95,11 +95,42 @@ OPTIMIZERS: dict[str, Callable[[], Callable[[Values, Values], Values]]] = {
 }
 
 
-def train(optimizer: str, feeds: list[dict[str, np.ndarray]]) -> Values:
-    """The variables after a step on each feed."""
+def train(
+    optimizer: str | Callable[[Values, Values], Values], feeds: list[dict[str, np.ndarray]]
+) -> Values:
+    """The variables after a step on each feed, by an optimizer or its name."""
     values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
-    update = OPTIMIZERS[optimizer]()
+    update = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
     for feed in feeds:
         feed = {k: v.astype(np.float64) for k, v in feed.items()}
         values = update(values, mlp_grads(values, feed["x"], feed["y"]))
     return values
+
+
+class Accumulation:
+    """What Horovod's helper and optax.MultiSteps do with the gradients of micro steps.
+
+    Horovod: the sum (or mean) of every `passes` gradients goes to the optimizer, which does
+    nothing in between. optax: the same for the mean, `passes` may be a function of the update
+    step, and a micro step that `skip` rejects does not count.
+    """
+
+    def __init__(self, update, passes, average=False, skip=None):
+        self.update = update
+        self.passes = passes if callable(passes) else lambda step: passes
+        self.average, self.skip = average, skip
+        self.sum, self.mini_step, self.update_step, self.skipped = {}, 0, 0, 0
+
+    def __call__(self, values: Values, grads: Values) -> Values:
+        if self.skip and self.skip(grads):
+            self.skipped += 1
+            return values
+        self.sum = {k: self.sum.get(k, 0.0) + g for k, g in grads.items()}
+        self.mini_step += 1
+        if self.mini_step < self.passes(self.update_step):
+            return values
+        scale = 1 / self.mini_step if self.average else 1
+        values = self.update(values, {k: g * scale for k, g in self.sum.items()})
+        self.sum, self.mini_step = {}, 0
+        self.update_step += 1
+        return values

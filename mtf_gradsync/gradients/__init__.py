@@ -1,6 +1,7 @@
 """Gradients as stages: per shard, summed, clipped."""
 
 from mtf_gradsync.gradients.clipping import (
+    check_clip_norm,
     clip_by_global_norm,
     clip_by_shard_norm,
     global_norm,
@@ -27,6 +28,7 @@ __all__ = [
     "SumCopies",
     "SumGradients",
     "check_axes",
+    "check_clip_norm",
     "check_gradients",
     "check_group_assignment",
     "check_groups_cover",

@@ -118,7 +118,8 @@ class ScaleGradients(StageOperation):
         self.set_outputs(lowering, scaled)
 
 
-def _check_clip_norm(clip_norm: Any) -> None:
+def check_clip_norm(clip_norm: Any) -> None:
+    """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
     number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
     if number and not clip_norm > 0:
         raise ValueError(f"clip_norm must be greater than 0, got {clip_norm!r}.")
@@ -217,7 +218,7 @@ def clip_by_shard_norm(
     """
     grads = check_gradients(grads)
     check_axes(axes)
-    _check_clip_norm(clip_norm)
+    check_clip_norm(clip_norm)
     reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
     shard_dims = None
     for grad in (g for g in grads if g is not None):
@@ -255,6 +256,6 @@ def clip_by_global_norm(
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
     grads = check_gradients(grads)
-    _check_clip_norm(clip_norm)
+    check_clip_norm(clip_norm)
     reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
     return _clip(sum_shards(grads, None, reducer), clip_norm, [], None, reducer)

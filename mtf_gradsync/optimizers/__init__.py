@@ -1,14 +1,20 @@
 """The wrappers: Mesh-TF optimizers around other optimizers."""
 
-from mtf_gradsync.optimizers.accumulation import GradientAccumulationOptimizer
+from mtf_gradsync.optimizers.accumulation import (
+    GradientAccumulationOptimizer,
+    get_update_step,
+)
+from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.skipping import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
 __all__ = [
+    "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
     "Wrapper",
+    "get_update_step",
     "skip_large_updates",
     "skip_not_finite",
 ]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.gradients import StageOperation, SumGradients, per_shard
+from mtf_gradsync.gradients import StageOperation, per_shard
 from mtf_gradsync.optimizers import hints
 from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.skipping import SkipFn, check_skip, check_skip_fn
@@ -113,12 +113,6 @@ class GradientAccumulationOptimizer(Wrapper):
                 "accumulate='local' keeps a sum on each shard, so it has to know the mesh: give "
                 "mesh_shape and layout (or axes), or accumulate='synced'."
             )
-        if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
-            raise ValueError(
-                "A GradientAccumulationOptimizer inside another one would count the outer's "
-                "updates as micro steps; use one, with the product of both "
-                "backward_passes_per_step."
-            )
         self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
@@ -205,10 +199,18 @@ class GradientAccumulationOptimizer(Wrapper):
         after(counts, lambda lowering: [gate.barrier(lowering)])
         return [*conditional.updates, *counts]
 
+    def _check_inner_stack(self) -> None:
+        if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
+            raise ValueError(
+                "A GradientAccumulationOptimizer inside another one would count the outer's "
+                "updates as micro steps; use one, with the product of both "
+                "backward_passes_per_step."
+            )
+
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
             counter(mesh, f"{self.name}/mini_step", self._checkpointed),
-            counter(mesh, f"{self.name}/update_step"),
+            get_update_step(mesh, self.name).operation,
             counter(mesh, f"{self.name}/skipped"),
         )
 
@@ -219,18 +221,6 @@ class GradientAccumulationOptimizer(Wrapper):
         if self.accumulate == LOCAL:
             return per_shard(grads, self.axes, self.reducer)
         return self._summed(grads, variables)
-
-    def _summed(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Tensor | None]:
-        """Gradients of the variables' shapes: shard dims that a variable has not are summed."""
-        where = [i for i, g in enumerate(grads) if g is not None]
-        dims = [[d for d in grads[i].shape.dims if d not in variables[i].shape.dims] for i in where]
-        summed: list[mtf.Tensor | None] = list(grads)
-        outputs = SumGradients([grads[i] for i in where], dims, self.reducer).outputs
-        for i, output in zip(where, outputs):
-            summed[i] = output
-        return summed
 
     def _add(self, index: int, grad: mtf.Tensor, variable: mtf.Variable) -> _Sum:
         """Adds a gradient to its accumulator."""
@@ -262,6 +252,21 @@ class GradientAccumulationOptimizer(Wrapper):
                 total = mtf.divide(total, mtf.cast(count, total.dtype))
             totals[index] = total
         return totals
+
+
+def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
+    """The number of updates made so far, for schedules of the inner optimizer.
+
+    It can be had before the wrapper exists, and is the same counter.
+
+    Args:
+      mesh: the mesh that is trained on.
+      name: name of the wrapper.
+
+    Returns:
+      An int32 mtf scalar.
+    """
+    return counter(mesh, f"{name}/update_step").value
 
 
 class _LeaveOut(StageOperation):

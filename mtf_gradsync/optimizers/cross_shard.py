@@ -9,10 +9,11 @@ import gin
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.gradients import (
     SumCopies,
-    SumGradients,
     check_group_assignment,
     check_groups_cover,
+    on_present,
 )
+from mtf_gradsync.optimizers.accumulation import LOCAL, GradientAccumulationOptimizer
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.update import warn_once
@@ -109,6 +110,16 @@ class CrossShardOptimizer(Wrapper):
         """
         return super().apply_grads(grads, variables)
 
+    def _check_inner_stack(self) -> None:
+        for inner in self.inner_stack():
+            if isinstance(inner, GradientAccumulationOptimizer) and inner.accumulate == LOCAL:
+                raise ValueError(
+                    "CrossShardOptimizer around local accumulation would sum over the mesh on "
+                    "every micro step: turn them round, "
+                    "GradientAccumulationOptimizer(CrossShardOptimizer(opt), ...), or accumulate "
+                    "what is summed, by accumulate='synced'."
+                )
+
     def _check_shapes(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> None:
@@ -148,24 +159,17 @@ class CrossShardOptimizer(Wrapper):
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
     ) -> list[mtf.Operation]:
-        summed = list(grads)
-        shared, copies = [], []
-        for index, (grad, variable) in enumerate(zip(grads, variables)):
-            if grad is not None:
-                (copies if self._has_own_copy(variable) else shared).append(index)
-        if shared:
-            inputs = [grads[i] for i in shared]
-            sum_dims = [self._shard_dims(g.shape) for g in inputs]
-            outputs = SumGradients(inputs, sum_dims, self.reducer).outputs
-            for index, output in zip(shared, outputs):
-                summed[index] = output
-        if copies:
-            inputs = [grads[i] for i in copies]
-            dims = [self._shard_dims(g.shape) for g in inputs]
-            outputs = SumCopies(inputs, dims, self._groups, self.reducer).outputs
-            for index, output in zip(copies, outputs):
-                summed[index] = output
-        return self._apply_inner(summed, variables)
+        own = [g is not None and self._has_own_copy(v) for g, v in zip(grads, variables)]
+        summed = self._summed([None if o else g for o, g in zip(own, grads)], variables)
+        copies = [g if o else None for o, g in zip(own, grads)]
+
+        def sum_copies(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+            dims = [self._shard_dims(g.shape) for g in present]
+            return SumCopies(present, dims, self._groups, self.reducer).outputs
+
+        copies = on_present(copies, sum_copies)
+        whole = [c if o else s for o, c, s in zip(own, copies, summed)]
+        return self._apply_inner(whole, variables)
 
 
 def _size(dims: Sequence[mtf.Dimension]) -> int:

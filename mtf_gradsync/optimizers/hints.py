@@ -23,10 +23,10 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
     Returns:
       The names of the settings found.
     """
-    global_step = tf.train.get_global_step()
-    if global_step is None:
+    global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
+    if not global_steps:
         return []
-    handle = getattr(global_step, "handle", global_step)
+    handle = getattr(global_steps[0], "handle", global_steps[0])
     found = [
         key.lstrip("_")
         for key, value in sorted(getattr(opt, "__dict__", {}).items())

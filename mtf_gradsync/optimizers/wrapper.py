@@ -6,6 +6,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf
 from mtf_gradsync.axes import as_dim_names, resolve_axes
+from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
@@ -65,6 +66,7 @@ class Wrapper(mtf.optimize.Optimizer):
         self.name = name
         self.opt = _make(opt, learning_rate, kind)
         self._slots = SlotBook()
+        self._check_inner_stack()
 
     # What a wrapper does.
 
@@ -73,6 +75,9 @@ class Wrapper(mtf.optimize.Optimizer):
     ) -> list[mtf.Operation]:
         """Passes checked gradients, at least one not None, to the inner optimizer."""
         raise NotImplementedError
+
+    def _check_inner_stack(self) -> None:
+        """Raises ValueError for an order of wrappers that makes no sense."""
 
     def _check_shapes(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
@@ -114,6 +119,21 @@ class Wrapper(mtf.optimize.Optimizer):
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         """The loss to differentiate."""
         return loss
+
+    def _summed(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Whole gradients of the variables' shapes: shard dims that a variable has not go."""
+        owners = [v for g, v in zip(grads, variables) if g is not None]
+
+        def add_up(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+            dims = [
+                [d for d in grad.shape.dims if d not in variable.shape.dims]
+                for grad, variable in zip(present, owners)
+            ]
+            return SumGradients(present, dims, self.reducer).outputs
+
+        return on_present(grads, add_up)
 
     def _apply_inner(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]

@@ -56,7 +56,6 @@ def resolve_mesh(
     layout = _convert(
         mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
     )
-    names = [dim.name for dim in shape.dims]
     _check_rules(_layout_pairs(layout_rules), shape)
     if mesh_devices is None:
         mesh_devices = [f"/device:CPU:{i}" for i in range(shape.size)]

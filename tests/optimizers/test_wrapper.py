@@ -9,7 +9,11 @@ import mtf_gradsync as gs
 from mtf_gradsync._tf_compat import mtf, tf
 from tests import harness, models
 
-WRAPPERS = [gs.CrossShardOptimizer]
+WRAPPERS = {
+    "cross_shard": gs.CrossShardOptimizer,
+    "accumulation": functools.partial(gs.GradientAccumulationOptimizer, backward_passes_per_step=2),
+    "clip": functools.partial(gs.ClipByGlobalNormOptimizer, clip_norm=1e6),
+}
 features = mtf.Dimension("d", 3)
 
 
@@ -36,9 +40,9 @@ def model(graph=None):
     return mesh, variables
 
 
-@pytest.fixture(params=WRAPPERS, ids=lambda w: w.__name__)
+@pytest.fixture(params=sorted(WRAPPERS))
 def wrapper(request):
-    return request.param
+    return WRAPPERS[request.param]
 
 
 @pytest.mark.parametrize("form", ["class", "factory", "partial"])
@@ -67,7 +71,7 @@ def test_wrappers_nest_around_anything_with_apply_grads(wrapper):
         def apply_grads(self, grads, variables):
             return []
 
-    assert isinstance(wrapper(wrapper(Duck())).opt, wrapper)
+    assert isinstance(wrapper(gs.CrossShardOptimizer(Duck())).opt, gs.CrossShardOptimizer)
 
 
 FakeKeras = type("OptimizerV2", (), {"__module__": "keras.optimizers.optimizer_v2"})
@@ -193,7 +197,7 @@ def test_gradient_and_variable_on_different_meshes(wrapper):
 def test_slots_of_the_whole_stack(wrapper):
     mesh, variables = model()
     grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
-    optimizer = wrapper(wrapper(mtf.optimize.AdamWeightDecayOptimizer(0.1)))
+    optimizer = wrapper(gs.CrossShardOptimizer(mtf.optimize.AdamWeightDecayOptimizer(0.1)))
     optimizer.apply_grads(grads, variables)
     assert set(optimizer.get_slot_names()) >= {"adam_m", "adam_v"}
     for variable in variables:
@@ -202,7 +206,8 @@ def test_slots_of_the_whole_stack(wrapper):
         assert not slot.trainable
     assert optimizer.get_slot(variables[0], "momentum_v") is None
     names = [v.name for v in optimizer.variables()]
-    assert len(names) == len(set(names)) == 6
+    assert len(names) == len(set(names))
+    assert len([n for n in names if "adam" in n]) == 6
 
 
 def test_slots_of_similar_names_keep_their_owners():
