@@ -230,9 +230,9 @@ class GradientAccumulationOptimizer(Wrapper):
         accumulator = state_variable(variable.mesh, name, grad.shape, dtype, self._checkpointed)
         if accumulator not in before:
             self._slots.record([accumulator], [variable])
-            shard_dims = grad.shape.ndims - variable.shape.ndims
-            if shard_dims and self._checkpointed:
-                note_per_shard(accumulator, shard_dims)
+            if self._checkpointed:
+                # None is noted too: the checkpoint may come from a mesh with shards.
+                note_per_shard(accumulator, grad.shape.ndims - variable.shape.ndims)
         if grad.dtype != dtype:
             grad = mtf.cast(grad, dtype)
         return _Sum(index, accumulator, accumulator.value + grad)

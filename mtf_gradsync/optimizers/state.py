@@ -7,8 +7,8 @@ from typing import Any
 from mtf_gradsync._tf_compat import mtf, tf
 
 ACCUMULATOR = "gradient_accumulator"
-# tf.Graph collection of (name, number of leading shard dims) of accumulators that hold one value
-# a shard, so that a checkpoint can be read on another number of shards.
+# tf.Graph collection of (name, number of leading shard dims) of accumulators, so that a checkpoint
+# can be read on another number of shards. 0 shard dims: the sum is whole.
 PER_SHARD_COLLECTION = "mtf_gradsync/per_shard_state"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.resharding import ReshardingSaver, changes
 
 # More differences than these are counted, not listed.
 _MAX_LISTED = 4
@@ -50,8 +51,11 @@ def check_fits(path: str, variables: list[Any], model_dir: str) -> None:
     except (tf.errors.OpError, ValueError) as error:
         raise ConfigError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
     problems = []
+    resharded = {n for n, change in changes(path).items() if change.num_shard_dims is not None}
     for variable in variables:
         name, shape = variable.op.name, variable.shape.as_list()
+        if name in resharded:
+            continue
         if name not in saved:
             problems.append(f"{name} is not in the checkpoint")
         elif saved[name] != shape:
@@ -80,7 +84,7 @@ class Checkpointer:
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._slices_to_masters = lowering.copy_slices_to_masters()
-        self.saver = tf.train.Saver(
+        self.saver = ReshardingSaver(
             tf.global_variables(),
             # The Saver's own word for "all" is 0.
             max_to_keep=keep_checkpoint_max or 0,
