@@ -95,7 +95,7 @@ def run(
             updates = [lowering.lowered_operation(op) for op in operations]
         if program is None:
             restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
-            init = tf.global_variables_initializer()
+            init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
         masters = {v.op.name: v for v in tf.global_variables()}
         for _ in range(repeats):
             if program:

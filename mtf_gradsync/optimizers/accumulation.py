@@ -158,6 +158,8 @@ class GradientAccumulationOptimizer(Wrapper):
         graph, mesh = variables[0].graph, variables[0].mesh
         self._counters = self._counters or self._make_counters(mesh)
         mini_step, update_step, skipped = (c.value for c in self._counters)
+        for state in self._counters:
+            mtf.scalar_summary(f"summary/{state.name}", state.value)
         micro = self._micro_gradients(grads, variables)
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if self._skip_fn is not None:

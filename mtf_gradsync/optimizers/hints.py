@@ -51,5 +51,6 @@ def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:
             return True
         if op not in seen:
             seen.add(op)
-            todo.extend(t.op for t in op.inputs)
+            # A step divided by a whole number, as `per_update` does it, counts updates.
+            todo.extend(t.op for t in op.inputs if op.type != "FloorDiv")
     return False

@@ -444,3 +444,14 @@ def test_counters_are_readable():
     names = {v.name.split("/")[-1] for v in optimizer.variables()}
     assert {"mini_step", "update_step", "skipped"} <= names
     assert sorted(optimizer.progress_fields()) == ["micro step", "update step"]
+
+
+def test_counters_go_to_summaries():
+    key = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
+    result = run(
+        "placement", "4x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "4x2"),
+        models.mlp_batches(1),
+    )  # fmt: skip
+    names = {name for name, _ in result.graph.get_collection(key)}
+    prefix = "summary/GradientAccumulationOptimizer/"
+    assert names == {prefix + n for n in ("mini_step", "update_step", "skipped")}
