@@ -9,12 +9,13 @@ belongs into a process of its own.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.simd.collective_ops import find_collectives
 from mtf_gradsync.simd.effects import find_effects
 from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.functional import rebuild
 from mtf_gradsync.simd.graph_facts import CONTROL, GraphFacts, join_input, split_input
 from mtf_gradsync.simd.program import Program
 
@@ -40,8 +41,8 @@ class ReplicaInput(NamedTuple):
 
     name: str
     dtype: str
-    shape: Tuple[int, ...]
-    sources: Tuple[str, ...]
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
     is_variable: bool
 
 
@@ -49,7 +50,7 @@ class ReplicaProgram(NamedTuple):
     """What one core runs.
 
     Attributes:
-      graph_def: the core's operations, without what stands for `inputs`.
+      graph_def: the core's operations; a placeholder stands for each of `inputs`.
       inputs: tensors first, then variables.
       fetches: names of the tensors to return.
       effects: names of the operations that have to run.
@@ -57,9 +58,9 @@ class ReplicaProgram(NamedTuple):
     """
 
     graph_def: tf.GraphDef
-    inputs: Tuple[ReplicaInput, ...]
-    fetches: Tuple[str, ...]
-    effects: Tuple[str, ...]
+    inputs: tuple[ReplicaInput, ...]
+    fetches: tuple[str, ...]
+    effects: tuple[str, ...]
     num_replicas: int
 
 
@@ -76,7 +77,7 @@ class Hlo(NamedTuple):
     proto: bytes
     text: str
     num_fetches: int
-    updated: Tuple[int, ...]
+    updated: tuple[int, ...]
 
 
 def check_tensorflow() -> None:
@@ -138,15 +139,18 @@ class _Cut:
                 _for_xla(node)
         effects = sorted(self._effects.last[self._program.name])
         needed = self._ancestors([split_input(f)[0] for f in self._fetches] + effects)
+        made = []
         for name in facts.order:
-            if name not in needed:
-                continue
-            node = graph_def.node.add()
-            node.CopyFrom(facts.node[name])
-            _for_xla(node)
-            del node.input[:]
-            node.input.extend(self._node_inputs(name))
+            if name in needed:
+                made.append(tf.NodeDef())
+                made[-1].CopyFrom(facts.node[name])
+                _for_xla(made[-1])
+                del made[-1].input[:]
+                made[-1].input.extend(self._node_inputs(name))
         inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
+        # First, so that the order of nodes stays an order of creation.
+        graph_def.node.extend(_placeholder(i) for i in inputs)
+        graph_def.node.extend(made)
         return ReplicaProgram(
             graph_def,
             tuple(inputs),
@@ -175,6 +179,9 @@ class _Cut:
             if name in self._facts.cluster:
                 pending.extend(source for source, _ in self._facts.inputs(name))
                 pending.extend(self._after(name))
+                if self._facts.is_conditional_switch(name):
+                    # It tells two conditionals with one predicate apart.
+                    pending.append(split_input(self._facts.predicate_of(name))[0])
         return found
 
     def _node_inputs(self, name: str) -> list[str]:
@@ -253,6 +260,14 @@ class _Cut:
         return f"{name}:{number}"
 
 
+def _placeholder(given: ReplicaInput) -> tf.NodeDef:
+    node = tf.NodeDef()
+    node.name, node.op = given.name, "Placeholder"
+    dtype = tf.resource if given.is_variable else tf.as_dtype(given.dtype)
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    return node
+
+
 def _for_xla(node: tf.NodeDef) -> None:
     """Takes out what ties a node to TPUs, and puts in the names that TensorFlow's bridge knows."""
     node.device = ""
@@ -302,16 +317,11 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
         capture = tf.get_default_graph().capture
         given = {i.name: value for i, value in zip(tensors, values)}
         given.update((i.name, capture(v.handle)) for i, v in zip(variables, live))
-        imported = tf.import_graph_def(
-            replica.graph_def,
-            input_map={f"{name}:0": value for name, value in given.items()},
-            return_elements=[*replica.fetches, *replica.effects],
-            name="",
-        )
+        made = rebuild(replica.graph_def, given, [*replica.fetches, *replica.effects])
         count = len(replica.fetches)
-        with tf.control_dependencies(imported[count:]):
+        with tf.control_dependencies(made[count:]):
             # A function has to return something for its effects to hang on.
-            return [tf.identity(t) for t in imported[:count]] or [tf.zeros([])]
+            return [tf.identity(t) for t in made[:count]] or [tf.zeros([])]
 
     specs = [tf2.TensorSpec(i.shape, i.dtype) for i in tensors]
     text, proto = _compiler_ir(body, specs)
