@@ -12,6 +12,7 @@ import gin
 
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.job import TrainingJob, resolve_job
 from mtf_gradsync.train.run import run
 from mtf_gradsync.train.transformer import transformer_utils
 
@@ -64,6 +65,23 @@ def load(
     except ValueError as error:
         raise ConfigError(f"gin: {_one_line(error)}") from error
     return ignored
+
+
+def training_job() -> TrainingJob:
+    """What gin's configuration asks ``train.run`` to train, without training it.
+
+    Raises:
+      ConfigError: if a binding is missing or cannot work.
+    """
+    given = gin.get_bindings(_RUN)
+    defaults = inspect.signature(run).parameters
+    values = {}
+    for name in inspect.signature(resolve_job).parameters:
+        values[name] = given.get(name, defaults[name].default)
+    missing = [f"train.run.{name}" for name, x in values.items() if x is gin.REQUIRED]
+    if missing:
+        raise ConfigError(f"missing in the config: {', '.join(missing)}")
+    return resolve_job(**values)
 
 
 def explain(error: BaseException) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any, Callable, NamedTuple, Union
+from typing import Any, Callable, ContextManager, NamedTuple, Union
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.train.errors import ConfigError
@@ -45,17 +46,23 @@ class TrainGraph(NamedTuple):
     Attributes:
       lowering: the mtf.Lowering.
       loss: float32 scalar tensor, the training loss of the batch.
+      updates: operations that assign the new values; the program's own, unlike `step`.
       step: int64 scalar tensor; fetching it makes a training step and returns the number of
         steps made.
       fields: scalar tensors by name, which the optimizer wants shown.
       num_parameters: trainable parameters.
+      gradients: mtf tensors, as `mtf.gradients` returned them.
+      optimizer: the optimizer that was made.
     """
 
     lowering: Any
     loss: tf.Tensor
+    updates: list[tf.Operation]
     step: tf.Tensor
     fields: dict[str, tf.Tensor]
     num_parameters: int
+    gradients: list[Any]
+    optimizer: Any
 
 
 class EvalGraph(NamedTuple):
@@ -82,6 +89,7 @@ def build_train_graph(
     optimizer: Callable[..., Any],
     learning_rate: LearningRate,
     variable_filter: VariableFilter = None,
+    mesh_block: Callable[[], ContextManager[Any]] | None = None,
 ) -> TrainGraph:
     """Adds model, gradients and update to the default graph.
 
@@ -94,6 +102,9 @@ def build_train_graph(
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: which variables train: all (None), those whose name a regular expression
         finds, or those for which a function of the mtf variable is true.
+      mesh_block: makes a context manager that gives the mesh to lower on; the program is built
+        inside it, the step counter outside, as a TPU program wants it. None lowers on the
+        placement mesh of the settings.
 
     Returns:
       The graph's handles.
@@ -104,7 +115,26 @@ def build_train_graph(
     global_step = tf.train.get_or_create_global_step()
     # One read, before anything is assigned: the schedule and the increment see the same step.
     step_now = tf.identity(global_step.read_value())
-    model, graph, mesh, mesh_impl = _begin(settings)
+    with mesh_block() if mesh_block else contextlib.nullcontext() as mesh_impl:
+        program = _build_program(
+            settings, features, optimizer, learning_rate, variable_filter, step_now, mesh_impl
+        )
+    with tf.control_dependencies([*program.updates, step_now]):
+        step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
+    return program._replace(step=step)
+
+
+def _build_program(
+    settings: ModelSettings,
+    features: dict[str, tf.Tensor],
+    optimizer: Callable[..., Any],
+    learning_rate: LearningRate,
+    variable_filter: VariableFilter,
+    step_now: tf.Tensor,
+    mesh_impl: Any,
+) -> TrainGraph:
+    """All of the training step but the step counter; its `step` is the step before it."""
+    model, graph, mesh, mesh_impl = _begin(settings, mesh_impl)
     mtf_features = _import_features(settings, mesh, features)
     batch_dim = mtf_features["targets"].shape.dims[-2]
     num_microbatches = transformer_utils().serialize_num_microbatches(
@@ -149,17 +179,18 @@ def build_train_graph(
     lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=settings.autostack)
     updates = [lowering.lowered_operation(op) for op in update_ops]
     tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
-    with tf.control_dependencies([*updates, step_now]):
-        step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
     return TrainGraph(
         lowering=lowering,
         loss=tf_loss,
-        step=step,
+        updates=updates,
+        step=step_now,
         fields={
             name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
             for name, x in fields.items()
         },
         num_parameters=sum(v.shape.size for _, v in pairs),
+        gradients=[g for g, _ in pairs if g is not None],
+        optimizer=opt,
     )
 
 
@@ -175,7 +206,7 @@ def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalG
     """
     features = {
         name: tf.placeholder(
-            tf.int32, [settings.batch_size, _feature_length(settings, name)], name=name
+            tf.int32, [settings.batch_size, feature_length(settings, name)], name=name
         )
         for name in feature_names
     }
@@ -207,7 +238,7 @@ def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalG
     )
 
 
-def _begin(settings: ModelSettings) -> Any:
+def _begin(settings: ModelSettings, mesh_impl: Any = None) -> Any:
     if settings.model_type not in MODEL_TYPES:
         raise ConfigError(
             f"train.run.model_type must be one of {', '.join(MODEL_TYPES)}; "
@@ -224,9 +255,10 @@ def _begin(settings: ModelSettings) -> Any:
     )
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
-        settings.mesh.shape, settings.mesh.layout, settings.mesh.devices
-    )
+    if mesh_impl is None:
+        mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
+            settings.mesh.shape, settings.mesh.layout, settings.mesh.devices
+        )
     return model, graph, mesh, mesh_impl
 
 
@@ -251,7 +283,7 @@ def _import_features(
     for name, x in sorted(features.items()):
         if settings.model_type == "lm" and name.startswith("inputs"):
             continue
-        length = _feature_length(settings, name)
+        length = feature_length(settings, name)
         if not x.shape.is_compatible_with([settings.batch_size, length]):
             raise ConfigError(
                 f"the data set gives {name!r} the shape {x.shape} in batches; "
@@ -263,7 +295,8 @@ def _import_features(
     return imported
 
 
-def _feature_length(settings: ModelSettings, name: str) -> int:
+def feature_length(settings: ModelSettings, name: str) -> int:
+    """The length of a feature's vectors."""
     # "targets_position" is as long as "targets".
     return settings.sequence_length[name.split("_")[0]]
 

@@ -13,8 +13,9 @@ from mtf_gradsync.train import checkpoint, data, settings
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.evaluate import Score
 from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
+from mtf_gradsync.train.job import TrainingJob, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.model import ModelSettings, VariableFilter, build_train_graph
+from mtf_gradsync.train.model import TrainGraph, VariableFilter
 from mtf_gradsync.train.plot import check_matplotlib
 from mtf_gradsync.train.progress import MetricsFile
 from mtf_gradsync.train.session import session_config
@@ -110,43 +111,40 @@ def run(
       ConfigError: if a setting cannot work.
       TrainingError: if the loss is no longer finite.
     """
-    settings.check_count("train_steps", train_steps)
     settings.check_count("save_checkpoints_steps", save_checkpoints_steps)
     settings.check_count("keep_checkpoint_max", keep_checkpoint_max, optional=True)
-    settings.check_count("outer_batch_size", outer_batch_size, optional=True)
-    settings.check_count("total_run_steps", total_run_steps, optional=True)
     settings.check_count("perplexity_eval_steps", perplexity_eval_steps)
     settings.check_count("log_steps", log_steps)
-    settings.check_callable("optimizer", optimizer, "@CrossShardOptimizer")
-    settings.check_callable("train_dataset_fn", train_dataset_fn, "@python_topics")
     settings.check_callable("eval_dataset_fn", eval_dataset_fn, "@python_topics", optional=True)
-    settings.check_vocabulary(vocabulary)
     for hook in hooks if isinstance(hooks, (list, tuple)) else [hooks]:
         settings.check_callable("hooks", hook, "[@MyHook]")
     check_matplotlib()
-    lengths = settings.resolve_sequence_length(sequence_length)
-    mesh = settings.resolve_mesh(mesh_shape, layout_rules, mesh_devices)
-    sequences = settings.resolve_batch_size(batch_size, lengths, mesh, outer_batch_size or 0)
-    learning_rate = settings.resolve_learning_rate(
-        learning_rate_schedule, total_run_steps or train_steps
-    )
-    model = ModelSettings(
+    job = resolve_job(
         model_type=model_type,
         vocabulary=vocabulary,
-        mesh=mesh,
-        batch_size=sequences,
-        outer_batch_size=outer_batch_size or 0,
-        sequence_length=lengths,
+        train_dataset_fn=train_dataset_fn,
         autostack=autostack,
+        batch_size=batch_size,
+        outer_batch_size=outer_batch_size,
+        train_steps=train_steps,
+        total_run_steps=total_run_steps,
+        sequence_length=sequence_length,
+        mesh_shape=mesh_shape,
+        mesh_devices=mesh_devices,
+        layout_rules=layout_rules,
+        learning_rate_schedule=learning_rate_schedule,
+        optimizer=optimizer,
+        variable_filter=variable_filter,
         seed=seed,
     )
+    model, mesh = job.model, job.model.mesh
     loop = LoopSettings(
         model_dir=model_dir,
         train_steps=train_steps,
         save_checkpoints_steps=save_checkpoints_steps,
         keep_checkpoint_max=keep_checkpoint_max,
         log_steps=log_steps,
-        tokens_per_step=sequences * lengths["targets"],
+        tokens_per_step=model.batch_size * model.sequence_length["targets"],
     )
     directory = _make_directory(model_dir)
     config = session_config(num_cpu_devices=mesh.num_cpu_devices)
@@ -164,9 +162,7 @@ def run(
             metrics = MetricsFile(directory / METRICS_FILE, step)
             began = time.monotonic()
             with tf.Graph().as_default():
-                graph = _training_graph(
-                    model, train_dataset_fn, optimizer, learning_rate, variable_filter
-                )
+                graph = _training_graph(job)
                 if init_checkpoint and not path:
                     count = checkpoint.initialize_from(init_checkpoint)
                     say(f"{count} variables begin as in {init_checkpoint}")
@@ -202,24 +198,14 @@ def run(
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
 
-def _training_graph(
-    model: ModelSettings,
-    train_dataset_fn: Callable[..., Any],
-    optimizer: Callable[..., Any],
-    learning_rate: settings.LearningRate,
-    variable_filter: VariableFilter,
-) -> Any:
+def _training_graph(job: TrainingJob) -> TrainGraph:
     global_step = tf.train.get_or_create_global_step()
     features = data.training_batches(
-        train_dataset_fn(
-            sequence_length=model.sequence_length,
-            vocabulary=model.vocabulary,
-            dataset_split="train",
-        ),
-        model.batch_size,
+        job.dataset(),
+        job.model.batch_size,
         first_batch=tf.cast(global_step.read_value(), tf.int64),
     )
-    return build_train_graph(model, features, optimizer, learning_rate, variable_filter)
+    return job.build(features)
 
 
 def _make_directory(model_dir: str) -> Path:
