@@ -18,6 +18,9 @@ MESHES = {
     "2x2x2": ("a:2;b:2;c:2", "outer:a;batch:b;hidden:c", ("outer", "batch")),
 }
 
+# A core order of a SIMD mesh that no symmetry of the mesh explains.
+SHUFFLED = [3, 6, 0, 5, 7, 1, 4, 2]
+
 Build = Callable[[mtf.Mesh, Dict[str, tf.Tensor]], Tuple[Sequence[Any], Dict[str, mtf.Tensor]]]
 
 

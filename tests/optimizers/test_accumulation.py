@@ -45,9 +45,11 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
         )
 
 
-@pytest.mark.parametrize("place", [LOCAL, SYNCED])
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-@pytest.mark.parametrize("mesh", ["8", "4x2"])
+@pytest.mark.parametrize(
+    ("mesh", "place"),
+    [("8", LOCAL), ("4x2", LOCAL), ("2x2x2", LOCAL), ("8", SYNCED), ("4x2", SYNCED)],
+)
 def test_mean_equals_one_batch_of_all_micro_batches(mesh_kind, mesh, optimizer, place):
     feeds = models.mlp_batches(STEPS)
     make = models.OPTIMIZERS[optimizer]
@@ -56,6 +58,20 @@ def test_mean_equals_one_batch_of_all_micro_batches(mesh_kind, mesh, optimizer, 
         mesh,
         lambda: accumulate(make(), mesh, place=place, average_aggregated_gradients=True),
         feeds,
+    )
+    assert_close(result.variables, reference.train(optimizer, joined(feeds)))
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+def test_mean_with_shuffled_cores(optimizer):
+    feeds = models.mlp_batches(STEPS)
+    make = models.OPTIMIZERS[optimizer]
+    result = run(
+        "simd",
+        "4x2",
+        lambda: accumulate(make(), "4x2", average_aggregated_gradients=True),
+        feeds,
+        logical_to_physical=harness.SHUFFLED,
     )
     assert_close(result.variables, reference.train(optimizer, joined(feeds)))
 

@@ -1,0 +1,74 @@
+"""ClipByGlobalNormOptimizer against numpy in float64."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf
+from tests import harness, models, reference
+
+STEPS = 4
+NORM = 0.2
+# As for CrossShardOptimizer's trajectories.
+TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
+
+
+class Clipped:
+    """An optimizer of `reference` behind clipping by the global norm."""
+
+    def __init__(self, update):
+        self.update = update
+        self.clipped = 0
+
+    def __call__(self, values, grads):
+        norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
+        self.clipped += norm > NORM
+        return self.update(values, {k: g * min(1, NORM / norm) for k, g in grads.items()})
+
+
+def check(kind, mesh, optimizer, **kwargs):
+    shape, layout, batch_dims = harness.MESHES[mesh]
+    feeds = models.mlp_batches(STEPS)
+    make = lambda: gs.ClipByGlobalNormOptimizer(models.OPTIMIZERS[optimizer](), NORM)  # noqa: E731
+    result = harness.run(kind, shape, layout, models.train(make, batch_dims), feeds, **kwargs)
+    model = Clipped(reference.OPTIMIZERS[optimizer]())
+    expected = reference.train(model, feeds)
+    assert model.clipped
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+@pytest.mark.parametrize("mesh", sorted(harness.MESHES))
+def test_trajectory(mesh_kind, mesh, optimizer):
+    check(mesh_kind, mesh, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+def test_trajectory_with_shuffled_cores(optimizer):
+    check("simd", "4x2", optimizer, logical_to_physical=harness.SHUFFLED)
+
+
+def test_per_shard_gradients_are_summed_first(mesh_kind):
+    axes = gs.ReplicaAxes("all:8", "batch:all")
+    batch, d = mtf.Dimension("batch", 8), mtf.Dimension("d", 3)
+    grads = np.random.RandomState(0).randn(8, 3).astype("f")
+
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=models.tf.zeros_initializer())
+        grad = mtf.import_tf_tensor(mesh, inputs["g"], mtf.Shape([batch, d]))
+        inner = mtf.optimize.SgdOptimizer(1.0)
+        optimizer = gs.ClipByGlobalNormOptimizer(inner, NORM, axes=axes)
+        return optimizer.apply_grads([grad], [w.operation]), {}
+
+    w = harness.run(mesh_kind, "all:8", "batch:all", build, [{"g": grads}]).variables["w"]
+    total = grads.sum(0, dtype=float)
+    np.testing.assert_allclose(w, -NORM * total / np.linalg.norm(total), rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("norm", [0, -1, "x", None])
+def test_bad_norm(norm):
+    with pytest.raises((ValueError, TypeError), match="clip_norm"):
+        gs.ClipByGlobalNormOptimizer(mtf.optimize.SgdOptimizer(1.0), norm)
