@@ -1,0 +1,129 @@
+"""Accumulation across restarts."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf, tf
+from tests import harness, models
+from tests.pipelines import restart_program
+from tests.pipelines.restart_program import LAYOUT, MESH, STEPS, K
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = [sys.executable, "-m", restart_program.__name__]
+
+
+def environment():
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def killed_after_one_micro_step(directory):
+    """Runs the program until it has saved a micro step, then kills it in the middle of others."""
+    with subprocess.Popen(
+        [*PROGRAM, str(directory), "1", "--forever"], env=environment(), stdout=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    return line.strip()
+
+
+def variables(directory):
+    reader = tf.train.load_checkpoint(str(directory))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@pytest.mark.slow
+def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    subprocess.run([*PROGRAM, str(whole), str(STEPS)], env=environment(), check=True)
+    for step in range(1, STEPS + 1):
+        assert killed_after_one_micro_step(parts) == f"saved {step}"
+        values = variables(parts)
+        assert values["GradientAccumulationOptimizer/mini_step"] == step % K
+        assert values["GradientAccumulationOptimizer/update_step"] == step // K
+        # Nothing of this test would fail if sums were never kept.
+        assert np.any(values["w1/gradient_accumulator"]) == (step % K > 0)
+    expected, actual = variables(whole), variables(parts)
+    assert sorted(actual) == sorted(expected)
+    assert expected["global_step"] == STEPS
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+class Program:
+    """The model in a graph of its own, with sums that no checkpoint holds."""
+
+    def __init__(self, place):
+        mesh_args = dict(mesh_shape=MESH, layout=LAYOUT) if place == "local" else {}
+
+        def make():
+            return gs.GradientAccumulationOptimizer(
+                models.OPTIMIZERS["adam"](), K, checkpoint_accumulators=False, **mesh_args
+            )
+
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            batch = models.mlp_batches(1)[0]
+            self.inputs = {name: tf.placeholder(tf.float32, x.shape) for name, x in batch.items()}
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            operations, _ = models.train(make)(mesh, self.inputs)
+            lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
+            self.step = [lowering.lowered_operation(op) for op in operations]
+            self.to_slices = lowering.copy_masters_to_slices()
+            self.to_masters = lowering.copy_slices_to_masters()
+            self.init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+            self.saver = tf.train.Saver()
+
+    def run(self, feeds, path, restore=False):
+        """Makes micro steps in a session of their own and saves; returns what is in the file."""
+        config = gs.session_config(num_cpu_devices=4)
+        with tf.Session(graph=self.graph, config=config) as session:
+            session.run(self.init)
+            if restore:
+                self.saver.restore(session, path)
+            session.run(self.to_slices)
+            for feed in feeds:
+                session.run(self.step, {self.inputs[name]: x for name, x in feed.items()})
+            session.run(self.to_masters)
+            self.saver.save(session, path)
+        reader = tf.train.load_checkpoint(path)
+        return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@pytest.mark.parametrize("place", ["local", "synced"])
+def test_without_checkpointed_sums_a_restart_begins_a_fresh_accumulation(tmp_path, place):
+    feeds = models.mlp_batches(2 * K)
+    program = Program(place)
+    path = str(tmp_path / "model.ckpt")
+    program.run(feeds[: K + 2], path)
+    # Two micro steps are in the sum and lost; the next update has K of its own.
+    before = program.run(feeds[:K][:-1], path, restore=True)
+    after = program.run(feeds[:K], path, restore=True)
+    names = [n for n in after if "accumulator" in n or "mini_step" in n]
+    assert not names
+    assert before["GradientAccumulationOptimizer/update_step"] == 1
+    assert after["GradientAccumulationOptimizer/update_step"] == 2
+
+    # The same as a run that never had those two micro steps.
+    expected = program.run(feeds[:K] + feeds[:K], str(tmp_path / "other.ckpt"))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+def test_local_sums_without_checkpoint_have_no_master_on_the_host():
+    """Slices are in no collection of TensorFlow's, so what is in one stays on the host."""
+    with Program("local").graph.as_default():
+        hosted = [*tf.global_variables(), *tf.local_variables()]
+    sizes = [v.shape.num_elements() for v in hosted if "accumulator" in v.op.name]
+    # One scalar stands in for each.
+    assert sizes == [1] * len(models.mlp_values())
