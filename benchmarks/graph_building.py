@@ -47,7 +47,7 @@ def measure(options: report.Options) -> report.Table:
             ]
     return report.Table(
         name="graph_building",
-        title="Graph construction and lowering of a training step, placement mesh, processor seconds",
+        title="Building and lowering a training step, placement mesh, in processor seconds",
         rows=rows,
         targets=targets,
     )
