@@ -26,7 +26,7 @@ HloModule step, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 
 %body (t: (f32[4])) -> (f32[4]) {
   %t3 = (f32[4]{0}) parameter(0)
-  ROOT %c = (f32[4]{0}) conditional(pred[] %p, %t3, %t3), true_computation=%yes, false_computation=%no
+  ROOT %c = (f32[4]{0}) conditional(%p, %t3, %t3), true_computation=%yes, false_computation=%no
 }
 
 %test (t: (f32[4])) -> pred[] {
@@ -37,7 +37,7 @@ HloModule step, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 %fused (x: bf16[8,2], y: pred[3]) -> (bf16[8,2], pred[3]) {
   %x5 = bf16[8,2]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %y5 = pred[3]{0:T(512)(4,1)} parameter(1)
-  ROOT %both = (bf16[8,2]{1,0:T(8,128)}, pred[3]{0}) all-reduce(%x5, %y5), replica_groups=[2,2]<=[2,2]T(1,0)
+  %both = (bf16[8,2], pred[3]{0:T(8)}) all-reduce(%x5, %y5), replica_groups=[2,2]<=[2,2]T(1,0)
 }
 
 ENTRY %main (arg: f32[4]) -> f32[4] {
