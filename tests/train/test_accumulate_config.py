@@ -13,6 +13,7 @@ from mtf_gradsync.train.run import run
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "lm_accumulate.gin")
 K = 4  # as in the config
+KEEP_ALL = "train.run.keep_checkpoint_max = None"
 SMALL = [
     "num_layers = 1",
     "d_model = 16",
@@ -65,7 +66,7 @@ def test_shows_micro_step_and_update_step(train, capsys):
 
 
 def test_variables_move_with_updates_only(train):
-    directory = train(2 * K, "train.run.save_checkpoints_steps = 1")
+    directory = train(2 * K, "train.run.save_checkpoints_steps = 1", KEEP_ALL)
     steps = [variables(f"{directory}/model.ckpt-{step}") for step in range(1, 2 * K + 1)]
     weights = [
         name for name in steps[0]
