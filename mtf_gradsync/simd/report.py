@@ -44,6 +44,16 @@ class CommunicationRow:
         return bool(self.branches)
 
     @property
+    def where(self) -> str:
+        """The loop and the branches that it stands in, for people to read; "" outside all."""
+        parts = []
+        if self.loops:
+            turns = "?" if self.turns is None else self.turns
+            parts.append(f"{self.loops[-1]} x{turns}")
+        parts += [f"if {'' if taken else 'not '}{predicate}" for predicate, taken in self.branches]
+        return ", ".join(parts)
+
+    @property
     def bytes_per_step(self) -> int | None:
         """Bytes per core in a step that runs it; None where size or turns are not known."""
         if self.bytes_per_core is None or self.turns is None:
@@ -112,7 +122,7 @@ class CommunicationReport:
                     row.dtype,
                     size,
                     row.group,
-                    _where(row),
+                    row.where,
                     row.name.rpartition("/")[0] or row.name,
                     _names(row.variables),
                 )
@@ -197,15 +207,6 @@ def _total(rows: Sequence[CommunicationRow]) -> Total:
         ),
         is_exact=all(r.bytes_per_step is not None for r in rows),
     )
-
-
-def _where(row: CommunicationRow) -> str:
-    parts = []
-    if row.loops:
-        turns = "?" if row.turns is None else row.turns
-        parts.append(f"{row.loops[-1]} x{turns}")
-    parts += [f"if {'' if taken else 'not '}{predicate}" for predicate, taken in row.branches]
-    return ", ".join(parts)
 
 
 def _names(names: Sequence[str] | None) -> str:

@@ -6,11 +6,11 @@ import argparse
 import sys
 import traceback
 
-from mtf_gradsync.train import compile_command, train_command
+from mtf_gradsync.train import compile_command, report_command, train_command
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 # Each has add_parser(subparsers), and its parser sets `run_command`.
-_COMMANDS = (train_command, compile_command)
+_COMMANDS = (train_command, report_command, compile_command)
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, ContextManager, NamedTuple, Sequence
+import contextlib
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
+from mtf_gradsync import simd
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.train import data, settings
 from mtf_gradsync.train.model import (
@@ -104,6 +106,29 @@ def resolve_job(
         learning_rate_schedule, total_run_steps or train_steps
     )
     return TrainingJob(model, train_dataset_fn, optimizer, learning_rate, variable_filter)
+
+
+def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
+    """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
+
+    The inputs are placeholders, and the step counter stands outside the program.
+
+    Args:
+      job: what to build.
+
+    Returns:
+      The graph's handles and the program.
+    """
+    programs = []
+
+    @contextlib.contextmanager
+    def block() -> Iterator[Any]:
+        with simd.replicas(job.model.mesh.shape, job.model.mesh.layout) as program:
+            programs.append(program)
+            yield program.mesh_impl
+
+    graph = job.build(placeholders(job), block)
+    return graph, programs[0]
 
 
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:

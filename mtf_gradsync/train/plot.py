@@ -56,7 +56,7 @@ def plot_losses(
 
 
 def check_matplotlib() -> None:
-    """Checks that pictures can be drawn; a run asks before it trains.
+    """Checks that pictures can be drawn; a command asks before its work.
 
     Raises:
       ConfigError: if matplotlib is not installed.
@@ -65,5 +65,5 @@ def check_matplotlib() -> None:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            f'drawing the loss curve needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+            f'drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
         ) from error
