@@ -6,6 +6,7 @@ import sys
 
 from benchmarks import (
     bucket_size,
+    emulation,
     graph_building,
     races,
     repeatability,
@@ -14,7 +15,15 @@ from benchmarks import (
     training_step,
 )
 
-TABLES = (training_step, graph_building, simd_collectives, bucket_size, repeatability, races)
+TABLES = (
+    training_step,
+    graph_building,
+    simd_collectives,
+    emulation,
+    bucket_size,
+    repeatability,
+    races,
+)
 
 if __name__ == "__main__":
     sys.exit(report.main([table.measure for table in TABLES], "python -m benchmarks"))

@@ -32,11 +32,12 @@ class Options(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A bound that a figure must keep."""
+    """A bound that a figure must keep; the unit "x" means a ratio."""
 
     what: str
     value: float
     bound: float
+    unit: str = "x"
 
     @property
     def met(self) -> bool:
@@ -124,7 +125,8 @@ def as_text(table: Table) -> str:
     for target in table.targets:
         verdict = "met" if target.met else "MISSED"
         lines.append(
-            f"target: {target.what} at most {target.bound:g}x: {target.value:.3f}x, {verdict}"
+            f"target: {target.what} at most {target.bound:g}{target.unit}: "
+            f"{target.value:.3f}{target.unit}, {verdict}"
         )
     return "\n".join(lines)
 

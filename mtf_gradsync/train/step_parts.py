@@ -17,32 +17,11 @@ MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"
 PARTS = (MODEL, GRADIENTS, OPTIMIZER)
 
 # What moves a tensor, or a part of it, without another value.
-_MOVES = frozenset(
-    [
-        "Cast",
-        "ConcatV2",
-        "Enter",
-        "Exit",
-        "ExpandDims",
-        "Identity",
-        "Merge",
-        "NextIteration",
-        "Pack",
-    ]
-    + [
-        "Pad",
-        "PadV2",
-        "Reshape",
-        "Slice",
-        "Split",
-        "SplitV",
-        "Squeeze",
-        "StridedSlice",
-        "Switch",
-        "Transpose",
-    ]
-    + ["Unpack", "Add", "AddN", "AddV2"]
-)
+_MOVES = frozenset({
+    "Add", "AddN", "AddV2", "Cast", "ConcatV2", "Enter", "Exit", "ExpandDims", "Identity", "Merge",
+    "NextIteration", "Pack", "Pad", "PadV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze",
+    "StridedSlice", "Switch", "Transpose", "Unpack",
+})  # fmt: skip
 # Gradients are also scaled, clipped and left out before they are summed. No reduction is here, so
 # that a norm or a mean of a gradient counts as the optimizer's.
 _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
