@@ -107,6 +107,9 @@ def update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> 
         rate = 0.1 * mtf.rsqrt(mtf.cast(gs.update_step(mesh), tf.float32) + 1.0)
         opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(rate), ...)
 
+    With `backward_passes_per_step=1` and nothing to skip the optimizer counts nothing: then the
+    global step counts updates.
+
     Args:
       mesh: the mesh of the variables.
       name: the optimizer's `name`. Call this in the variable scope that `apply_grads` is called in.

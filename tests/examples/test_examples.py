@@ -33,7 +33,7 @@ def run(name, *args):
 
 
 def test_every_example_has_a_test():
-    assert EXAMPLES == ["digits.py"]
+    assert EXAMPLES == ["accumulate.py", "digits.py"]
 
 
 def test_digits_learns_to_read_them():
