@@ -10,8 +10,8 @@ from mtf_gradsync._tf_compat import tf
 def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Groups tensors into buckets of at most bucket_bytes.
 
-    Consecutive tensors share a bucket until the next one would not fit any more. A tensor that
-    is larger than a bucket stands alone, and the bucket before it stays open.
+    Each tensor goes into the first bucket that has room for it (first fit). A tensor that is
+    larger than a bucket stands alone.
 
     Args:
       num_bytes: size of each tensor in bytes, 0 or more.
@@ -22,28 +22,32 @@ def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]
       Lists of indices into num_bytes; each index stands in one of them, in rising order.
     """
     buckets: list[list[int]] = []
-    room = -1
-    open_bucket: list[int] = []
+    rooms: list[int] = []
     for index, size in enumerate(num_bytes):
-        if size > bucket_bytes or bucket_bytes == 0:
+        fitting = None
+        if 0 < bucket_bytes:
+            fitting = next((i for i, room in enumerate(rooms) if size <= room), None)
+        if fitting is None:
             buckets.append([index])
-        elif open_bucket and size <= room:
-            open_bucket.append(index)
-            room -= size
+            rooms.append(bucket_bytes - size)
         else:
-            open_bucket = [index]
-            buckets.append(open_bucket)
-            room = bucket_bytes - size
+            buckets[fitting].append(index)
+            rooms[fitting] -= size
     return buckets
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Concatenates tensors of one dtype and known shapes into one of rank 1."""
-    return tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+    flat = tf.constant([-1])
+    return tf.concat([t if t.shape.rank == 1 else tf.reshape(t, flat) for t in tensors], 0)
 
 
 def unpack(packed: tf.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[tf.Tensor, ...]:
     """Splits what `pack` made; shapes are those of the tensors that went in, in order."""
-    sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
-    pieces = tf.split(packed, sizes)
-    return tuple(tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes))
+    pieces = tf.split(packed, [tf.TensorShape(shape).num_elements() for shape in shapes])
+    # Few shapes, many tensors: each shape is one constant.
+    constants = {tuple(s): tf.constant(list(s), tf.int32) for s in shapes if len(s) != 1}
+    return tuple(
+        piece if len(shape) == 1 else tf.reshape(piece, constants[tuple(shape)])
+        for piece, shape in zip(pieces, shapes)
+    )

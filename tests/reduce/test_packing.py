@@ -24,22 +24,17 @@ def test_only_single_tensors_exceed_a_bucket(sizes, bucket_bytes):
 
 
 @given(SIZES, st.integers(1, 120))
-def test_neighbouring_buckets_would_not_fit_in_one(sizes, bucket_bytes):
-    small = [
-        sum(sizes[i] for i in bucket)
-        for bucket in packing.plan_buckets(sizes, bucket_bytes)
-        if sizes[bucket[0]] <= bucket_bytes
-    ]
-    firsts = [
-        sizes[bucket[0]]
-        for bucket in packing.plan_buckets(sizes, bucket_bytes)
-        if sizes[bucket[0]] <= bucket_bytes
-    ]
-    assert all(a + b > bucket_bytes for a, b in zip(small, firsts[1:]))
+def test_no_bucket_has_room_for_what_opened_a_later_one(sizes, bucket_bytes):
+    buckets = packing.plan_buckets(sizes, bucket_bytes)
+    for number, bucket in enumerate(buckets):
+        filled = sum(sizes[i] for i in bucket)
+        for later in buckets[number + 1 :]:
+            assert filled + sizes[later[0]] > bucket_bytes
 
 
-def test_large_tensors_go_alone_and_leave_the_bucket_open():
-    assert packing.plan_buckets([3, 50, 4, 4, 9], 10) == [[0, 2], [1], [3], [4]]
+def test_large_tensors_go_alone_and_small_ones_fill_up():
+    assert packing.plan_buckets([3, 50, 4, 4, 9, 3], 10) == [[0, 2, 5], [1], [3], [4]]
+    assert packing.plan_buckets([100, 10] * 3, 100) == [[0], [1, 3, 5], [2], [4]]
     assert packing.plan_buckets([1, 2], 0) == [[0], [1]]
     assert packing.plan_buckets([], 10) == []
 
