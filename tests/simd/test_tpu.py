@@ -1,6 +1,8 @@
 """The real TPU compiler takes the training steps; their HLO computes what float64 computes."""
 
 import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -218,3 +220,10 @@ def test_a_compiler_that_dies_leaves_its_last_words(monkeypatch):
         y = tf.ones([])
     with pytest.raises(simd.CompilerDiedError, match="status 1 and no answer"):
         simd.compile_for_tpu(program, [y])
+
+
+def test_code_of_the_guide_runs(capsys):
+    guide = (pathlib.Path(__file__).parents[2] / "docs" / "tpu.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    exec(code, {})
+    assert "topology v3:2x2 (TPU v3), 8 cores\naccepted" in capsys.readouterr().out
