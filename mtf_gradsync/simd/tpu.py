@@ -9,7 +9,6 @@ devices of a process cannot change.
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 import os
 import pickle
@@ -29,6 +28,7 @@ from mtf_gradsync.simd.hlo import Hlo, ReplicaProgram, check_tensorflow, replica
 from mtf_gradsync.simd.hlo_collectives import find_hlo_collectives
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.topologies import GENERATIONS, generation_of
+from mtf_gradsync.simd.variable_access import VariableAccess
 
 # Makes each all-reduce of a large weight update one operation again, so that bytes can be compared.
 _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
@@ -167,8 +167,8 @@ def run_on_cpu_devices(
     with program.session(lowering) as session:
         inputs = [i for i in replica.inputs if not i.is_variable]
         variables = [i for i in replica.inputs if i.is_variable]
-        handles = _VariableOperations(program.graph)
-        start = [[handles.read[v.sources[c]] for c in cores] for v in variables]
+        access = VariableAccess(program.graph)
+        start = [[access.read[v.sources[c]] for c in cores] for v in variables]
         given = [[i.sources[c] for c in cores] for i in inputs]
         answer = _in_own_process(
             _run,
@@ -178,40 +178,14 @@ def run_on_cpu_devices(
         )
         if "error" in answer:
             raise RuntimeError(f"XLA cannot run the program: {answer['error']}")
-        _load(session.tf_session, handles, variables, answer["variables"])
+        # A variable that all cores share has one source, and the same value on every core.
+        new = {
+            source: value
+            for variable, per_core in zip(variables, answer["variables"])
+            for source, value in zip(variable.sources, per_core)
+        }
+        access.set(session.tf_session, new.items())
         return CpuDevicesRun(answer["fetched"], session.variables())
-
-
-class _VariableOperations:
-    """For each variable (its ``VarHandleOp``), where its value is read and where it is assigned."""
-
-    def __init__(self, graph: tf.Graph):
-        self.read: dict[str, str] = {}
-        self.assign: dict[str, tuple[str, str]] = {}
-        # A variable makes one read and one assignment of its own; later ones are the program's.
-        for op in graph.get_operations():
-            if op.type == "ReadVariableOp" and op.inputs[0].op.type == "VarHandleOp":
-                self.read.setdefault(op.inputs[0].op.name, op.outputs[0].name)
-            elif op.type == "AssignVariableOp" and op.inputs[0].op.type == "VarHandleOp":
-                self.assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
-
-
-def _load(session: Any, handles: _VariableOperations, variables: Any, values: Any) -> None:
-    """Puts each core's values of variables into an emulating session."""
-    # Variables may share the tensor that they are initialized with, so it takes several rounds.
-    rounds: list[tuple[list[str], dict[str, Any]]] = []
-    used: dict[str, int] = collections.Counter()
-    for variable, per_core in zip(variables, values):
-        for source, value in dict(zip(variable.sources, per_core)).items():
-            operation, tensor = handles.assign[source]
-            if used[tensor] == len(rounds):
-                rounds.append(([], {}))
-            operations, feed = rounds[used[tensor]]
-            operations.append(operation)
-            feed[tensor] = value
-            used[tensor] += 1
-    for operations, feed in rounds:
-        session.run(operations, feed)
 
 
 def _check_installed(*modules: str) -> None:

@@ -166,6 +166,38 @@ def test_hlo_of_branches_and_loops_computes_what_it_says():
     assert run.variables["count"] == steps
 
 
+def test_nested_branches_and_loops_compute_what_they_say():
+    x = tf.placeholder(tf.float32, [])
+    with tf.variable_scope("", use_resource=True):
+        zeros = tf.zeros_initializer()
+        count, visits = (tf.get_variable(n, [], initializer=zeros) for n in ("count", "visits"))
+    with simd.replicas("all:2", "batch:all") as program:
+        positive = tf.greater(x, 0.0)
+
+        def turn(i, a):
+            def even():
+                with tf.control_dependencies([visits.assign_add(1.0)]):
+                    return tpu_ops.cross_replica_sum(a, [[0, 1]])
+
+            return i + 1, tf.cond(tf.equal(i % 2, 0), even, lambda: a + 1.0)
+
+        def loop():
+            return tf.while_loop(lambda i, a: i < 4, turn, [tf.constant(0), x])[1]
+
+        first = tf.cond(positive, loop, lambda: -x)
+        # Shares its predicate with the first, and waits for it.
+        second = tf.cond(positive, lambda: first + 0.5, lambda: first)
+        with tf.control_dependencies([second.op]):
+            count.assign_add(second)
+    run = simd.run_on_cpu_devices(program, None, [first, second], [{x: v} for v in (3.0, -2.0)])
+    # (3 + 3 + 1) doubled, and 1
+    assert [[f.tolist() for f in step] for step in run.fetched] == [
+        [[15.0, 15.0], [15.5, 15.5]],
+        [[2.0, 2.0], [2.0, 2.0]],
+    ]
+    assert run.variables == {"count": 17.5, "visits": 2.0}
+
+
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))
 @pytest.mark.parametrize("optimizer", ["adam"])
 def test_hlo_of_the_training_step_equals_float64(wrapper, optimizer):

@@ -1,0 +1,52 @@
+"""Reads and sets variables of a session through operations that the variables made themselves."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Iterable
+
+from mtf_gradsync._tf_compat import tf
+
+
+class VariableAccess:
+    """For each variable of a graph, by the name of its ``VarHandleOp``: how to read and set it.
+
+    Attributes:
+      read: variable -> name of a tensor that holds its value.
+    """
+
+    def __init__(self, graph: tf.Graph):
+        """Looks through a graph.
+
+        Args:
+          graph: the graph, with variables made by TensorFlow's own functions.
+        """
+        self.read: dict[str, str] = {}
+        self._assign: dict[str, tuple[str, str]] = {}
+        # A variable makes one read and one assignment of its own; later ones are the program's.
+        for op in graph.get_operations():
+            if op.type == "ReadVariableOp" and op.inputs[0].op.type == "VarHandleOp":
+                self.read.setdefault(op.inputs[0].op.name, op.outputs[0].name)
+            elif op.type == "AssignVariableOp" and op.inputs[0].op.type == "VarHandleOp":
+                self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
+
+    def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
+        """Sets variables.
+
+        Args:
+          session: a session on the graph, or on one that holds it under the same names.
+          values: pairs of variable and value.
+        """
+        # Variables may share the tensor that they are initialized with, so it takes several rounds.
+        rounds: list[tuple[list[str], dict[str, Any]]] = []
+        used: dict[str, int] = collections.Counter()
+        for variable, value in values:
+            operation, tensor = self._assign[variable]
+            if used[tensor] == len(rounds):
+                rounds.append(([], {}))
+            operations, feed = rounds[used[tensor]]
+            operations.append(operation)
+            feed[tensor] = value
+            used[tensor] += 1
+        for operations, feed in rounds:
+            session.run(operations, feed)
