@@ -34,24 +34,18 @@ def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
     return mesh_impl.slicewise(cross_replica_sum, value)
 
 
-def sum_on_one_device(
-    slices: Sequence[tf.Tensor], devices: Sequence[str], root: int
-) -> list[tf.Tensor]:
-    """Adds up slices on devices[root] and copies the sum to all devices.
+def sum_on_one_device(slices: Sequence[tf.Tensor], device: str) -> tf.Tensor:
+    """Adds up slices on one device, in their order.
 
     One addition over all slices is one pass over memory, where a ring takes a step per device;
-    bfloat16 and float16 are summed in float32.
+    bfloat16 and float16 are summed in float32. TensorFlow itself sends the sum once to each
+    device that reads it.
     """
     dtype = slices[0].dtype
     narrow = dtype in _NARROW_FLOATS
-    with tf.device(devices[root]):
+    with tf.device(device):
         total = tf.add_n([tf.cast(x, tf.float32) if narrow else x for x in slices])
-        total = tf.cast(total, dtype) if narrow else total
-    copies = []
-    for device in devices:
-        with tf.device(device):
-            copies.append(tf.identity(total))
-    return copies
+        return tf.cast(total, dtype) if narrow else total
 
 
 def placement_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -70,12 +64,9 @@ def placement_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups, tu
     slices = value.tensor_list
     result: list[Any] = [None] * len(slices)
     for number, group in enumerate(groups.groups):
-        summed = sum_on_one_device(
-            [slices[p] for p in group],
-            [mesh_impl.devices[p] for p in group],
-            (turn + number) % len(group),
-        )
-        for processor, total in zip(group, summed):
+        root = group[(turn + number) % len(group)]
+        total = sum_on_one_device([slices[p] for p in group], mesh_impl.devices[root])
+        for processor in group:
             result[processor] = total
     return mesh_impl.LaidOutTensor(result)
 

@@ -68,6 +68,8 @@ class FusedAllReduce(Strategy):
         all_reduce = all_reduce_fn(mesh_impl)
         turn = 0
         for dtype, indices in by_dtype.items():
+            # Neighbours of one shape are packed without being made flat.
+            indices.sort(key=lambda i: tuple(values[i].slice_shape))
             num_bytes = [mtf.list_product(values[i].slice_shape) * dtype.size for i in indices]
             for bucket in packing.plan_buckets(num_bytes, bucket_bytes):
                 members = [indices[i] for i in bucket]

@@ -24,7 +24,6 @@ class Gate(mtf.Operation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         _warn_of_ref_variables(lowering)
-        mesh_impl = lowering.mesh_impl(self)
         tensors = list(self.inputs)
         tensors += [op.inputs[0] for op in self.graph.operations if isinstance(op, ReadOnce)]
         lowered = [
@@ -32,14 +31,15 @@ class Gate(mtf.Operation):
             for t in tensors
             if t in lowering.tensors and t.mesh is self.mesh
         ]
-        devices = getattr(mesh_impl, "devices", None) or [""]
-        # Gathering the tensors of each device there first keeps the edges between devices few.
+        # Gathering the operations of each device there first keeps the edges between devices few.
+        by_device: dict[str, list[tf.Operation]] = {}
+        for op in dict.fromkeys(x.op for slices in lowered for x in slices):
+            by_device.setdefault(op.device, []).append(op)
         reached = []
-        for number, device in enumerate(devices):
+        for device, ops in by_device.items():
             with tf.device(device):
-                here = {x[number].op for x in lowered}
-                reached.append(tf.group(*sorted(here, key=lambda op: op.name)))
-        with tf.device(devices[0]):
+                reached.append(tf.group(*ops))
+        with tf.device(next(iter(by_device), "")):
             self._barriers[lowering] = tf.group(*reached)
 
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:

@@ -52,7 +52,7 @@ def test_unpack_undoes_pack(shapes, dtype):
         packed = packing.pack([tf.constant(a) for a in arrays])
         with tf.Session() as session:
             flat, pieces = session.run([packed, packing.unpack(packed, shapes)])
-    assert flat.shape == (sum(a.size for a in arrays),)
+    assert flat.size == sum(a.size for a in arrays)
     for piece, array in zip(pieces, arrays):
         assert piece.shape == array.shape
         assert piece.tobytes() == array.tobytes()
