@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import (
+    accumulation,
     bucket_size,
     emulation,
     graph_building,
@@ -17,6 +18,7 @@ from benchmarks import (
 
 TABLES = (
     training_step,
+    accumulation,
     graph_building,
     simd_collectives,
     emulation,
