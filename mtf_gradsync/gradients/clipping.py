@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import math
 import numbers
 from typing import Any, Callable, Sequence, Union
+
+import numpy as np
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.axes import ReplicaAxes
@@ -121,8 +124,8 @@ class ScaleGradients(StageOperation):
 def check_clip_norm(clip_norm: Any) -> None:
     """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
     number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
-    if number and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be greater than 0, got {clip_norm!r}.")
+    if number and not (clip_norm > 0 and math.isfinite(clip_norm)):
+        raise ValueError(f"clip_norm must be finite and greater than 0, got {clip_norm!r}.")
     if not number and not isinstance(clip_norm, (mtf.Tensor, tf.Tensor)):
         raise TypeError(
             f"clip_norm must be a number, a scalar tf.Tensor or mtf.Tensor, got {clip_norm!r}."
@@ -147,6 +150,10 @@ def _clip(
     elif isinstance(clip_norm, tf.Tensor):
         clip_norm = mtf.import_tf_tensor(norm.mesh, tf.cast(clip_norm, norm.dtype), [])
     factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
+    # As TensorFlow does: what has no norm becomes NaN as a whole, not zero in silence.
+    factor = mtf.cwise(
+        lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
+    )
     scaled = on_present(grads, lambda some: ScaleGradients(some, factor, reducer).outputs)
     return scaled, norm
 
@@ -195,7 +202,7 @@ def clip_by_shard_norm(
     A shard whose gradients are huge is scaled down alone: the others keep theirs. Where a
     gradient is split over a replica axis by its own layout (an expert's), each part counts to
     the shard that holds it. Norms are in float32 (float64 gradients: float64); a norm that is
-    not finite makes that shard's gradients not finite.
+    not finite, as of squares that overflow, makes all of that shard's gradients NaN.
 
     Args:
       grads: gradients, pending or per shard; None passes through.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, Sequence
 
 import gin
@@ -11,12 +12,22 @@ from mtf_gradsync.gradients import StageOperation, per_shard
 from mtf_gradsync.optimizers import hints
 from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.skipping import SkipFn, check_skip, check_skip_fn
-from mtf_gradsync.optimizers.state import ACCUMULATOR, counter, note_per_shard, state_variable
+from mtf_gradsync.optimizers.state import (
+    ACCUMULATOR,
+    claim_name,
+    counter,
+    note_per_shard,
+    state_variable,
+)
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.update import Branch, Conditional, Gate, after, settle
+from mtf_gradsync.update import Branch, Conditional, Gate, after, is_ungated, settle
 
 LOCAL, SYNCED = "local", "synced"
+_NESTED = (
+    "A GradientAccumulationOptimizer inside another one would count the outer's updates as micro "
+    "steps; use one, with the product of both backward_passes_per_step."
+)
 
 
 class _Counters(NamedTuple):
@@ -33,6 +44,7 @@ class _Sum(NamedTuple):
     index: int
     accumulator: mtf.Variable
     value: mtf.Tensor
+    dtype: tf.DType  # the gradient's
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -119,6 +131,8 @@ class GradientAccumulationOptimizer(Wrapper):
         self._skip_fn = should_skip_update_fn
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
+        # An optimizer may serve several graphs; the last one is what its properties tell of.
+        self._counters_of: Any = weakref.WeakKeyDictionary()
         self._counters: _Counters | None = None
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
 
@@ -156,7 +170,12 @@ class GradientAccumulationOptimizer(Wrapper):
         if self._passes == 1 and self._skip_fn is None:
             return self._apply_inner(grads, variables)
         graph, mesh = variables[0].graph, variables[0].mesh
-        self._counters = self._counters or self._make_counters(mesh)
+        if is_ungated(graph):
+            raise ValueError(_NESTED)
+        if graph not in self._counters_of:
+            claim_name(graph, self.name, self)
+            self._counters_of[graph] = self._make_counters(mesh)
+        self._counters = self._counters_of[graph]
         mini_step, update_step, skipped = (c.value for c in self._counters)
         for state in self._counters:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
@@ -203,11 +222,7 @@ class GradientAccumulationOptimizer(Wrapper):
 
     def _check_inner_stack(self) -> None:
         if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
-            raise ValueError(
-                "A GradientAccumulationOptimizer inside another one would count the outer's "
-                "updates as micro steps; use one, with the product of both "
-                "backward_passes_per_step."
-            )
+            raise ValueError(_NESTED)
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
@@ -231,35 +246,45 @@ class GradientAccumulationOptimizer(Wrapper):
         before = set(variable.graph.all_variables)
         accumulator = state_variable(variable.mesh, name, grad.shape, dtype, self._checkpointed)
         if accumulator not in before:
-            self._slots.record([accumulator], [variable])
+            self._slots.record([accumulator], [variable], tf.get_variable_scope().name)
             if self._checkpointed:
                 # None is noted too: the checkpoint may come from a mesh with shards.
                 note_per_shard(accumulator, grad.shape.ndims - variable.shape.ndims)
-        if grad.dtype != dtype:
-            grad = mtf.cast(grad, dtype)
-        return _Sum(index, accumulator, accumulator.value + grad)
+        added = grad if grad.dtype == dtype else mtf.cast(grad, dtype)
+        return _Sum(index, accumulator, accumulator.value + added, grad.dtype)
 
     def _totals(
         self, sums: Sequence[_Sum], variables: Sequence[mtf.Variable], count: mtf.Tensor
     ) -> list[mtf.Tensor | None]:
         """What the inner optimizer gets: summed over the mesh, averaged if asked for."""
+        dtypes = {s.index: s.dtype for s in sums}
         totals: list[mtf.Tensor | None] = [None] * len(variables)
         for s in sums:
             totals[s.index] = s.value
         totals = self._summed(totals, variables)
         for index, total in enumerate(totals):
-            if total is not None and total.dtype.size < 4:
-                total = mtf.cast(total, tf.float32)
-            if total is not None and self._average:
-                total = mtf.divide(total, mtf.cast(count, total.dtype))
-            totals[index] = total
+            if total is None:
+                continue
+            if self._average:
+                wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
+                total = mtf.divide(wide, mtf.cast(count, wide.dtype))
+            dtype = self._inner_dtype(dtypes[index])
+            totals[index] = total if total.dtype == dtype else mtf.cast(total, dtype)
         return totals
+
+    def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
+        """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
+        # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the
+        # others cast to float32 themselves.
+        if dtype.size >= 4 or isinstance(self.innermost(), mtf.optimize.MomentumOptimizer):
+            return dtype
+        return tf.float32
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """The number of updates made so far, for schedules of the inner optimizer.
 
-    It can be had before the wrapper exists, and is the same counter.
+    It can be had before the wrapper exists, and is the same counter, in any variable scope.
 
     Args:
       mesh: the mesh that is trained on.

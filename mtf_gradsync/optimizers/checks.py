@@ -91,7 +91,16 @@ def check_grads_and_variables(
             f"{len(variables)} variables."
         )
     seen = set()
+    meshes = {v.mesh for g, v in zip(grads, variables) if g is not None}
+    if len(meshes) > 1:
+        raise ValueError(
+            "The variables are on different meshes; apply one wrapper to the variables of each."
+        )
     for grad, variable in zip(grads, variables):
+        if grad is not None and not grad.dtype.is_floating:
+            raise TypeError(
+                f"The gradient of {variable.name!r} must be of a floating dtype, got {grad.dtype}."
+            )
         if variable in seen:
             raise ValueError(f"Variable {variable.name!r} stands twice in variables.")
         seen.add(variable)

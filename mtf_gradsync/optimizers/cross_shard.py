@@ -13,7 +13,6 @@ from mtf_gradsync.gradients import (
     check_groups_cover,
     on_present,
 )
-from mtf_gradsync.optimizers.accumulation import LOCAL, GradientAccumulationOptimizer
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.update import warn_once
@@ -110,25 +109,8 @@ class CrossShardOptimizer(Wrapper):
         """
         return super().apply_grads(grads, variables)
 
-    def _check_inner_stack(self) -> None:
-        for inner in self.inner_stack():
-            if isinstance(inner, GradientAccumulationOptimizer) and inner.accumulate == LOCAL:
-                raise ValueError(
-                    "CrossShardOptimizer around local accumulation would sum over the mesh on "
-                    "every micro step: turn them round, "
-                    "GradientAccumulationOptimizer(CrossShardOptimizer(opt), ...), or accumulate "
-                    "what is summed, by accumulate='synced'."
-                )
-
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        super()._check_shapes(grads, variables)
-        if not self._groups:
-            return
-        for grad, variable in zip(grads, variables):
-            if grad is None:
-                continue
+    def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
+        for variable in variables if self._groups else ():
             if not self._has_own_copy(variable):
                 raise ValueError(
                     f"group_assignment={self._groups!r} sums within groups of shards, but all "
@@ -137,6 +119,12 @@ class CrossShardOptimizer(Wrapper):
                     "on each. Give the variable the shard dims, or leave group_assignment out."
                 )
             check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
+
+    def _check_shapes(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        super()._check_shapes(grads, variables)
+        self._check_variables([v for g, v in zip(grads, variables) if g is not None])
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)

@@ -36,9 +36,44 @@ class _Schedule(StageOperation):
         value = lowering.tensors[self.inputs[0]]
 
         def evaluate(step: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(tf.cast(self._fn(step), tf.int32), [])
+            try:
+                passes = tf.convert_to_tensor(self._fn(step))
+            except Exception as error:
+                raise ValueError(
+                    f"backward_passes_per_step {self._fn!r} failed for the update step as an mtf "
+                    f"scalar and as a tf scalar: {error}"
+                ) from error
+            if not passes.dtype.is_integer or passes.shape.rank not in (0, None):
+                raise ValueError(
+                    f"backward_passes_per_step {self._fn!r} must return a whole number, got "
+                    f"{passes!r}."
+                )
+            return tf.reshape(tf.cast(passes, tf.int32), [])
 
         self.set_outputs(lowering, [mesh_impl.slicewise(evaluate, value)])
+
+
+class _Probe:
+    """An update step that refuses to be decided on in Python."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("decided in Python")
+
+    __eq__ = __ne__ = __bool__ = __hash__ = __index__ = __int__ = _refuse
+
+
+def _check_constant(passes: Callable[[Any], Any], result: Any) -> None:
+    """Raises ValueError if a number came from comparing the tensor itself, not its value."""
+    try:
+        same = passes(_Probe()) == result
+    except Exception:
+        same = False
+    if not same:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} decides in Python, when the graph is built and "
+            "the update step is not known; write it in mtf or tf operations, such as "
+            "lambda step: tf.where(step < 100, 2, 8)."
+        )
 
 
 def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
@@ -54,7 +89,8 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
       An int or an int32 mtf scalar.
 
     Raises:
-      ValueError: the function returns something else, or an int below 1.
+      ValueError: the function returns something else, or an int below 1, or decides in Python.
+        What a schedule gives while it runs cannot raise: less than 1 counts as 1.
     """
     if not callable(passes):
         return int(passes)
@@ -66,12 +102,13 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
         result = None
         graph.operations[:] = before
     if isinstance(result, mtf.Tensor):
-        if result.shape.ndims:
+        if result.shape.ndims or not result.dtype.is_integer:
             raise ValueError(
-                f"backward_passes_per_step must return a scalar, got shape {result.shape}."
+                f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
             )
         return mtf.cast(result, tf.int32)
-    if isinstance(result, (int, np.integer)) and not isinstance(result, bool):
-        check_passes(int(result))
+    if isinstance(result, (int, float, np.number)):
+        _check_constant(passes, result)
+        check_passes(result)
         return int(result)
     return _Schedule(update_step, passes).outputs[0]

@@ -32,9 +32,10 @@ def skip_not_finite(grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
 class skip_large_updates:
     """Says to skip a micro step whose gradients are larger than a norm, or not finite.
 
-    With gradients per shard the norm is the root of the sum over shards of the squares of their
-    gradients: only a scalar crosses the mesh. The norm of the summed gradient is at most
-    sqrt(num_shards) times as large.
+    With gradients per shard (local accumulation) the norm is the root of the sum over shards of
+    the squares of their gradients: only a scalar crosses the mesh. It is not the norm of the
+    summed gradient, which is at most sqrt(num_shards) times as large, and smaller where shards
+    cancel: choose max_norm for the place where gradients accumulate.
 
     References:
       optax.skip_large_updates
@@ -49,7 +50,8 @@ class skip_large_updates:
         Raises:
           ValueError: max_norm is not greater than 0.
         """
-        if not max_norm > 0:
+        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+        if not number or not max_norm > 0:
             raise ValueError(f"max_norm must be greater than 0, got {max_norm!r}.")
         self.max_norm = max_norm
 

@@ -18,16 +18,21 @@ class SlotBook:
         self._slots: dict[tuple[str, str], mtf.Variable] = {}
         self._variables: list[mtf.Variable] = []
 
-    def record(self, made: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]) -> None:
-        """Adds the variables that an update of `variables` made."""
+    def record(
+        self, made: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
+    ) -> None:
+        """Adds the variables that an update of `variables` made in a variable scope."""
         owners = {v.name for v in variables}
         for variable in made:
             if variable in self._variables:
                 continue
             self._variables.append(variable)
-            owner = _owner(variable.name, owners)
+            name = variable.name
+            if scope and name.startswith(scope + "/"):
+                name = name[len(scope) + 1 :]
+            owner = _owner(name, owners)
             if owner is not None:
-                slot = variable.name[len(owner) :].lstrip("/_")
+                slot = name[len(owner) :].lstrip("/_")
                 self._slots[(owner, slot)] = variable
 
     def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from mtf_gradsync._tf_compat import mtf, tf
@@ -74,18 +75,45 @@ def _unstacked(dtype: tf.DType) -> mtf.VariableDType:
     return result
 
 
+_owners: Any = weakref.WeakKeyDictionary()
+
+
+def claim_name(graph: mtf.Graph, name: str, owner: Any) -> None:
+    """Reserves the names of a wrapper's counters in a graph.
+
+    Args:
+      graph: the mtf graph.
+      name: name of the wrapper.
+      owner: the wrapper.
+
+    Raises:
+      ValueError: another wrapper of that name has its counters there already.
+    """
+    owners = _owners.setdefault(graph, {})
+    other = owners.get(name)
+    if other is not None and other() is not None and other() is not owner:
+        raise ValueError(
+            f"Two {type(owner).__name__}s named {name!r} in one graph would share their counters; "
+            "give each a name= of its own."
+        )
+    owners[name] = weakref.ref(owner)
+
+
 def counter(mesh: mtf.Mesh, name: str, checkpointed: bool = True) -> mtf.Variable:
     """An integer scalar that starts at 0.
 
     Args:
       mesh: the mesh.
-      name: name in the current variable scope.
+      name: its whole name: the current variable scope does not count, so that a schedule made in
+        a scope of its own finds the same counter.
       checkpointed: whether savers of global variables write it.
 
     Returns:
       An `mtf.Variable` of dtype int32.
     """
-    return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed)
+    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
+    with tf.variable_scope(root, auxiliary_name_scope=False):
+        return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed)
 
 
 def state_variable(
@@ -114,8 +142,3 @@ def state_variable(
 def note_per_shard(variable: mtf.Variable, num_shard_dims: int) -> None:
     """Records that the first dims of a variable number the shards."""
     tf.add_to_collection(PER_SHARD_COLLECTION, (variable.name, num_shard_dims))
-
-
-def zeros(shape: mtf.Shape, like: mtf.Tensor) -> mtf.Tensor:
-    """Zeros of a shape, with the mesh and dtype of a tensor."""
-    return mtf.zeros(like.mesh, shape, like.dtype)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.axes import as_dim_names, resolve_axes
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.update import advance_step, gated_update
+from mtf_gradsync.update import advance_step, gated_update, restored_on_error
 
 _NOT_GIVEN = object()
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
 class Wrapper(mtf.optimize.Optimizer):
@@ -61,8 +63,11 @@ class Wrapper(mtf.optimize.Optimizer):
         self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name must be a string that is not empty, got {name!r}.")
+        if not isinstance(name, str) or not _NAME.match(name):
+            raise ValueError(
+                "name must be one that TensorFlow takes for variables, letters, digits and any "
+                f"of . _ / -, got {name!r}."
+            )
         self.name = name
         self.opt = _make(opt, learning_rate, kind)
         self._slots = SlotBook()
@@ -78,6 +83,16 @@ class Wrapper(mtf.optimize.Optimizer):
 
     def _check_inner_stack(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
+        kind = type(self).__name__
+        if any(getattr(inner, "accumulate", None) == "local" for inner in self.inner_stack()):
+            raise ValueError(
+                f"{kind} around local accumulation would sum over the mesh on every micro step: "
+                f"turn them round, GradientAccumulationOptimizer({kind}(opt), ...), or accumulate "
+                "what is summed, by accumulate='synced'."
+            )
+
+    def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for variables that cannot be updated; creates nothing."""
 
     def _check_shapes(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
@@ -143,10 +158,16 @@ class Wrapper(mtf.optimize.Optimizer):
         before = set(graph.all_variables)
 
         def make() -> list[mtf.Operation]:
-            return list(self.opt.apply_grads(list(grads), list(variables)))
+            made = self.opt.apply_grads(list(grads), list(variables))
+            if made is None:
+                raise TypeError(
+                    f"apply_grads of {self.opt!r} must return a list of mtf operations, got None."
+                )
+            return list(made)
 
         operations = make() if isinstance(self.opt, Wrapper) else gated_update(make, grads)
-        self._slots.record([v for v in graph.all_variables if v not in before], variables)
+        made = [v for v in graph.all_variables if v not in before]
+        self._slots.record(made, variables, tf.get_variable_scope().name)
         return operations
 
     # The interface of mtf.optimize.Optimizer.
@@ -172,7 +193,8 @@ class Wrapper(mtf.optimize.Optimizer):
         self._check_shapes(grads, variables)
         if all(g is None for g in grads):
             return []
-        return self._to_inner(grads, variables)
+        with restored_on_error(variables[0].graph):
+            return self._to_inner(grads, variables)
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
@@ -203,6 +225,7 @@ class Wrapper(mtf.optimize.Optimizer):
         variables = checks.check_variables(var_list)
         if not variables:
             raise ValueError("There are no variables to differentiate the loss by.")
+        self._check_variables(variables)
         scaled = self._scale_loss(loss)
         return list(zip(mtf.gradients([scaled], [v.value for v in variables]), variables))
 
@@ -250,7 +273,10 @@ class Wrapper(mtf.optimize.Optimizer):
         stack, opt = [], self.opt
         while opt is not None:
             stack.append(opt)
-            opt = opt.opt if isinstance(opt, Wrapper) else None
+            # Wrappers of others are looked through where they name what they wrap.
+            names = ("opt", "optimizer", "_opt", "_optimizer")
+            inside = (getattr(opt, name, None) for name in names)
+            opt = next((o for o in inside if callable(getattr(o, "apply_grads", None))), None)
         return stack
 
     def innermost(self) -> Any:

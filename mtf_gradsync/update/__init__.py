@@ -1,8 +1,9 @@
 """When an inner optimizer's update may run, and how steps are counted."""
 
 from mtf_gradsync.update.conditional import Branch, Conditional
-from mtf_gradsync.update.gate import Gate, after, gated_update, settle
+from mtf_gradsync.update.gate import Gate, after, gated_update, is_ungated, settle
 from mtf_gradsync.update.reads import ReadOnce, read_variables_once
+from mtf_gradsync.update.rollback import restored_on_error
 from mtf_gradsync.update.steps import AdvanceStep, advance_step
 from mtf_gradsync.update.warn import reset_warnings, warn_once
 
@@ -15,8 +16,10 @@ __all__ = [
     "advance_step",
     "after",
     "gated_update",
+    "is_ungated",
     "read_variables_once",
     "reset_warnings",
+    "restored_on_error",
     "settle",
     "warn_once",
 ]

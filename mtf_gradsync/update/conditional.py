@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+import contextlib
+from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.update.gate import Gate, ungated
+from mtf_gradsync.update.warn import warn_once
 
 
 class Branch:
@@ -72,7 +74,7 @@ class Conditional(mtf.Operation):
 
         def body(branch: Branch, feeding: Sequence[mtf.Operation]) -> Callable[[], tf.Operation]:
             def run() -> tf.Operation:
-                with _PendingOutside(lowering):
+                with _PendingOutside(lowering), _no_summaries():
                     for op in [*branch.operations, *feeding, *branch.updates]:
                         with tf.name_scope(op.name):
                             op.lower(lowering)
@@ -118,6 +120,22 @@ def _skip_once(op: mtf.Operation, lowering: mtf.Lowering) -> None:
             lower(other)
 
     op.lower = lower_elsewhere
+
+
+@contextlib.contextmanager
+def _no_summaries() -> Iterator[None]:
+    """Leaves out scalar summaries of a branch: on the steps that skip it they have no value."""
+    summaries = tf.get_collection_ref(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
+    before = len(summaries)
+    yield
+    if summaries[before:]:
+        warn_once(
+            "summaries in a branch",
+            "The scalar summaries %s are made by an update that runs on some steps only; they are "
+            "left out.",
+            [name for name, _ in summaries[before:]],
+        )
+        del summaries[before:]
 
 
 class _PendingOutside:

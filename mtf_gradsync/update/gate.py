@@ -100,6 +100,11 @@ def ungated(graph: mtf.Graph) -> Iterator[None]:
             _in_branch.discard(graph)
 
 
+def is_ungated(graph: mtf.Graph) -> bool:
+    """Whether a graph is within `ungated`, as in a branch that holds an update."""
+    return graph in _in_branch
+
+
 def gated_update(
     make_update: Callable[[], Sequence[mtf.Operation]], grads: Sequence[mtf.Tensor | None]
 ) -> list[mtf.Operation]:

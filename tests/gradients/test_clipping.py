@@ -166,7 +166,7 @@ def test_not_finite_stays_with_its_shard(mesh_kind):
         np.testing.assert_array_equal(finite, [[i > 0] * finite.shape[1] for i in range(4)])
 
 
-@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), True, "2", None])
+@pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), True, "2", None])
 def test_bad_clip_norm_leaves_the_graph_alone(clip_norm, fresh_graph):
     graph = mtf.Graph()
     grad = mtf.zeros(mtf.Mesh(graph, "mesh"), mtf.Shape([features]))
@@ -188,3 +188,12 @@ def test_different_shard_dims_are_refused():
 def test_no_gradients_no_norm():
     assert gs.clip_by_global_norm([None, None], 1.0) == ([None, None], None)
     assert gs.clip_by_shard_norm([], 1.0, AXES) == ([], None)
+
+
+@pytest.mark.parametrize("value", [np.inf, 1e25], ids=["infinite", "squares overflow"])
+def test_gradients_without_a_norm_become_nan_not_zero(value):
+    feed = inputs()
+    feed["x"][0, 0] = value
+    out = run("placement", lambda grads: gs.clip_by_global_norm(grads, 2.0), feed)
+    assert np.isnan(out["x"]).all()
+    assert np.isnan(out["h"]).all()

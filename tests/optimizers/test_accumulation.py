@@ -471,3 +471,114 @@ def test_counters_go_to_summaries():
     names = {name for name, _ in result.graph.get_collection(key)}
     prefix = "summary/GradientAccumulationOptimizer/"
     assert names == {prefix + n for n in ("mini_step", "update_step", "skipped")}
+
+
+def two_parameter_model(dtype=tf.float32):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    shape = mtf.Shape([mtf.Dimension("d", 2)])
+    weights = [
+        mtf.get_variable(mesh, n, shape, dtype, initializer=tf.ones_initializer()).operation
+        for n in ("v", "w")
+    ]
+    return mesh, weights, [mtf.ones(mesh, shape, dtype) for _ in weights]
+
+
+def test_two_wrappers_in_one_graph_need_two_names():
+    _, weights, grads = two_parameter_model()
+    one, two, three = (
+        gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(1.0), 2, name=name)
+        for name in ("one", "one", "three")
+    )
+    one.apply_grads(grads[:1], weights[:1])
+    with pytest.raises(ValueError, match=r"share their counters.*name="):
+        two.apply_grads(grads[1:], weights[1:])
+    three.apply_grads(grads[1:], weights[1:])
+
+
+def test_one_wrapper_serves_several_graphs():
+    optimizer = accumulate(mtf.optimize.SgdOptimizer(0.1), "4x2")
+    results = [run("placement", "4x2", lambda: optimizer, models.mlp_batches(K)) for _ in range(2)]
+    np.testing.assert_array_equal(results[0].variables["w1"], results[1].variables["w1"])
+
+
+def test_the_update_step_is_one_counter_in_any_scope():
+    mesh, weights, grads = two_parameter_model()
+    with tf.variable_scope("schedule"):
+        step = gs.get_update_step(mesh)
+    optimizer = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(1.0), 2)
+    with tf.variable_scope("training"):
+        optimizer.apply_grads(grads, weights)
+    assert optimizer.update_step.value is step
+    assert optimizer.get_slot(weights[0], "gradient_accumulator") is not None
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        lambda step: 1 if step == 0 else 4,
+        lambda step: {0: 1}.get(step, 4),
+        lambda step: 2.5,
+        lambda step: 0,
+    ],
+)
+def test_schedules_that_cannot_work_are_refused(passes):
+    mesh, weights, grads = two_parameter_model()
+    before = list(mesh.graph.operations), list(mesh.graph.all_variables)
+    optimizer = accumulate(mtf.optimize.SgdOptimizer(1.0), "8", passes)
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        optimizer.apply_grads(grads, weights)
+    assert (list(mesh.graph.operations), list(mesh.graph.all_variables)) == before
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adafactor"])
+def test_bfloat16_activations_with_every_optimizer_that_takes_them(mesh_kind, optimizer):
+    """Mesh-TF's AdamWeightDecay does not, with weight decay, with or without a wrapper."""
+    batch, d = mtf.Dimension("batch", 8), mtf.Dimension("d", 4)
+    feeds = [{"x": f["x"][:8, :4]} for f in models.mlp_batches(4)]
+    dtype = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, tf.cast(inputs["x"], tf.bfloat16), mtf.Shape([batch, d]))
+        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), dtype, initializer=tf.ones_initializer())
+        inner = models.OPTIMIZERS[optimizer]()
+        return accumulate(inner, "8", 2).minimize(mtf.reduce_sum(x * w)), {}
+
+    w = harness.run(mesh_kind, "all:8", "batch:all", build, feeds).variables["w"]
+    assert np.isfinite(w).all()
+    assert np.any(w != 1)
+
+
+def test_summaries_of_the_inner_optimizer_are_left_out(caplog):
+    class Summarizing(mtf.optimize.SgdOptimizer):
+        def apply_grads(self, grads, variables):
+            mtf.scalar_summary("inner", mtf.reduce_sum(grads[0]))
+            return super().apply_grads(grads, variables)
+
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        result = run(
+            "placement", "4x2", lambda: accumulate(Summarizing(0.1), "4x2"), models.mlp_batches(1)
+        )
+    names = [
+        name for name, _ in result.graph.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
+    ]
+    assert names
+    assert not [n for n in names if "inner" in n]
+    assert any("left out" in r.getMessage() for r in caplog.records)
+
+
+def test_a_restored_sum_larger_than_asked_for_waits_for_a_step_that_counts():
+    """mini_step 3 of 4, then 2 are asked for: a step that is left out brings no update."""
+    feeds = models.mlp_batches(5)
+    feeds[3]["x"] = np.full_like(feeds[3]["x"], np.nan)
+    passes = lambda step: 4 - 2 * step  # noqa: E731, 4, then 2, then 0, which counts as 1
+    result = run(
+        "placement",
+        "4x2",
+        lambda: accumulate(
+            models.OPTIMIZERS["sgd"](), "4x2", passes, should_skip_update_fn=gs.skip_not_finite
+        ),
+        feeds,
+    )
+    counters = "GradientAccumulationOptimizer/"
+    assert result.variables[counters + "update_step"] == 1
+    assert result.variables[counters + "skipped"] == 1

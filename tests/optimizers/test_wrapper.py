@@ -136,7 +136,7 @@ def test_the_live_list_of_trainable_variables_and_a_single_pair(wrapper):
     grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
     optimizer = wrapper(mtf.optimize.SgdOptimizer(0.5))
     operations = optimizer.apply_grads(grads, mesh.graph.trainable_variables)
-    operations += wrapper(mtf.optimize.SgdOptimizer(0.5)).apply_grad(grads[0], variables[0])
+    operations += optimizer.apply_grad(grads[0], variables[0])
     lowering = mtf.Lowering(mesh.graph, {mesh: harness.placement("all:2", "")})
     assert all(lowering.lowered_operation(op) is not None for op in operations)
 
@@ -248,3 +248,40 @@ def test_minimize_equals_compute_and_apply(wrapper):
     two = harness.run("placement", "all:2", "batch:all", models.train(make), feeds)
     for name, value in two.variables.items():
         np.testing.assert_array_equal(one.variables[name], value)
+
+
+def test_an_error_inside_leaves_the_mesh_graph_as_it_was(wrapper):
+    class Fails(mtf.optimize.SgdOptimizer):
+        def apply_grads(self, grads, variables):
+            super().apply_grads(grads, variables)
+            raise RuntimeError("inside")
+
+    mesh, variables = model()
+    grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
+    graph = mesh.graph
+    before = [list(graph.operations), list(graph.all_variables), dict(graph.name_to_variable)]
+    with pytest.raises(RuntimeError, match="inside"):
+        wrapper(Fails(0.1)).apply_grads(grads, variables)
+    assert before == [graph.operations, graph.all_variables, graph.name_to_variable]
+
+
+def test_an_optimizer_that_returns_nothing_is_named(wrapper):
+    class Nothing(Recorder):
+        def apply_grads(self, grads, variables):
+            return None
+
+    mesh, variables = model()
+    grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
+    with pytest.raises(TypeError, match="Nothing.*list of mtf operations"):
+        wrapper(Nothing()).apply_grads(grads, variables)
+
+
+def test_variables_of_two_meshes_are_refused(wrapper):
+    graph = mtf.Graph()
+    _, variables = model(graph)
+    other = mtf.Mesh(graph, "other")
+    shape = mtf.Shape([features])
+    foreign = mtf.get_variable(other, "x", shape, initializer=tf.ones_initializer()).operation
+    grads = [mtf.ones(variables[0].mesh, shape), mtf.ones(other, shape)]
+    with pytest.raises(ValueError, match="one wrapper to the variables of each"):
+        wrapper(Recorder()).apply_grads(grads, [variables[0], foreign])
