@@ -272,7 +272,7 @@ def test_an_optimizer_that_returns_nothing_is_named(wrapper):
 
     mesh, variables = model()
     grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
-    with pytest.raises(TypeError, match="Nothing.*list of mtf operations"):
+    with pytest.raises(TypeError, match=r"Nothing.*list of mtf operations"):
         wrapper(Nothing()).apply_grads(grads, variables)
 
 
