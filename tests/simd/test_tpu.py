@@ -27,6 +27,8 @@ AXES = {"mesh_shape": SHAPE, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
 WRAPPERS = {
     "bare": (lambda opt: opt, False),
     "cross_shard": (gs.CrossShardOptimizer, False),
+    # Norms of the model's gradients are far below: the trajectory is the bare one.
+    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, clip_norm=1e6), False),
     "accumulate_local": (
         lambda opt: gs.GradientAccumulationOptimizer(opt, backward_passes_per_step=2, **AXES),
         True,
