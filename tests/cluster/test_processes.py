@@ -1,0 +1,86 @@
+"""The helper that starts processes for the tests here."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster import processes as module
+
+IDLE = "tests.cluster.idle"
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # One that has ended and whom nobody has asked yet (in a container perhaps nobody will).
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def pids(output):
+    return [int(word) for word in output.split("started ")[1].split()[:2]]
+
+
+def ended(numbers):
+    end = time.monotonic() + 60
+    while any(runs(pid) for pid in numbers) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(runs(pid) for pid in numbers)
+
+
+def test_a_failing_test_leaves_no_process():
+    def fails():
+        with module.Processes() as processes:
+            started.append(processes.start(IDLE))
+            processes.wait_for(started[0], "started")
+            raise KeyError
+
+    started = []
+    with pytest.raises(KeyError):
+        fails()
+    assert ended(pids(started[0].output()))
+
+
+def test_a_killed_parent_leaves_no_program():
+    code = (
+        "import sys; from tests.cluster.processes import Processes\n"
+        f"processes = Processes(); process = processes.start({IDLE!r})\n"
+        "processes.wait_for(process, 'started'); print(process.output(), flush=True)\n"
+        "processes.wait(process)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=module.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    program, grandchild = pids(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    try:
+        assert ended([program])
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+
+
+def test_waiting_ends_when_another_program_fails(processes):
+    waiting = processes.start(IDLE)
+    processes.start(IDLE, "fail")
+    with pytest.raises(RuntimeError, match="as asked"):
+        processes.wait(waiting)
+
+
+def test_waiting_ends_when_the_time_is_up():
+    with module.Processes(time_limit=0) as processes:
+        process = processes.start(IDLE)
+        with pytest.raises(TimeoutError, match="idle"):
+            processes.wait(process)
+
+
+def test_cluster_specs_have_ports_of_their_own():
+    spec = module.cluster_spec({"ps": 1, "worker": 3})
+    assert [len(spec["ps"]), len(spec["worker"])] == [1, 3]
+    assert len({*spec["ps"], *spec["worker"]}) == 4
