@@ -1,78 +1,76 @@
-"""One sum over groups of processors, on a placement mesh and on a SIMD mesh."""
+"""All-reduce by a named algorithm, in packs."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
+import gin
+
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.reduce.algorithms import ALGORITHMS, add_n, check_algorithm
 from mtf_gradsync.reduce.groups import ProcessorGroups
-
-# Sums of these are kept in float32 until the last addition is done.
-_NARROW_FLOATS = (tf.bfloat16, tf.float16)
-
-
-def is_simd(mesh_impl: Any) -> bool:
-    """Whether one program stands for all processors, so that tensors have a single slice."""
-    return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
+from mtf_gradsync.reduce.packed import packed_all_reduce
+from mtf_gradsync.reduce.packer import Packer
+from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
 
 
-def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Sums over groups by one CrossReplicaSum.
+@gin.configurable(module="mtf_gradsync")
+class AllReduce(Strategy):
+    """All-reduces packs of tensors by one algorithm.
 
-    Groups along mesh axes go through Mesh-TF's own all-reduce, and with it its rule that every
-    dtype but float32 (and bfloat16 in groups of at most 8) crosses the mesh as float32.
+    On a placement mesh the algorithms are "add_n" (one device adds a pack up and the others read
+    it; the devices take turns from pack to pack) and "ring" (Mesh-TF's). A SIMD mesh has the one
+    all-reduce of its compiler: packing means the same there, and naming an algorithm has no
+    effect, which a warning says.
+
+    One pack is TensorFlow 1's default, and right where every message is dear. With "add_n" it
+    makes one device do all the work: as many packs as processors share it evenly.
+
+    References:
+      TensorFlow 1's `AllReduceCrossTowerOps`, whose arguments these are; its algorithms are for
+      GPUs.
     """
-    if groups.mesh_axes is not None:
-        return mesh_impl.allreduce(value, list(groups.mesh_axes), "SUM")
-    physical = [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
 
-    def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
-        wire = x if x.dtype == tf.float32 else tf.cast(x, tf.float32)
-        return tf.cast(tf.tpu.cross_replica_sum(wire, physical), x.dtype)
+    def __init__(
+        self,
+        algorithm: str | None = None,
+        num_packs: int = 1,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+    ):
+        """Sets the algorithm and the way to pack; the first way not switched off counts.
 
-    return mesh_impl.slicewise(cross_replica_sum, value)
+        Args:
+          algorithm: "add_n" or "ring"; None is the mesh's own on a SIMD mesh, "add_n" elsewhere.
+          num_packs: lay all tensors end to end and split them evenly into so many packs, the
+            last one taking the rest; 0 switches this off.
+          agg_small_grads_max_bytes: put tensors of up to so many bytes per processor together,
+            and leave the others alone; 0 switches this off.
+          agg_small_grads_max_group: most tensors that are put together so; 0 switches this off.
 
+        Raises:
+          ValueError: there is no such algorithm, or a number is negative or not whole.
+        """
+        self.algorithm = None if algorithm is None else check_algorithm(algorithm)
+        self.packer = Packer(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
-def sum_on_one_device(slices: Sequence[tf.Tensor], device: str) -> tf.Tensor:
-    """Adds up slices on one device, in their order.
-
-    One addition over all slices is one pass over memory, where a ring takes a step per device;
-    bfloat16 and float16 are summed in float32. TensorFlow itself sends the sum once to each
-    device that reads it.
-    """
-    dtype = slices[0].dtype
-    narrow = dtype in _NARROW_FLOATS
-    with tf.device(device):
-        total = tf.add_n([tf.cast(x, tf.float32) if narrow else x for x in slices])
-        return tf.cast(total, dtype) if narrow else total
-
-
-def placement_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups, turn: int) -> Any:
-    """Sums over groups of a placement mesh, each on one of its devices.
-
-    Args:
-      mesh_impl: a `PlacementMeshImpl`.
-      value: a `LaidOutTensor`.
-      groups: the processors that sum with each other.
-      turn: which member of the group adds up, counted round; calls that count up spread the
-        work over the devices.
-
-    Returns:
-      A `LaidOutTensor`.
-    """
-    slices = value.tensor_list
-    result: list[Any] = [None] * len(slices)
-    for number, group in enumerate(groups.groups):
-        root = group[(turn + number) % len(group)]
-        total = sum_on_one_device([slices[p] for p in group], mesh_impl.devices[root])
-        for processor in group:
-            result[processor] = total
-    return mesh_impl.LaidOutTensor(result)
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        if self.algorithm is not None and is_simd(mesh_impl):
+            warn_algorithm_on_simd(self.algorithm)
+        group_sum = add_n if self.algorithm is None else ALGORITHMS[self.algorithm]
+        sum_fn = all_reduce_fn(mesh_impl, group_sum)
+        return packed_all_reduce(mesh_impl, values, groups, sum_fn, self.packer)
 
 
-def all_reduce_fn(mesh_impl: Any) -> Any:
-    """The function (value, groups, turn) -> value that sums on this kind of mesh."""
-    if is_simd(mesh_impl):
-        return lambda value, groups, turn: simd_all_reduce(mesh_impl, value, groups)
-    return functools.partial(placement_all_reduce, mesh_impl)
+def warn_algorithm_on_simd(algorithm: str) -> None:
+    """Says once that a SIMD mesh has no choice of algorithms."""
+    warn_once(
+        f"algorithm {algorithm} on SIMD",
+        "algorithm=%r is for placement meshes; on a SIMD mesh the all-reduce of its compiler is "
+        "used instead.",
+        algorithm,
+    )

@@ -1,39 +1,10 @@
-"""Which tensors cross the mesh together (planning), and how they are put together (packing)."""
+"""How tensors that cross the mesh together are put together, and taken apart again."""
 
 from __future__ import annotations
 
 from typing import Sequence
 
 from mtf_gradsync._tf_compat import tf
-
-
-def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Groups tensors into buckets of at most bucket_bytes.
-
-    Each tensor goes into the first bucket that has room for it (first fit). A tensor that is
-    larger than a bucket stands alone.
-
-    Args:
-      num_bytes: size of each tensor in bytes, 0 or more.
-      bucket_bytes: largest size of a bucket that holds more than one tensor; 0 keeps every
-        tensor alone.
-
-    Returns:
-      Lists of indices into num_bytes; each index stands in one of them, in rising order.
-    """
-    buckets: list[list[int]] = []
-    rooms: list[int] = []
-    for index, size in enumerate(num_bytes):
-        fitting = None
-        if bucket_bytes > 0:
-            fitting = next((i for i, room in enumerate(rooms) if size <= room), None)
-        if fitting is None:
-            buckets.append([index])
-            rooms.append(bucket_bytes - size)
-        else:
-            buckets[fitting].append(index)
-            rooms[fitting] -= size
-    return buckets
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

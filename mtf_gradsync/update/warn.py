@@ -1,21 +1,5 @@
 """Warnings that are given once a process."""
 
-from __future__ import annotations
+from mtf_gradsync._warn import reset_warnings, warn_once
 
-import logging
-from typing import Any
-
-_logger = logging.getLogger("mtf_gradsync")
-_warned = set()
-
-
-def warn_once(key: str, message: str, *args: Any) -> None:
-    """Logs a warning the first time that its key is seen in this process."""
-    if key not in _warned:
-        _warned.add(key)
-        _logger.warning(message, *args)
-
-
-def reset_warnings() -> None:
-    """Forgets which warnings were given, for tests."""
-    _warned.clear()
+__all__ = ["reset_warnings", "warn_once"]

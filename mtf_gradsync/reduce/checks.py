@@ -1,0 +1,55 @@
+"""Checks of what strategies are given."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._tf_compat import tf
+
+
+def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:
+    """Returns a whole number of `least` or more.
+
+    Args:
+      argument: its name.
+      value: what was given.
+      what: what it is, for the error.
+      least: the smallest that will do.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{argument} must be {what}: {least} or more, got {value!r}.")
+    return value
+
+
+def check_values(values: Sequence[Any]) -> None:
+    """Checks what is to be summed.
+
+    Raises:
+      ValueError: a value is no dense tensor of numbers of known shape.
+    """
+    for index, value in enumerate(values):
+        slices = getattr(value, "tensor_list", None)
+        if slices is None:
+            raise ValueError(
+                f"values must be LaidOutTensors, as lowering.tensors[x].to_laid_out_tensor() "
+                f"gives them, but values[{index}] is {value!r}."
+            )
+        for x in slices:
+            if isinstance(x, (tf.IndexedSlices, tf.SparseTensor)):
+                raise ValueError(
+                    f"values[{index}] is {type(x).__name__}, and only dense tensors can be summed "
+                    f"over a mesh: {x!r}. Make it dense with tf.convert_to_tensor first."
+                )
+            if not x.shape.is_fully_defined():
+                raise ValueError(
+                    f"The shape of values[{index}] is unknown: {x!r}. A mesh needs the shape of "
+                    "every slice; set it with tf.ensure_shape."
+                )
+            if not (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex):
+                raise ValueError(
+                    f"values[{index}] has the dtype {x.dtype.name}, which has no sum: {x!r}. Cast "
+                    "it to a number first."
+                )

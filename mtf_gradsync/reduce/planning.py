@@ -1,0 +1,133 @@
+"""Which parts of which tensors cross the mesh together: plans from sizes alone."""
+
+from __future__ import annotations
+
+from typing import Callable, List, NamedTuple, Sequence
+
+
+class Piece(NamedTuple):
+    """A range of a tensor's elements, in row-major order.
+
+    Attributes:
+      tensor: which tensor.
+      start: first element.
+      stop: one after the last element.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+
+#: What crosses the mesh together, for all tensors. Each element of each tensor stands in one pack,
+#: and the pieces of a tensor stand in order.
+Packs = List[List[Piece]]
+#: Makes a plan from the sizes of tensors in elements and the bytes of an element.
+Planner = Callable[[Sequence[int], int], Packs]
+
+
+def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Groups tensors into buckets of at most bucket_bytes.
+
+    Each tensor goes into the first bucket that has room for it (first fit). A tensor that is
+    larger than a bucket stands alone.
+
+    Args:
+      num_bytes: size of each tensor in bytes, 0 or more.
+      bucket_bytes: largest size of a bucket that holds more than one tensor; 0 keeps every
+        tensor alone.
+
+    Returns:
+      Lists of indices into num_bytes; each index stands in one of them, in rising order.
+    """
+    buckets: list[list[int]] = []
+    rooms: list[int] = []
+    for index, size in enumerate(num_bytes):
+        fitting = None
+        if bucket_bytes > 0:
+            fitting = next((i for i, room in enumerate(rooms) if size <= room), None)
+        if fitting is None:
+            buckets.append([index])
+            rooms.append(bucket_bytes - size)
+        else:
+            buckets[fitting].append(index)
+            rooms[fitting] -= size
+    return buckets
+
+
+def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
+    """Groups small tensors by number; the others stand alone.
+
+    Args:
+      num_bytes: size of each tensor in bytes.
+      max_bytes: largest tensor that is small; 0 keeps every tensor alone.
+      max_group: most tensors in a group; 0 keeps every tensor alone.
+
+    Returns:
+      Lists of indices into num_bytes; each index stands in one of them, in rising order.
+    """
+    groups: list[list[int]] = []
+    filling: list[int] = []
+    for index, size in enumerate(num_bytes):
+        if max_bytes <= 0 or max_group <= 0 or size > max_bytes:
+            groups.append([index])
+            continue
+        if not filling or len(filling) == max_group:
+            filling = []
+            groups.append(filling)
+        filling.append(index)
+    return groups
+
+
+def whole(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
+    """The packs of groups of whole tensors.
+
+    Args:
+      groups: indices of tensors.
+      sizes: size of each tensor in elements.
+
+    Returns:
+      A pack for each group.
+    """
+    return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
+
+
+def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
+    """Lays tensors end to end and splits them evenly; the last pack takes the rest.
+
+    Args:
+      sizes: size of each tensor in elements.
+      num_packs: how many packs, 1 or more.
+
+    Returns:
+      The packs that hold something; with fewer elements than packs that is the last one.
+    """
+    return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
+
+
+def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
+    """Splits a pack evenly; the last part takes the rest.
+
+    Args:
+      pack: pieces, laid end to end.
+      parts: how many parts, 1 or more.
+
+    Returns:
+      The parts that hold something.
+    """
+    share = sum(piece.stop - piece.start for piece in pack) // parts
+
+    def part_of(position: int) -> int:
+        return min(position // share, parts - 1) if share else parts - 1
+
+    result: Packs = [[] for _ in range(parts)]
+    offset = 0
+    for tensor, start, stop in pack:
+        end = offset + stop - start
+        # A piece of no elements lies in one part all the same.
+        for part in range(part_of(offset), part_of(max(offset, end - 1)) + 1):
+            low = max(offset, part * share)
+            high = end if part == parts - 1 else min(end, (part + 1) * share)
+            result[part].append(Piece(tensor, start + low - offset, start + high - offset))
+        offset = end
+    return [part for part in result if part]

@@ -1,0 +1,29 @@
+"""Mesh-TensorFlow's own all-reduce, tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync.reduce.algorithms import ring
+from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.packed import packed_all_reduce
+from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.sums import all_reduce_fn
+
+
+@gin.configurable(module="mtf_gradsync")
+class RingAllReduce(Strategy):
+    """Sums each tensor the way that Mesh-TensorFlow does it without this package.
+
+    On a placement mesh that is a ring in which every device talks to two neighbours; no link and
+    no device carries more than the others. On a SIMD mesh it is one CrossReplicaSum a tensor.
+    Unlike Mesh-TF's own, the ring adds bfloat16 and float16 up in float32.
+    """
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, ring))
