@@ -3,16 +3,22 @@
 from mtf_gradsync.reduce.all_reduce import AllReduce
 from mtf_gradsync.reduce.fused import FusedAllReduce
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.hierarchical import AllReduceSpec, HierarchicalAllReduce
+from mtf_gradsync.reduce.mesh_impl import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.reduce.ring import RingAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 from mtf_gradsync.reduce.to_one_device import ReductionToOneDevice
 
 __all__ = [
     "AllReduce",
+    "AllReduceSpec",
     "FusedAllReduce",
+    "HierarchicalAllReduce",
+    "PlacementMeshImpl",
     "ProcessorGroups",
     "ReductionToOneDevice",
     "RingAllReduce",
     "Strategy",
     "check_strategy",
+    "placement_mesh_impl",
 ]

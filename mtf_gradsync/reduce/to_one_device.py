@@ -45,7 +45,7 @@ class ReductionToOneDevice(Strategy):
           TypeError: accumulation_fn cannot be called.
         """
         if reduce_to_device is not None:
-            canonical_device(reduce_to_device)
+            canonical_device(reduce_to_device, "reduce_to_device")
         if not callable(accumulation_fn):
             raise TypeError(
                 f"accumulation_fn must be a function of a list of tensors, such as tf.add_n, got "
@@ -80,7 +80,7 @@ class ReductionToOneDevice(Strategy):
     def _device_on(self, mesh_impl: Any) -> str:
         wanted = canonical_device(self.reduce_to_device)
         for device in mesh_impl.devices:
-            if canonical_device(device) == wanted:
+            if device and canonical_device(device) == wanted:
                 return device
         raise ValueError(
             f"reduce_to_device must be on the mesh, got {self.reduce_to_device!r}; the mesh has "
@@ -88,16 +88,21 @@ class ReductionToOneDevice(Strategy):
         )
 
 
-def canonical_device(device: Any) -> str:
+def canonical_device(device: Any, argument: str = "A device") -> str:
     """A device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
     Raises:
       ValueError: it is no device string.
     """
     try:
-        return tf.DeviceSpec.from_string(device).to_string()
+        canonical = tf.DeviceSpec.from_string(device).to_string()
     except (AttributeError, TypeError, ValueError) as error:
+        canonical, cause = "", error
+    else:
+        cause = None
+    if not canonical:
         raise ValueError(
-            f"A device must be a string such as '/device:CPU:0' or "
+            f"{argument} must be a string such as '/device:CPU:0' or "
             f"'/job:worker/task:1/device:GPU:0', got {device!r}."
-        ) from error
+        ) from cause
+    return canonical

@@ -1,43 +1,13 @@
-"""Planning and packing, for any shapes, dtypes and orders."""
+"""Packing, for any shapes, dtypes and orders."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtf_gradsync import reduce
 from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.reduce import packing, planning
-
-SIZES = st.lists(st.integers(0, 100), max_size=40)
-
-
-@given(SIZES, st.integers(0, 120))
-def test_plan_holds_every_tensor_once_in_order(sizes, bucket_bytes):
-    buckets = planning.plan_buckets(sizes, bucket_bytes)
-    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(sizes)))
-    assert all(bucket == sorted(bucket) for bucket in buckets)
-
-
-@given(SIZES, st.integers(0, 120))
-def test_only_single_tensors_exceed_a_bucket(sizes, bucket_bytes):
-    for bucket in planning.plan_buckets(sizes, bucket_bytes):
-        assert len(bucket) == 1 or sum(sizes[i] for i in bucket) <= bucket_bytes
-
-
-@given(SIZES, st.integers(1, 120))
-def test_no_bucket_has_room_for_what_opened_a_later_one(sizes, bucket_bytes):
-    buckets = planning.plan_buckets(sizes, bucket_bytes)
-    for number, bucket in enumerate(buckets):
-        filled = sum(sizes[i] for i in bucket)
-        for later in buckets[number + 1 :]:
-            assert filled + sizes[later[0]] > bucket_bytes
-
-
-def test_large_tensors_go_alone_and_small_ones_fill_up():
-    assert planning.plan_buckets([3, 50, 4, 4, 9, 3], 10) == [[0, 2, 5], [1], [3], [4]]
-    assert planning.plan_buckets([100, 10] * 3, 100) == [[0], [1, 3, 5], [2], [4]]
-    assert planning.plan_buckets([1, 2], 0) == [[0], [1]]
-    assert planning.plan_buckets([], 10) == []
-
+from mtf_gradsync.reduce import packed, packer, packing, planning
+from tests.reduce import on_mesh
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=8)
 
@@ -56,3 +26,51 @@ def test_unpack_undoes_pack(shapes, dtype):
     for piece, array in zip(pieces, arrays):
         assert piece.shape == array.shape
         assert piece.tobytes() == array.tobytes()
+
+
+PLANNERS = {
+    "buckets": lambda n: (
+        lambda sizes, itemsize: planning.whole(
+            planning.plan_buckets([s * itemsize for s in sizes], 30 * n), sizes
+        )
+    ),
+    "packs": lambda n: packer.Packer(n),
+    "small": lambda n: packer.Packer(0, 60, n),
+    "shards": lambda n: (
+        lambda sizes, itemsize: [
+            part for p in planning.plan_packs(sizes, 2) for part in planning.split_pack(p, n)
+        ]
+    ),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    SHAPES,
+    st.lists(st.sampled_from(["float32", "bfloat16", "float64", "int32"]), min_size=8, max_size=8),
+    st.sampled_from(sorted(PLANNERS)),
+    st.integers(1, 7),
+)
+def test_packs_that_are_not_summed_come_back_to_the_bit(shapes, dtypes, name, number):
+    rng = np.random.RandomState(0)
+    data = [
+        np.asarray(rng.randn(2, *shape) * 100).astype(tf.as_dtype(dtype).as_numpy_dtype)
+        for shape, dtype in zip(shapes, dtypes)
+    ]
+    packs = []
+
+    def make(impl, values):
+        def keep(value, groups, turn):
+            packs.append(value)
+            return value
+
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        return packed.packed_all_reduce(impl, values, groups, keep, PLANNERS[name](number))
+
+    for x, out in zip(data, on_mesh.run("placement", "all:2", data, make)):
+        assert out.shape == x.shape
+        assert out.dtype == x.dtype
+        assert out.tobytes() == x.tobytes()
+    assert sum(tf.TensorShape(p.slice_shape).num_elements() for p in packs) == sum(
+        x[0].size for x in data
+    )

@@ -15,6 +15,12 @@ STRATEGIES = {
     "one_pack": lambda: reduce.AllReduce(),
     "packs": lambda: reduce.AllReduce("add_n", num_packs=3),
     "ring_packs": lambda: reduce.AllReduce("ring", num_packs=2),
+    "levels": lambda: reduce.HierarchicalAllReduce(),
+    "ring_levels": lambda: reduce.HierarchicalAllReduce("ring/ring", num_packs=2),
+    "sharded_levels": lambda: reduce.HierarchicalAllReduce(
+        [("ring", 1, 32), ("add_n/ring", 3, 1100), ("add_n/add_n", 4, -1)],
+        agg_small_grads_max_bytes=1000,
+    ),
     "small": lambda: reduce.AllReduce("add_n", 0, 100, 3),
 }
 SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (64, 4), (1031,)]
@@ -31,7 +37,10 @@ def arrays(dtype="float32", seed=0):
 
 
 def check(kind, mesh_shape, data, results, groups, unit):
-    """n summands make n - 1 roundings on the way of each, and one more where narrow sums end."""
+    """n summands make n - 1 roundings on the way of each, in levels or not.
+
+    Narrow sums round once a level, which is less.
+    """
     for x, out in zip(data, results):
         assert out.shape == x.shape
         assert out.dtype == x.dtype
@@ -71,11 +80,11 @@ def test_dtypes_together(mesh_kind, strategy):
     data = [x for several in zip(*by_dtype.values()) for x in several]
 
     def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
+        groups = reduce.ProcessorGroups.along(impl, [0, 1])
         return STRATEGIES[strategy]().all_reduce(impl, values, groups)
 
     out = on_mesh.run(mesh_kind, "rows:4;cols:2", data, make)
-    groups = mtf.processor_groups(mtf.convert_to_shape("rows:4;cols:2"), [0])
+    groups = [list(range(8))]
     for x, result in zip(data, out):
         dtype = tf.as_dtype(x.dtype).name
         unit = UNIT.get(dtype, 0.0)
