@@ -19,7 +19,7 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
-from mtf_gradsync.reduce import FusedAllReduce
+from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
 from mtf_gradsync.train.session import session_config
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "clip_by_shard_norm",
     "get_update_step",
     "per_shard",
+    "placement_mesh_impl",
     "session_config",
     "skip_large_updates",
     "skip_not_finite",

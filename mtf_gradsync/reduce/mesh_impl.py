@@ -1,0 +1,195 @@
+"""A placement mesh whose collectives go by a strategy, those of activations included."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Sequence
+
+import gin
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce.fused import FusedAllReduce
+from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.levels import process_of
+from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+
+_MeshTfPlacementMesh = mtf.placement_mesh_impl.PlacementMeshImpl
+_EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}
+
+
+@gin.configurable(module="mtf_gradsync")
+def placement_mesh_impl(
+    shape: Any, layout: Any, devices: Sequence[str], reducer: Strategy | None = None
+) -> PlacementMeshImpl:
+    """Makes a placement mesh on which every sum crosses by a strategy.
+
+    Wherever a program says ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)``,
+    this says the same. Optimizer wrappers reduce gradients by the strategy that they were given;
+    this mesh is for all else that is reduced: activations split over the model's dimensions, the
+    loss, statistics that an optimizer sums.
+
+    Args:
+      shape: an input to `mtf.convert_to_shape`, for example "batch:4;model:2".
+      layout: an input to `mtf.convert_to_layout_rules`, for example "batch:batch;heads:model".
+      devices: a device string for each processor of the mesh.
+      reducer: how sums cross the mesh; None is `FusedAllReduce()`, which adds up on one device,
+        the devices taking turns.
+
+    Returns:
+      The mesh implementation.
+
+    Raises:
+      ValueError: there are more or fewer devices than processors.
+      TypeError: devices is no list of strings, or reducer is no strategy.
+    """
+    return PlacementMeshImpl(shape, layout, devices, reducer)
+
+
+class PlacementMeshImpl(_MeshTfPlacementMesh):
+    """Mesh-TF's placement mesh with collectives that use what processors have in common.
+
+    Mesh-TF passes tensors around rings, as is right for devices that each see two neighbours. CPU
+    devices of one process share its memory: there a result that is computed once is everywhere.
+
+    - Sums: by the strategy; bfloat16 and float16 are summed in float32 by those of this package.
+    - MAX, MIN and allconcat: once in each memory, on the group's devices there in turn. Groups
+      of devices that share nothing keep Mesh-TF's ring.
+    - alltoall: straight from each processor to each.
+    - Coordinates of processors are numbers when the graph is built.
+
+    All that is left is Mesh-TF's. See `placement_mesh_impl` for the arguments.
+    """
+
+    def __init__(
+        self, shape: Any, layout: Any, devices: Sequence[str], reducer: Strategy | None = None
+    ):
+        if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
+            raise TypeError(f"devices must be a list of device strings, got {devices!r}.")
+        shape = mtf.convert_to_shape(shape)
+        if len(devices) != shape.size:
+            raise ValueError(
+                f"devices must name one device for each of the {shape.size} processors of the "
+                f"mesh {shape.to_string}, got {len(devices)}."
+            )
+        self.reducer: Strategy = FusedAllReduce() if reducer is None else check_strategy(reducer)
+        super().__init__(shape, layout, list(devices))
+        # Collectives so far: whose turn it is to do the work of the next one.
+        self._turn = 0
+
+    def allreduce(self, x: Any, mesh_axes: Sequence[int], reduction_fn_string: str) -> Any:
+        """Reduces over the processors that differ along mesh_axes only.
+
+        Args:
+          x: a LaidOutTensor, or a lazy sum.
+          mesh_axes: mesh dimensions by number.
+          reduction_fn_string: "SUM", "MAX" or "MIN".
+
+        Returns:
+          A LaidOutTensor with the slice shape of x.
+        """
+        if not mesh_axes:
+            return x
+        if reduction_fn_string == "SUM":
+            groups = ProcessorGroups.along(self, mesh_axes)
+            # Turned alike in all groups: processors that hold the same also add it up alike, so
+            # that copies of a tensor stay copies to the bit.
+            start = self._next_turn() % groups.group_size
+            turned = [group[start:] + group[:start] for group in groups.groups]
+            value = x.to_laid_out_tensor()
+            return self.reducer.all_reduce(
+                self, [value], ProcessorGroups(turned, groups.mesh_axes)
+            )[0]
+        if reduction_fn_string not in _EXTREMES:
+            return super().allreduce(x, mesh_axes, reduction_fn_string)
+        combine = functools.partial(functools.reduce, _EXTREMES[reduction_fn_string])
+        ring = functools.partial(
+            mtf.placement_mesh_impl.allreduce_ring, reduction_fn_string=reduction_fn_string
+        )
+
+        def extreme(xs: list[tf.Tensor], devices: list[str]) -> list[tf.Tensor]:
+            memories = _memories(devices)
+            if len(memories) == len(devices):
+                return ring(xs, devices)
+            # What goes from one memory to another is one tensor, not one for each device.
+            partial = self._once_per_memory(
+                devices, lambda members: combine([xs[i] for i in members])
+            )
+            if len(memories) == 1:
+                return partial
+            firsts = [partial[members[0]] for members in memories]
+            return self._once_per_memory(devices, lambda members: combine(firsts))
+
+        return self._collective_with_groups(x, mesh_axes, extreme)
+
+    def allconcat(self, x: Any, mesh_axis: int, concat_axis: int) -> Any:
+        """Gives each processor of a group the slices of all, concatenated.
+
+        Args:
+          x: a LaidOutTensor, or a lazy sum.
+          mesh_axis: the mesh dimension that a group runs along.
+          concat_axis: the tensor axis.
+
+        Returns:
+          A LaidOutTensor.
+        """
+
+        def concat(xs: list[tf.Tensor], devices: list[str]) -> list[tf.Tensor]:
+            if len(_memories(devices)) == len(devices):
+                return mtf.placement_mesh_impl.allconcat_ring(xs, devices, concat_axis)
+            return self._once_per_memory(devices, lambda members: tf.concat(xs, concat_axis))
+
+        return self._collective_with_groups(x, [mesh_axis], concat)
+
+    def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
+        """Splits each slice over its group, and concatenates what comes from the others.
+
+        Args:
+          x: a LaidOutTensor, or a lazy sum.
+          mesh_axis: the mesh dimension that a group runs along.
+          split_axis: the tensor axis that is split.
+          concat_axis: the tensor axis that is concatenated.
+
+        Returns:
+          A LaidOutTensor.
+        """
+        # The name is misspelled in Mesh-TF 0.1.21.
+        straight = functools.partial(
+            mtf.placement_mesh_impl.alltoall_pointtwise,
+            split_axis=split_axis,
+            concat_axis=concat_axis,
+        )
+        return self._collective_with_groups(x, [mesh_axis], straight)
+
+    def laid_out_pcoord(self, mesh_axis: int) -> Any:
+        """Each processor's coordinate along a mesh dimension, as a Python integer."""
+        coordinates = [
+            mtf.pnum_to_processor_coordinates(self.shape, pnum)[mesh_axis]
+            for pnum in range(self.size)
+        ]
+        return self.LaidOutTensor(coordinates)
+
+    def _once_per_memory(
+        self, devices: Sequence[str], compute: Callable[[list[int]], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Calls compute with the positions in `devices` that share a memory, for each memory."""
+        turn = self._next_turn()
+        result: list[Any] = [None] * len(devices)
+        for members in _memories(devices):
+            with tf.device(devices[members[turn % len(members)]]):
+                value = compute(members)
+            for member in members:
+                result[member] = value
+        return result
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn - 1
+
+
+def _memories(devices: Sequence[str]) -> list[list[int]]:
+    """Positions of devices that share a memory: the CPU devices of one process do."""
+    memories: dict[Any, list[int]] = {}
+    for position, device in enumerate(devices):
+        on_cpu = tf.DeviceSpec.from_string(device).device_type in (None, "CPU")
+        memories.setdefault(process_of(device) if on_cpu else device, []).append(position)
+    return list(memories.values())
