@@ -8,7 +8,7 @@ import json
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
 from mtf_gradsync.train.step_parts import PARTS, parts_of
@@ -120,7 +120,7 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
     mesh = job.model.mesh
     # Not the config's devices, which may all be one: what is copied does not depend on them.
     devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(mesh.shape, mesh.layout, devices)
+    mesh_impl = mesh.placement_mesh(devices)
     with tf.Graph().as_default():
         graph = job.build(placeholders(job), lambda: contextlib.nullcontext(mesh_impl))
         return simd.list_transfers([graph.loss, graph.step], mesh_impl)

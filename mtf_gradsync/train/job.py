@@ -70,6 +70,7 @@ def resolve_job(
     sequence_length: settings.SequenceLength,
     mesh_shape: Any,
     mesh_devices: Sequence[str] | None,
+    mesh_impl: Callable[..., Any] | None,
     layout_rules: Any,
     learning_rate_schedule: settings.LearningRate | list[Any],
     optimizer: Callable[..., Any],
@@ -91,7 +92,7 @@ def resolve_job(
     settings.check_callable("train_dataset_fn", train_dataset_fn, "@python_topics")
     settings.check_vocabulary(vocabulary)
     lengths = settings.resolve_sequence_length(sequence_length)
-    mesh = settings.resolve_mesh(mesh_shape, layout_rules, mesh_devices)
+    mesh = settings.resolve_mesh(mesh_shape, layout_rules, mesh_devices, mesh_impl)
     model = ModelSettings(
         model_type=model_type,
         vocabulary=vocabulary,

@@ -256,9 +256,7 @@ def _begin(settings: ModelSettings, mesh_impl: Any = None) -> Any:
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     if mesh_impl is None:
-        mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
-            settings.mesh.shape, settings.mesh.layout, settings.mesh.devices
-        )
+        mesh_impl = settings.mesh.placement_mesh()
     return model, graph, mesh, mesh_impl
 
 

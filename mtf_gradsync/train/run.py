@@ -56,6 +56,7 @@ def run(
     sequence_length: settings.SequenceLength = gin.REQUIRED,
     mesh_shape: Any = gin.REQUIRED,
     mesh_devices: Sequence[str] | None = None,
+    mesh_impl: Callable[..., Any] | None = None,
     layout_rules: Any = gin.REQUIRED,
     learning_rate_schedule: settings.LearningRate | list[Any] = None,
     optimizer: Callable[..., Any] = gin.REQUIRED,
@@ -92,6 +93,8 @@ def run(
       sequence_length: an integer, or a dict from feature to integer.
       mesh_shape: for example "batch:4;model:2".
       mesh_devices: one device for each processor; None for as many virtual CPU devices.
+      mesh_impl: makes the placement mesh, such as `mtf_gradsync.placement_mesh_impl`; None for
+        Mesh-TensorFlow's.
       layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
       learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
         to be multiplied, or None for the optimizer's own.
@@ -131,6 +134,7 @@ def run(
         sequence_length=sequence_length,
         mesh_shape=mesh_shape,
         mesh_devices=mesh_devices,
+        mesh_impl=mesh_impl,
         layout_rules=layout_rules,
         learning_rate_schedule=learning_rate_schedule,
         optimizer=optimizer,

@@ -24,12 +24,18 @@ class MeshSettings(NamedTuple):
       layout: mtf.LayoutRules from tensor dimensions to mesh dimensions.
       devices: a device string for each processor of the mesh.
       num_cpu_devices: how many CPU devices the session has to have.
+      mesh_impl: makes a placement mesh of shape, layout and devices.
     """
 
     shape: Any
     layout: Any
     devices: list[str]
     num_cpu_devices: int
+    mesh_impl: Callable[..., Any] = mtf.placement_mesh_impl.PlacementMeshImpl
+
+    def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
+        """Makes the placement mesh, on its own devices or on others."""
+        return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
     def split(self, dimension: str) -> int:
         """Returns into how many parts the mesh splits tensor dimensions of this name."""
@@ -37,7 +43,10 @@ class MeshSettings(NamedTuple):
 
 
 def resolve_mesh(
-    mesh_shape: Any, layout_rules: Any, mesh_devices: Sequence[str] | None
+    mesh_shape: Any,
+    layout_rules: Any,
+    mesh_devices: Sequence[str] | None,
+    mesh_impl: Callable[..., Any] | None = None,
 ) -> MeshSettings:
     """Checks the mesh, the layout and the devices against each other.
 
@@ -45,6 +54,7 @@ def resolve_mesh(
       mesh_shape: an input to mtf.convert_to_shape, for example "batch:4;model:2".
       layout_rules: an input to mtf.convert_to_layout_rules, for example "batch:batch".
       mesh_devices: one device string per processor; None for as many virtual CPU devices.
+      mesh_impl: makes a placement mesh of shape, layout and devices; None for Mesh-TF's.
 
     Returns:
       The settings in one form.
@@ -66,7 +76,14 @@ def resolve_mesh(
             f'the mesh "{_shape_text(shape)}"; got {given}. Leave it out (None) to run on '
             f"{shape.size} virtual CPU devices."
         )
-    return MeshSettings(shape, layout, list(mesh_devices), _num_cpu_devices(mesh_devices))
+    check_callable("mesh_impl", mesh_impl, "@placement_mesh_impl", optional=True)
+    return MeshSettings(
+        shape,
+        layout,
+        list(mesh_devices),
+        _num_cpu_devices(mesh_devices),
+        mesh_impl or mtf.placement_mesh_impl.PlacementMeshImpl,
+    )
 
 
 def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:

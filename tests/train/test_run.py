@@ -121,6 +121,21 @@ def test_optimizer_is_chosen_by_gin_alone(train):
     assert not any("adam_m" in name for name in variables(wrapped))
 
 
+def test_mesh_is_chosen_by_gin_alone(train):
+    _, plain, _ = train(NO_EVAL, model_dir="plain")
+    _, chosen, _ = train(
+        NO_EVAL,
+        "train.run.mesh_impl = @placement_mesh_impl",
+        "placement_mesh_impl.reducer = @FusedAllReduce()",
+        model_dir="chosen",
+    )
+    np.testing.assert_allclose(
+        list(losses(plain).values()), list(losses(chosen).values()), rtol=1e-4
+    )
+    config = (chosen / run_module.CONFIG_FILE).read_text()
+    assert "placement_mesh_impl.reducer = @FusedAllReduce()" in config
+
+
 def test_microbatches_make_the_same_step(train):
     _, whole, _ = train(NO_EVAL, "train.run.train_steps = 3", model_dir="whole")
     _, parts, _ = train(

@@ -1,6 +1,7 @@
 import pytest
 
 from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.train import settings
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.vocabulary import ByteVocabulary
@@ -21,6 +22,16 @@ def test_shapes_and_rules_are_taken_as_objects_too():
     mesh = settings.resolve_mesh(shape, layout, ["gpu:0"] * 8)
     assert mesh.num_cpu_devices == 1
     assert mesh.shape == shape
+
+
+def test_mesh_is_mesh_tfs_or_the_one_that_is_asked_for():
+    mesh = settings.resolve_mesh(MESH, LAYOUT, None).placement_mesh()
+    assert type(mesh) is mtf.placement_mesh_impl.PlacementMeshImpl
+    asked = settings.resolve_mesh(MESH, LAYOUT, None, placement_mesh_impl).placement_mesh()
+    assert type(asked) is PlacementMeshImpl
+    assert asked.devices == mesh.devices
+    with pytest.raises(ConfigError, match="mesh_impl must be a class or function"):
+        settings.resolve_mesh(MESH, LAYOUT, None, asked)
 
 
 @pytest.mark.parametrize(
