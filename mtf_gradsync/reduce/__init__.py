@@ -8,10 +8,12 @@ from mtf_gradsync.reduce.mesh_impl import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.reduce.ring import RingAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 from mtf_gradsync.reduce.to_one_device import ReductionToOneDevice
+from mtf_gradsync.reduce.wire import CompressedAllReduce
 
 __all__ = [
     "AllReduce",
     "AllReduceSpec",
+    "CompressedAllReduce",
     "FusedAllReduce",
     "HierarchicalAllReduce",
     "PlacementMeshImpl",

@@ -65,6 +65,11 @@ def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
 ALGORITHMS: dict[str, GroupSum] = {"add_n": add_n, "ring": ring}
 
 
+def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
+    """The dtype in which an algorithm sends values of a dtype."""
+    return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
+
+
 def check_algorithm(name: Any, argument: str = "algorithm") -> str:
     """Returns the name of an algorithm.
 

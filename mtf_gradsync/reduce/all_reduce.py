@@ -6,8 +6,15 @@ from typing import Any, Sequence
 
 import gin
 
+from mtf_gradsync._tf_compat import tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.reduce.algorithms import ALGORITHMS, add_n, check_algorithm
+from mtf_gradsync.reduce.algorithms import (
+    ALGORITHMS,
+    GroupSum,
+    add_n,
+    check_algorithm,
+    group_sum_dtype,
+)
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.packer import Packer
@@ -61,9 +68,18 @@ class AllReduce(Strategy):
         """See `Strategy.all_reduce`."""
         if self.algorithm is not None and is_simd(mesh_impl):
             warn_algorithm_on_simd(self.algorithm)
-        group_sum = add_n if self.algorithm is None else ALGORITHMS[self.algorithm]
-        sum_fn = all_reduce_fn(mesh_impl, group_sum)
+        sum_fn = all_reduce_fn(mesh_impl, self._group_sum)
         return packed_all_reduce(mesh_impl, values, groups, sum_fn, self.packer)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        if is_simd(mesh_impl):
+            return super().wire_dtype(mesh_impl, dtype, groups)
+        return group_sum_dtype(self._group_sum, dtype)
+
+    @property
+    def _group_sum(self) -> GroupSum:
+        return add_n if self.algorithm is None else ALGORITHMS[self.algorithm]
 
 
 def warn_algorithm_on_simd(algorithm: str) -> None:

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync._tf_compat import mtf
-from mtf_gradsync.reduce.algorithms import ALGORITHMS, check_algorithm
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce.algorithms import ALGORITHMS, check_algorithm, group_sum_dtype
 from mtf_gradsync.reduce.all_reduce import warn_algorithm_on_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.groups import ProcessorGroups
-from mtf_gradsync.reduce.levels import Axis, check_outer_axes
+from mtf_gradsync.reduce.levels import Axis, check_outer_axes, level_groups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.packer import Packer
 from mtf_gradsync.reduce.planning import Packs, split_pack
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import SumFn, all_reduce_fn, is_simd
+from mtf_gradsync.reduce.sums import SumFn, all_reduce_fn, is_simd, simd_wire_dtype
 from mtf_gradsync.reduce.two_levels import placement_two_levels, simd_two_levels
 
 
@@ -117,6 +117,20 @@ class HierarchicalAllReduce(Strategy):
                 for index, value in zip(mine, summed):
                     results[index] = value
         return results
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        dtypes = []
+        for entry in self.spec:
+            names = entry.algorithm.split("/")
+            if not is_simd(mesh_impl):
+                dtypes += [group_sum_dtype(ALGORITHMS[name], dtype) for name in names]
+                continue
+            levels = level_groups(mesh_impl, groups, self.outer_axes) if len(names) == 2 else None
+            if levels is None or any(level.group_size == 1 for level in levels):
+                levels = (groups,)
+            dtypes += [simd_wire_dtype(mesh_impl, dtype, level) for level in levels]
+        return min(dtypes, key=lambda d: d.size)
 
     def _sum_fn(self, mesh_impl: Any, entry: AllReduceSpec) -> SumFn:
         names = entry.algorithm.split("/")

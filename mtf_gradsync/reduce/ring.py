@@ -6,11 +6,12 @@ from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync.reduce.algorithms import ring
+from mtf_gradsync._tf_compat import tf
+from mtf_gradsync.reduce.algorithms import group_sum_dtype, ring
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import all_reduce_fn
+from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -27,3 +28,9 @@ class RingAllReduce(Strategy):
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
         return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, ring))
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        if is_simd(mesh_impl):
+            return super().wire_dtype(mesh_impl, dtype, groups)
+        return group_sum_dtype(ring, dtype)

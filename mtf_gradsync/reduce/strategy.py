@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 from typing import Any, Sequence
 
+from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.sums import is_simd, simd_wire_dtype
 
 
 class Strategy(abc.ABC):
@@ -26,6 +28,19 @@ class Strategy(abc.ABC):
         Returns:
           `LaidOutTensor`s with the shapes and dtypes of `values`, in the same order.
         """
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """The dtype in which values of a dtype cross the mesh, the narrowest where levels differ.
+
+        Args:
+          mesh_impl: the mesh.
+          dtype: of the values.
+          groups: the processors that sum with each other.
+
+        Returns:
+          The dtype of the messages.
+        """
+        return simd_wire_dtype(mesh_impl, dtype, groups) if is_simd(mesh_impl) else dtype
 
 
 def check_strategy(reducer: Any) -> Any:
