@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import mtf
@@ -33,6 +34,38 @@ def partial_sum(lowering: mtf.Lowering, tensor: mtf.Tensor) -> PartialSum:
         value = lowered.laid_out_input.to_laid_out_tensor()
         return PartialSum(value, tuple(sorted(lowered.mesh_axes)))
     return PartialSum(lowered.to_laid_out_tensor(), ())
+
+
+# What these make of a sum is the sum of what they make of its parts, but Mesh-TF 0.1.21 runs the
+# all-reduce before them. The gradient of a slice (of a table of positions) is a pad.
+_LINEAR = (mtf.PadOperation, mtf.SliceOperation)
+
+
+def keep_pending(tensors: Sequence[mtf.Tensor]) -> None:
+    """Lets pending sums stay pending through linear operations right before these tensors."""
+    for tensor in tensors:
+        operation = tensor.operation
+        while isinstance(operation, _LINEAR):
+            if "lower" not in vars(operation):
+                operation.lower = functools.partial(_lower_pending, operation)
+            operation = operation.inputs[0].operation
+
+
+def _lower_pending(operation: mtf.Operation, lowering: mtf.Lowering) -> None:
+    """Lowers a linear operation on the partial sums of its input, if that is pending."""
+    (source,), (output,) = operation.inputs, operation.outputs
+    lowered = lowering.tensors[source]
+    lower = type(operation).lower
+    if not isinstance(lowered, mtf.LazyAllreduceSum) or _already_reduced(lowering, source):
+        lower(operation, lowering)
+        return
+    lowering.tensors[source] = lowered.laid_out_input
+    lower(operation, lowering)
+    lowering.tensors[source] = lowered
+    parts = lowering.tensors[output].to_laid_out_tensor()
+    lowering.tensors[output] = mtf.LazyAllreduceSum(
+        lowered.mesh_impl, parts, lowered.mesh_axes, lowered.add_counter_fn
+    )
 
 
 def _already_reduced(lowering: mtf.Lowering, tensor: mtf.Tensor) -> bool:

@@ -9,6 +9,7 @@ from mtf_gradsync.axes import ReplicaAxes
 from mtf_gradsync.gradients.partial_sums import (
     PartialSum,
     StageOperation,
+    keep_pending,
     partial_sum,
     reduce_partial_sums,
     whole_values,
@@ -56,6 +57,7 @@ class PerShard(StageOperation):
     def __init__(self, grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy):
         self._axes = axes
         self._reducer = reducer
+        keep_pending(grads)
         shapes = [mtf.Shape([*axes.free_shard_dims(g.shape), *g.shape.dims]) for g in grads]
         super().__init__(grads, shapes, name="per_shard")
 
@@ -98,6 +100,7 @@ class SumGradients(StageOperation):
         reducer: Strategy,
     ):
         self._sum_dims = [list(dims) for dims in sum_dims]
+        keep_pending(grads)
         self._reducer = reducer
         shapes = [
             mtf.Shape([d for d in g.shape.dims if d not in dims])

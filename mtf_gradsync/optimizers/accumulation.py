@@ -10,18 +10,13 @@ import gin
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.gradients import StageOperation, per_shard
 from mtf_gradsync.optimizers import hints
+from mtf_gradsync.optimizers.accumulators import Accumulators
 from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.skipping import SkipFn, check_skip, check_skip_fn
-from mtf_gradsync.optimizers.state import (
-    ACCUMULATOR,
-    claim_name,
-    counter,
-    note_per_shard,
-    state_variable,
-)
+from mtf_gradsync.optimizers.state import claim_name, counter
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.update import Branch, Conditional, Gate, after, is_ungated, settle
+from mtf_gradsync.update import after, is_ungated, settle
 
 LOCAL, SYNCED = "local", "synced"
 _NESTED = (
@@ -31,20 +26,11 @@ _NESTED = (
 
 
 class _Counters(NamedTuple):
-    """Integer mtf variables, scalars."""
+    """Integer scalars: mtf variables, or their values after a step."""
 
-    mini_step: mtf.Variable
-    update_step: mtf.Variable
-    skipped: mtf.Variable
-
-
-class _Sum(NamedTuple):
-    """An accumulator, and what it holds after this micro step."""
-
-    index: int
-    accumulator: mtf.Variable
-    value: mtf.Tensor
-    dtype: tf.DType  # the gradient's
+    mini_step: Any
+    update_step: Any
+    skipped: Any
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -134,6 +120,7 @@ class GradientAccumulationOptimizer(Wrapper):
         # An optimizer may serve several graphs; the last one is what its properties tell of.
         self._counters_of: Any = weakref.WeakKeyDictionary()
         self._counters: _Counters | None = None
+        self._progress: dict[str, mtf.Tensor] = {}
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
 
     @property
@@ -152,13 +139,11 @@ class GradientAccumulationOptimizer(Wrapper):
         return self._counters and self._counters.skipped
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Scalars that tell how training goes: micro step, update step, micro steps left out."""
-        if self._counters is None:
-            return {}
-        fields = {"micro step": self.mini_step.value, "update step": self.update_step.value}
-        if self._skip_fn is not None:
-            fields["skipped"] = self.skipped.value
-        return fields
+        """Scalars that tell how training goes: micro step, update step, micro steps left out.
+
+        They count the step that they are fetched with.
+        """
+        return dict(self._progress)
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
@@ -185,40 +170,30 @@ class GradientAccumulationOptimizer(Wrapper):
             skip = check_skip(self._skip_fn([g for g in micro if g is not None]), self._skip_fn)
             micro = _LeaveOut.apply(micro, skip)
             counted -= mtf.cast(skip, tf.int32)
-        sums = [
-            self._add(index, grad, variables[index])
-            for index, grad in enumerate(micro)
-            if grad is not None
-        ]
+        accumulators = Accumulators(micro, variables, self._slots, self._dtype, self._checkpointed)
         count = mini_step + counted
         due = mtf.greater_equal(count, passes_at(self._passes, update_step))
         if self._skip_fn is not None:
             # A checkpoint may hold more micro steps than are asked for now; what was left out
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
-        gate = Gate([s.value for s in sums])
 
-        def update() -> list[mtf.Operation]:
-            total = self._totals(sums, variables, count)
-            operations = self._apply_inner(total, variables)
-            reset = [mtf.assign(s.accumulator, mtf.zeros_like(s.value)) for s in sums]
-            return [*operations, *graph.combine_assignments(reset)]
+        def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
+            totals = self._totals(sums, accumulators.dtypes, variables, count)
+            return self._apply_inner(totals, variables)
 
-        def keep() -> list[mtf.Operation]:
-            return graph.combine_assignments([mtf.assign(s.accumulator, s.value) for s in sums])
-
-        conditional = Conditional(due, gate, Branch(graph, update), Branch(graph, keep))
+        gate, updates = accumulators.when_due(due, update)
         made = mtf.cast(due, tf.int32)
+        after_step = _Counters(count * (1 - made), update_step + made, skipped + (1 - counted))
+        self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
+        if self._skip_fn is not None:
+            self._progress["skipped"] = after_step.skipped
         counts = graph.combine_assignments(
-            [
-                mtf.assign(self._counters.mini_step, count * (1 - made)),
-                mtf.assign(self._counters.update_step, update_step + made),
-                mtf.assign(self._counters.skipped, skipped + (1 - counted)),
-            ]
+            [mtf.assign(c, value) for c, value in zip(self._counters, after_step)]
         )
         settle(gate)
         after(counts, lambda lowering: [gate.barrier(lowering)])
-        return [*conditional.updates, *counts]
+        return [*updates, *counts]
 
     def _check_inner_stack(self) -> None:
         if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
@@ -239,29 +214,15 @@ class GradientAccumulationOptimizer(Wrapper):
             return per_shard(grads, self.axes, self.reducer)
         return self._summed(grads, variables)
 
-    def _add(self, index: int, grad: mtf.Tensor, variable: mtf.Variable) -> _Sum:
-        """Adds a gradient to its accumulator."""
-        dtype = self._dtype or (grad.dtype if grad.dtype.size >= 4 else tf.float32)
-        name = f"{variable.name}/{ACCUMULATOR}"
-        before = set(variable.graph.all_variables)
-        accumulator = state_variable(variable.mesh, name, grad.shape, dtype, self._checkpointed)
-        if accumulator not in before:
-            self._slots.record([accumulator], [variable], tf.get_variable_scope().name)
-            if self._checkpointed:
-                # None is noted too: the checkpoint may come from a mesh with shards.
-                note_per_shard(accumulator, grad.shape.ndims - variable.shape.ndims)
-        added = grad if grad.dtype == dtype else mtf.cast(grad, dtype)
-        return _Sum(index, accumulator, accumulator.value + added, grad.dtype)
-
     def _totals(
-        self, sums: Sequence[_Sum], variables: Sequence[mtf.Variable], count: mtf.Tensor
+        self,
+        sums: Sequence[mtf.Tensor | None],
+        dtypes: Sequence[tf.DType | None],
+        variables: Sequence[mtf.Variable],
+        count: mtf.Tensor,
     ) -> list[mtf.Tensor | None]:
         """What the inner optimizer gets: summed over the mesh, averaged if asked for."""
-        dtypes = {s.index: s.dtype for s in sums}
-        totals: list[mtf.Tensor | None] = [None] * len(variables)
-        for s in sums:
-            totals[s.index] = s.value
-        totals = self._summed(totals, variables)
+        totals = self._summed(sums, variables)
         for index, total in enumerate(totals):
             if total is None:
                 continue

@@ -117,7 +117,12 @@ def counter(mesh: mtf.Mesh, name: str, checkpointed: bool = True) -> mtf.Variabl
 
 
 def state_variable(
-    mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, checkpointed: bool = True
+    mesh: mtf.Mesh,
+    name: str,
+    shape: mtf.Shape,
+    dtype: tf.DType,
+    checkpointed: bool = True,
+    stacked: bool = True,
 ) -> mtf.Variable:
     """A variable that is zero at the start of training and does not train.
 
@@ -128,13 +133,15 @@ def state_variable(
       dtype: its dtype, of master, slices and activations.
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
+      stacked: whether Mesh-TF's autostack may put it into one variable with others.
 
     Returns:
       An `mtf.Variable`.
     """
     if checkpointed:
+        kind = dtype if stacked else _unstacked(dtype)
         return mtf.get_variable(
-            mesh, name, shape, dtype, initializer=tf.zeros_initializer(), trainable=False
+            mesh, name, shape, kind, initializer=tf.zeros_initializer(), trainable=False
         ).operation
     return UncheckpointedVariable(mesh, name, shape, dtype)
 

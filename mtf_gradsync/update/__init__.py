@@ -2,7 +2,7 @@
 
 from mtf_gradsync.update.conditional import Branch, Conditional
 from mtf_gradsync.update.gate import Gate, after, gated_update, is_ungated, settle
-from mtf_gradsync.update.reads import ReadOnce, read_variables_once
+from mtf_gradsync.update.reads import ReadOnce, kept_in_place, read_variables_once
 from mtf_gradsync.update.rollback import restored_on_error
 from mtf_gradsync.update.steps import AdvanceStep, advance_step
 from mtf_gradsync.update.warn import reset_warnings, warn_once
@@ -17,6 +17,7 @@ __all__ = [
     "after",
     "gated_update",
     "is_ungated",
+    "kept_in_place",
     "read_variables_once",
     "reset_warnings",
     "restored_on_error",

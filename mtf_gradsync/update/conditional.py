@@ -6,12 +6,13 @@ import contextlib
 from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.update.as_call import can_call, run_as_call
 from mtf_gradsync.update.gate import Gate, ungated
 from mtf_gradsync.update.warn import warn_once
 
 
 class Branch:
-    """The operations of one side of a conditional, taken out of the graph's own list.
+    """The operations of a conditional, taken out of the graph's own list.
 
     Variables stay in the graph, and so do assignments: Mesh-TF's autostack has to find them
     there. What is assigned is lowered inside the branch all the same.
@@ -35,64 +36,92 @@ class Branch:
 
 
 class Conditional(mtf.Operation):
-    """Runs one of two branches; the operations of both branches are its updates.
+    """Runs a branch when it is due; the operations of the branch are its updates.
 
-    All processors must decide alike: the predicate has the same value everywhere. The updates
-    of both branches, looked up in the lowering, are the same tf operation, which runs the branch
-    that is taken.
+    All processors must decide alike: the predicate has the same value everywhere. The updates of
+    the branch, looked up in the lowering, are one tf operation, which runs the branch if it is
+    due.
     """
 
-    def __init__(self, predicate: mtf.Tensor, gate: Gate, if_true: Branch, if_false: Branch):
-        """Adds the conditional, behind the variables that its branches made.
+    def __init__(
+        self, predicate: mtf.Tensor, gate: Gate, branch: Branch, behind: Sequence[mtf.Operation]
+    ):
+        """Adds the conditional, behind the variables that its branch made.
 
         Args:
           predicate: a boolean mtf scalar.
           gate: the point of the step to wait for.
-          if_true: branch to run where the predicate holds.
-          if_false: branch to run otherwise.
+          branch: what to run where the predicate holds.
+          behind: operations of the step to wait for, too.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate
-        self._branches = (if_true, if_false)
+        self._branch = branch
+        self._behind = list(behind)
         # Its updates stand in the graph's list already; what they are made of is lowered here.
         operations = self.graph.operations
         operations.pop()
-        updates = {op for branch in self._branches for op in branch.updates}
+        updates = set(branch.updates)
         first = next((i for i, op in enumerate(operations) if op in updates), len(operations))
         operations.insert(first, self)
 
     @property
     def updates(self) -> list[mtf.Operation]:
-        """The operations of both branches."""
-        return [op for branch in self._branches for op in branch.updates]
+        """The operations of the branch."""
+        return self._branch.updates
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         predicate = lowering.tensors[self.inputs[0]].to_laid_out_tensor().tensor_list[0]
-        behind = self.graph.operations[self.graph.operations.index(self) + 1 :]
-        taken_along = [_feeding(behind, branch.updates) for branch in self._branches]
+        later = self.graph.operations[self.graph.operations.index(self) + 1 :]
+        feeding = _feeding(later, self.updates)
+        in_call = can_call(lowering)
 
-        def body(branch: Branch, feeding: Sequence[mtf.Operation]) -> Callable[[], tf.Operation]:
-            def run() -> tf.Operation:
-                with _PendingOutside(lowering), _no_summaries():
-                    for op in [*branch.operations, *feeding, *branch.updates]:
-                        with tf.name_scope(op.name):
-                            op.lower(lowering)
-                return tf.group(*[lowering.operations[op] for op in branch.updates])
+        def run() -> tf.Operation:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_PendingOutside(lowering))
+                stack.enter_context(_no_summaries())
+                if in_call:
+                    stack.enter_context(_read_inside(lowering, self.updates))
+                for op in [*self._branch.operations, *feeding, *self.updates]:
+                    with tf.name_scope(op.name):
+                        op.lower(lowering)
+            return tf.group(*[lowering.operations[op] for op in self.updates])
 
-            return run
+        waited_for = [lowering.operations[op] for op in self._behind]
+        with tf.control_dependencies([self._gate.barrier(lowering), *waited_for]):
+            done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
+        for op in self.updates:
+            lowering.operations[op] = done.op
+        for op in [*feeding, *self.updates]:
+            _skip_once(op, lowering)
 
-        with tf.control_dependencies([self._gate.barrier(lowering)]):
-            done = tf.cond(
-                predicate,
-                body(self._branches[0], taken_along[0]),
-                body(self._branches[1], taken_along[1]),
-            )
-        for branch, feeding in zip(self._branches, taken_along):
-            for op in branch.updates:
-                lowering.operations[op] = done.op
-            for op in [*feeding, *branch.updates]:
-                _skip_once(op, lowering)
+
+@contextlib.contextmanager
+def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
+    """Reads the variables that updates assign within a call, instead of handing the values in.
+
+    Nothing else writes them in this step, and a value that is handed in from another device
+    costs a transfer even when the call is not made.
+    """
+    before = dict(lowering.tensors)
+    assigned = {v for op in updates if isinstance(op, mtf.Assign) for v in op.variables}
+    for variable in assigned:
+        lowered = lowering.variables[variable].laid_out_tensor
+        mesh_impl = lowering.mesh_impl(variable)
+        dtype = variable.activation_dtype
+        value = mesh_impl.slicewise(
+            lambda x, dtype=dtype: tf.cast(tf.convert_to_tensor(x), dtype), lowered
+        )
+        lowering.tensors[variable.value] = value
+        # Autostack takes stacked variables apart right behind them.
+        if isinstance(variable, mtf.StackedVariable):
+            for op in variable.graph.operations:
+                if isinstance(op, mtf.UnstackOperation) and op.inputs[0] is variable.value:
+                    op.lower(lowering)
+    yield
+    lowering.tensors.clear()
+    lowering.tensors.update(before)
 
 
 def _feeding(behind: Sequence[mtf.Operation], updates: Sequence[mtf.Operation]) -> list[Any]:

@@ -6,6 +6,9 @@ uses it reads it again, before or after its assignment (see docs/races.md).
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from mtf_gradsync._tf_compat import mtf, tf
 
 
@@ -33,6 +36,18 @@ class ReadOnce(mtf.Operation):
         lowering.set_tensor_lowering(value, mesh_impl.slicewise(tf.convert_to_tensor, lowered))
 
 
+_in_place: Any = weakref.WeakSet()
+
+
+def kept_in_place(variable: mtf.Variable) -> None:
+    """Leaves a variable out of `read_variables_once`: it is written in place, by a wrapper.
+
+    TensorFlow copies a variable that is added to while a value read from it is still in use. What
+    reads it has to order the read itself.
+    """
+    _in_place.add(variable)
+
+
 def read_variables_once(graph: mtf.Graph) -> None:
     """Makes the lowering read each variable that the graph has by now once.
 
@@ -43,7 +58,8 @@ def read_variables_once(graph: mtf.Graph) -> None:
     done = {op.variable for op in operations if isinstance(op, ReadOnce)}
     ordered: list[mtf.Operation] = []
     for operation in list(operations):
-        if isinstance(operation, mtf.Variable) and operation not in done:
+        once = isinstance(operation, mtf.Variable) and operation not in _in_place
+        if once and operation not in done:
             read = ReadOnce(operation)
             operations.pop()  # Mesh-TF appends new operations at the end
             ordered += [operation, read]

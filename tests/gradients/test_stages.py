@@ -62,6 +62,27 @@ def test_pending_gradient(mesh_kind):
     close(out["direct0"], x.astype(float).sum(0))
 
 
+@pytest.mark.parametrize("order", ["pad", "slice", "both"])
+def test_gradient_of_a_slice_stays_pending(mesh_kind, order):
+    """A shard's gradient is its own part, not a share of a sum that was made before."""
+    x = data(B, D)
+
+    def grads(mesh, t):
+        grad = pending(mesh, t)
+        if order != "pad":
+            grad = mtf.slice(grad, 1, 2, "d")
+        if order != "slice":
+            grad = mtf.pad(grad, [2, 1], "d")
+        return [grad]
+
+    kept = x[:, 1:] if order != "pad" else x
+    padded = np.pad(kept, [[0, 0], [2, 1]]) if order != "slice" else kept
+    out = stages(mesh_kind, grads, x)
+    close(out["shard0"], per_shard_reference(padded))
+    close(out["sum0"], padded.astype(float).sum(0))
+    close(out["direct0"], padded.astype(float).sum(0))
+
+
 def test_gradient_split_over_a_model_axis(mesh_kind):
     x = data(B, H)
     out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t, (batch, hidden))], x)

@@ -61,8 +61,8 @@ def test_shows_micro_step_and_update_step(train, capsys):
     assert values["global_step"] == 2 * K + 2
     assert values["GradientAccumulationOptimizer/mini_step"] == 2
     assert values["GradientAccumulationOptimizer/update_step"] == 2
-    # The counters as they were when the step began.
-    assert shown[-1] == ("10", "1", "2")
+    # The counters with the step that is shown.
+    assert shown[-1] == ("10", "2", "2")
 
 
 def test_variables_move_with_updates_only(train):

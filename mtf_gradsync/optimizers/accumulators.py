@@ -1,0 +1,175 @@
+"""Sums of gradients that are kept from step to step, until an update takes them."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Sequence
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.gradients import StageOperation
+from mtf_gradsync.optimizers.slots import SlotBook
+from mtf_gradsync.optimizers.state import ACCUMULATOR, note_per_shard, state_variable
+from mtf_gradsync.update import Branch, Conditional, Gate, after, kept_in_place
+
+
+class Accumulated(NamedTuple):
+    """A gradient of this step, and the accumulator that it is added to.
+
+    Attributes:
+      index: position of the gradient's variable.
+      accumulator: a mesh variable of the gradient's shape.
+      grad: the gradient, in the accumulator's dtype.
+      dtype: the gradient's own dtype.
+    """
+
+    index: int
+    accumulator: mtf.Variable
+    grad: mtf.Tensor
+    dtype: tf.DType
+
+
+class Accumulators:
+    """The accumulators of a list of gradients.
+
+    They are written in place and read only where an update takes them, so that a step without an
+    update costs one pass over them.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        slots: SlotBook,
+        dtype: tf.DType | None = None,
+        checkpointed: bool = True,
+    ):
+        """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
+
+        Args:
+          grads: gradients, per shard or whole; None has no accumulator.
+          variables: their variables.
+          slots: where new accumulators are recorded.
+          dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          checkpointed: whether checkpoints hold the sums.
+        """
+        self._variables = list(variables)
+        self._of: list[Accumulated] = []
+        for index, (grad, variable) in enumerate(zip(grads, variables)):
+            if grad is None:
+                continue
+            wide = dtype or (grad.dtype if grad.dtype.size >= 4 else tf.float32)
+            name = f"{variable.name}/{ACCUMULATOR}"
+            before = set(variable.graph.all_variables)
+            accumulator = state_variable(
+                variable.mesh, name, grad.shape, wide, checkpointed, stacked=False
+            )
+            if accumulator not in before:
+                kept_in_place(accumulator)
+                slots.record([accumulator], [variable], tf.get_variable_scope().name)
+                if checkpointed:
+                    # None is noted too: the checkpoint may come from a mesh with shards.
+                    note_per_shard(accumulator, grad.shape.ndims - variable.shape.ndims)
+            cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
+            self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
+
+    @property
+    def dtypes(self) -> list[tf.DType | None]:
+        """The dtypes of the gradients, None for None."""
+        dtypes: list[tf.DType | None] = [None] * len(self._variables)
+        for one in self._of:
+            dtypes[one.index] = one.dtype
+        return dtypes
+
+    def when_due(
+        self,
+        due: mtf.Tensor,
+        update: Callable[[list[mtf.Tensor | None]], Sequence[mtf.Operation]],
+    ) -> tuple[Gate, list[mtf.Operation]]:
+        """Adds this step's gradients to the accumulators, and takes the sums if an update is due.
+
+        Args:
+          due: a boolean mtf scalar, the same on all processors.
+          update: makes the update's operations from the sums, this step's gradients included,
+            None where a gradient is None. The accumulators are zero after it.
+
+        Returns:
+          The gate that all writes wait for, which is to be settled when all state of the step
+          was made, and the operations of the step.
+        """
+        graph = due.graph
+        gate = Gate([one.grad for one in self._of])
+        add = _Add(self._of)
+        after([add], lambda lowering: [gate.barrier(lowering)])
+
+        def take() -> list[mtf.Operation]:
+            taken = _Take(self._of)
+            sums: list[mtf.Tensor | None] = [None] * len(self._variables)
+            for one, total in zip(self._of, taken.outputs):
+                sums[one.index] = total
+            return [*update(sums), _Clear(taken)]
+
+        return gate, [add, *Conditional(due, gate, Branch(graph, take), [add]).updates]
+
+
+class _Take(StageOperation):
+    """What accumulators hold."""
+
+    def __init__(self, accumulated: Sequence[Accumulated]):
+        self.accumulators = [one.accumulator for one in accumulated]
+        values = [accumulator.value for accumulator in self.accumulators]
+        super().__init__(values, [x.shape for x in values], "take_accumulated")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        slices = [lowering.variables[v].laid_out_tensor for v in self.accumulators]
+        read = [mesh_impl.slicewise(tf.convert_to_tensor, x) for x in slices]
+        self.set_outputs(lowering, read)
+
+
+class _Clear(mtf.Operation):
+    """Zeros in accumulators, once they were taken."""
+
+    def __init__(self, taken: _Take):
+        super().__init__(taken.outputs, name="clear_accumulated")
+        self._accumulators = taken.accumulators
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+
+        def clear(variable: Any, slice_variable: Any, taken: tf.Tensor) -> tf.Operation:
+            with tf.control_dependencies([taken]):
+                return tf.assign(slice_variable, tf.zeros_like(taken))
+
+        _write(self, lowering, self._accumulators, clear)
+
+
+class _Add(mtf.Operation):
+    """Adds gradients to accumulators, in place."""
+
+    def __init__(self, accumulated: Sequence[Accumulated]):
+        super().__init__([one.grad for one in accumulated], name="accumulate")
+        self._accumulators = [one.accumulator for one in accumulated]
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+
+        def add(variable: Any, slice_variable: Any, grad: tf.Tensor) -> tf.Operation:
+            # Mesh-TF's assign_add_slice (0.1.21) reads, adds and assigns: two passes.
+            return tf.assign_add(slice_variable, grad)
+
+        _write(self, lowering, self._accumulators, add)
+
+
+def _write(
+    operation: mtf.Operation,
+    lowering: mtf.Lowering,
+    variables: Sequence[mtf.Variable],
+    assign_fn: Callable[[Any, Any, tf.Tensor], Any],
+) -> None:
+    writes = [
+        lowering.variables[variable].assign_to_slices(
+            assign_fn, lowering.tensors[value].to_laid_out_tensor().all_slices
+        )
+        for variable, value in zip(variables, operation.inputs)
+    ]
+    lowering.operations[operation] = tf.group(*writes)
