@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync.reduce.devices import process_of
 from mtf_gradsync.reduce.groups import ProcessorGroups
 
 Axis = Any  # a mesh axis by name or number
@@ -129,9 +130,3 @@ def _axis_number(shape: mtf.Shape, axis: Axis) -> int:
         f"outer_axes must be dimensions of the mesh {shape.to_string} by name, or by number from "
         f"0 to {shape.ndims - 1}, got {axis!r}."
     )
-
-
-def process_of(device: str) -> tuple[Any, ...]:
-    """The process that a device string names: its job, replica and task."""
-    spec = tf.DeviceSpec.from_string(device)
-    return spec.job, spec.replica, spec.task

@@ -6,6 +6,15 @@ import abc
 from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import tf
+from mtf_gradsync.reduce.aggregation import check_aggregation, check_divisible, divide
+from mtf_gradsync.reduce.checks import check_values
+from mtf_gradsync.reduce.destinations import (
+    check_destinations,
+    check_pairs,
+    check_value,
+    copies,
+    spread,
+)
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.sums import is_simd, simd_wire_dtype
 
@@ -41,6 +50,108 @@ class Strategy(abc.ABC):
           The dtype of the messages.
         """
         return simd_wire_dtype(mesh_impl, dtype, groups) if is_simd(mesh_impl) else dtype
+
+    def reduce(
+        self,
+        mesh_impl: Any,
+        aggregation: Any,
+        value: Any,
+        destinations: Any,
+        groups: ProcessorGroups | None = None,
+    ) -> Any:
+        """Sums or averages one value over processors and puts the result where it is wanted.
+
+        Args:
+          mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
+          aggregation: `tf.VariableAggregation.SUM` or `.MEAN`. A mean is the sum, divided once
+            by the number of processors in a group.
+          value: a `LaidOutTensor`: one slice a processor.
+          destinations: a `LaidOutTensor` on the mesh (any: it says that every processor gets the
+            result of its group); or devices: a device string, a list of them, or a tf variable,
+            whose device is taken. Devices need not be on the mesh.
+          groups: the processors that are summed; None for all in one group. Devices as
+            destinations take the result of one group, so that there must not be several.
+
+        Returns:
+          A `LaidOutTensor` where destinations are one, else a dictionary from device to the
+          result there, in the order of destinations.
+
+        Raises:
+          ValueError: an argument is none of these, or a value is no dense tensor of numbers of
+            known shape.
+
+        References:
+          TensorFlow 1's `CrossTowerOps.reduce`.
+        """
+        pairs = [(value, destinations)]
+        return self.batch_reduce(mesh_impl, aggregation, pairs, groups)[0]
+
+    def batch_reduce(
+        self,
+        mesh_impl: Any,
+        aggregation: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        groups: ProcessorGroups | None = None,
+    ) -> list[Any]:
+        """Does what `reduce` does for several values, which cross the mesh together.
+
+        Args:
+          mesh_impl: an `mtf.MeshImpl`.
+          aggregation: as for `reduce`.
+          value_destination_pairs: a list or tuple of tuples (value, destinations); destinations
+            may differ.
+          groups: as for `reduce`.
+
+        Returns:
+          A list of what `reduce` returns for each.
+
+        Raises:
+          ValueError: as for `reduce`, or value_destination_pairs are no such pairs.
+        """
+        pairs = check_pairs(value_destination_pairs)
+        is_mean = check_aggregation(aggregation)
+        values = [check_value(mesh_impl, value) for value, _ in pairs]
+        places = [check_destinations(mesh_impl, destinations) for _, destinations in pairs]
+        check_values(values)
+        if groups is None:
+            groups = ProcessorGroups.along(mesh_impl, range(mesh_impl.shape.ndims))
+        elif len(groups.groups) > 1 and any(devices is not None for devices in places):
+            raise ValueError(
+                "destinations must be LaidOutTensors where groups has several groups, which have "
+                f"as many results; got devices and {groups.groups}."
+            )
+        if is_mean:
+            check_divisible(values)
+        sums = self.all_reduce(mesh_impl, values, groups)
+        if is_mean:
+            sums = [divide(mesh_impl, x, groups.group_size) for x in sums]
+        return [
+            x if devices is None else copies(mesh_impl, x, devices)
+            for x, devices in zip(sums, places)
+        ]
+
+    def broadcast(self, mesh_impl: Any, tensor: tf.Tensor, destinations: Any) -> Any:
+        """Copies one tensor to destinations.
+
+        Args:
+          mesh_impl: an `mtf.MeshImpl`.
+          tensor: a dense tf tensor. In a SIMD program it is the same on all cores already.
+          destinations: as for `reduce`.
+
+        Returns:
+          A `LaidOutTensor` where destinations are one, else a dictionary from device to copy.
+
+        Raises:
+          ValueError: an argument is none of these.
+        """
+        if not isinstance(tensor, tf.Tensor):
+            raise ValueError(f"tensor must be a dense tf.Tensor, got {tensor!r}.")
+        devices = check_destinations(mesh_impl, destinations)
+        if is_simd(mesh_impl):
+            return mesh_impl.slicewise(tf.identity, mesh_impl.LaidOutTensor([tensor]))
+        if devices is None:
+            return mesh_impl.LaidOutTensor(spread(tensor, mesh_impl.devices))
+        return dict(zip(devices, spread(tensor, devices)))
 
 
 def check_strategy(reducer: Any) -> Any:

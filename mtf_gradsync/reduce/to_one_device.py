@@ -9,6 +9,7 @@ import gin
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.reduce.algorithms import sum_on_one_device
+from mtf_gradsync.reduce.devices import canonical_device
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.strategy import Strategy
@@ -86,23 +87,3 @@ class ReductionToOneDevice(Strategy):
             f"reduce_to_device must be on the mesh, got {self.reduce_to_device!r}; the mesh has "
             f"the devices {list(mesh_impl.devices)}."
         )
-
-
-def canonical_device(device: Any, argument: str = "A device") -> str:
-    """A device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
-
-    Raises:
-      ValueError: it is no device string.
-    """
-    try:
-        canonical = tf.DeviceSpec.from_string(device).to_string()
-    except (AttributeError, TypeError, ValueError) as error:
-        canonical, cause = "", error
-    else:
-        cause = None
-    if not canonical:
-        raise ValueError(
-            f"{argument} must be a string such as '/device:CPU:0' or "
-            f"'/job:worker/task:1/device:GPU:0', got {device!r}."
-        ) from cause
-    return canonical

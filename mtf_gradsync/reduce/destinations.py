@@ -1,0 +1,135 @@
+"""Where a sum or a tensor is to be: on the whole mesh, or on certain devices."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce.devices import canonical_device, process_of
+from mtf_gradsync.reduce.sums import is_simd
+
+
+def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
+    """Finds the devices that are meant.
+
+    Args:
+      mesh_impl: the mesh.
+      destinations: a `LaidOutTensor` on the mesh, a device string, a list of device strings, or a
+        tf variable, whose device is taken.
+
+    Returns:
+      Device strings, or None for every processor of the mesh.
+
+    Raises:
+      ValueError: destinations are none of these, or empty, or devices of a SIMD mesh.
+    """
+    if hasattr(destinations, "tensor_list"):
+        _check_on_mesh(mesh_impl, destinations, "destinations")
+        return None
+    # Ref and resource variables have no common base in tf.compat.v1.
+    if hasattr(destinations, "read_value") and hasattr(destinations, "device"):
+        devices = [destinations.device]
+    elif isinstance(destinations, str):
+        devices = [destinations]
+    elif isinstance(destinations, (list, tuple)) and all(isinstance(d, str) for d in destinations):
+        devices = list(destinations)
+    else:
+        raise ValueError(
+            "destinations must be a LaidOutTensor, a device string, a list of device strings or a "
+            f"tf.Variable, got {destinations!r}."
+        )
+    if not devices or not all(devices):
+        raise ValueError(
+            f"destinations must not be empty: got {destinations!r}. Give a device such as "
+            "'/device:CPU:0', or a LaidOutTensor for the whole mesh."
+        )
+    for device in devices:
+        canonical_device(device, "A device of destinations")
+    if is_simd(mesh_impl):
+        raise ValueError(
+            f"destinations must be a LaidOutTensor on a SIMD mesh, whose one program runs on all "
+            f"cores and cannot name a device; got {destinations!r}."
+        )
+    return devices
+
+
+def check_value(mesh_impl: Any, value: Any) -> Any:
+    """Returns a value, or raises ValueError if it has no slice for each processor of the mesh."""
+    if isinstance(value, mtf.Tensor):
+        raise ValueError(
+            f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
+            "to: lowering.tensors[x].to_laid_out_tensor()."
+        )
+    if not hasattr(value, "tensor_list"):
+        raise ValueError(
+            "A value to reduce must be a LaidOutTensor with a slice for each processor of the "
+            f"mesh, got {value!r}."
+        )
+    _check_on_mesh(mesh_impl, value, "A value to reduce")
+    return value
+
+
+def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Returns pairs of values and destinations as a list.
+
+    Raises:
+      ValueError: they are no list or tuple of tuples of two.
+    """
+    if not isinstance(pairs, (list, tuple)):
+        raise ValueError(
+            "value_destination_pairs must be a list or tuple of tuples (value, destinations), got "
+            f"{pairs!r}."
+        )
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                "Each element of value_destination_pairs must be a tuple (value, destinations), "
+                f"got {pair!r}."
+            )
+    return list(pairs)
+
+
+def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
+    """Copies of a value that is the same on all processors, on devices on the mesh or elsewhere.
+
+    Args:
+      mesh_impl: a `PlacementMeshImpl`.
+      value: a `LaidOutTensor`.
+      devices: where the copies go.
+
+    Returns:
+      Device -> the copy there; each comes from that very device, or from its process, if the
+      mesh has a processor there.
+    """
+    on_device: dict[str, tf.Tensor] = {}
+    in_process: dict[Any, tf.Tensor] = {}
+    for device, x in zip(mesh_impl.devices, value.tensor_list):
+        on_device.setdefault(canonical_device(device) if device else "", x)
+        in_process.setdefault(process_of(device), x)
+    result = {}
+    for device in devices:
+        near = in_process.get(process_of(device), value.tensor_list[0])
+        with tf.device(device):
+            result[device] = tf.identity(on_device.get(canonical_device(device), near))
+    return result
+
+
+def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Copies of a tensor on devices; each process gets it once and hands it on inside."""
+    first: dict[Any, tf.Tensor] = {}
+    result = []
+    for device in devices:
+        with tf.device(device):
+            result.append(tf.identity(first.get(process_of(device), tensor)))
+        first.setdefault(process_of(device), result[-1])
+    return result
+
+
+def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
+    slices = 1 if is_simd(mesh_impl) else mesh_impl.size
+    if len(value.tensor_list) != slices:
+        raise ValueError(
+            f"{what} must have one slice for each of the {slices} "
+            f"{'programs' if is_simd(mesh_impl) else 'processors'} of the mesh "
+            f"{mesh_impl.shape.to_string}, got {len(value.tensor_list)}."
+        )
