@@ -23,6 +23,7 @@ def run(
     runs: int = 1,
     logical_to_physical: Sequence[int] | None = None,
     devices: Sequence[str] | None = None,
+    target: str = "",
 ) -> Any:
     """Lays arrays out on a mesh and gives back what a function makes of them.
 
@@ -35,6 +36,7 @@ def run(
       runs: how often the session runs.
       logical_to_physical: core order of a SIMD mesh.
       devices: of a placement mesh; None is one CPU device a processor.
+      target: the server to run on.
 
     Returns:
       For each run a list of arrays of shape [processors, ...]; the first of them for one run.
@@ -64,7 +66,7 @@ def run(
             config = session_config(num_cpu_devices=shape.size)
             # Constants are inputs here: folding them would leave nothing to test.
             config.graph_options.rewrite_options.disable_meta_optimizer = True
-            block = tf.Session(config=config)
+            block = tf.Session(target, config=config)
         results = []
         with block as session:
             for _ in range(runs):
