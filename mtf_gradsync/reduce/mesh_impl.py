@@ -10,7 +10,7 @@ import gin
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce.fused import FusedAllReduce
 from mtf_gradsync.reduce.groups import ProcessorGroups
-from mtf_gradsync.reduce.levels import process_of
+from mtf_gradsync.reduce.shared_copies import SharedVariable, memories, slicewise
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 
 _MeshTfPlacementMesh = mtf.placement_mesh_impl.PlacementMeshImpl
@@ -19,7 +19,11 @@ _EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}
 
 @gin.configurable(module="mtf_gradsync")
 def placement_mesh_impl(
-    shape: Any, layout: Any, devices: Sequence[str], reducer: Strategy | None = None
+    shape: Any,
+    layout: Any,
+    devices: Sequence[str],
+    reducer: Strategy | None = None,
+    share_copies: bool = True,
 ) -> PlacementMeshImpl:
     """Makes a placement mesh on which every sum crosses by a strategy.
 
@@ -34,6 +38,10 @@ def placement_mesh_impl(
       devices: a device string for each processor of the mesh.
       reducer: how sums cross the mesh; None is `FusedAllReduce()`, which adds up on one device,
         the devices taking turns.
+      share_copies: whether CPU devices of one process that hold the same slice of a variable, or
+        would compute the same from the same tensors, have it once and share it. A variable that
+        is split along one of two mesh axes is then updated once for each part of it, and not once
+        for each processor. False keeps a copy for each, as other kinds of devices do.
 
     Returns:
       The mesh implementation.
@@ -42,7 +50,7 @@ def placement_mesh_impl(
       ValueError: there are more or fewer devices than processors.
       TypeError: devices is no list of strings, or reducer is no strategy.
     """
-    return PlacementMeshImpl(shape, layout, devices, reducer)
+    return PlacementMeshImpl(shape, layout, devices, reducer, share_copies)
 
 
 class PlacementMeshImpl(_MeshTfPlacementMesh):
@@ -56,12 +64,18 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
       of devices that share nothing keep Mesh-TF's ring.
     - alltoall: straight from each processor to each.
     - Coordinates of processors are numbers when the graph is built.
+    - Copies: see `share_copies`.
 
     All that is left is Mesh-TF's. See `placement_mesh_impl` for the arguments.
     """
 
     def __init__(
-        self, shape: Any, layout: Any, devices: Sequence[str], reducer: Strategy | None = None
+        self,
+        shape: Any,
+        layout: Any,
+        devices: Sequence[str],
+        reducer: Strategy | None = None,
+        share_copies: bool = True,
     ):
         if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
             raise TypeError(f"devices must be a list of device strings, got {devices!r}.")
@@ -73,8 +87,34 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
             )
         self.reducer: Strategy = FusedAllReduce() if reducer is None else check_strategy(reducer)
         super().__init__(shape, layout, list(devices))
-        # Collectives so far: whose turn it is to do the work of the next one.
+        self._share_copies = share_copies
+        if share_copies:
+            self.LaidOutVariable = SharedVariable
         self._turn = 0
+
+    def slicewise(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Calls a function on the slices of each processor.
+
+        Args:
+          fn: a function from tf tensors to a tf tensor or a tuple of tf tensors.
+          *inputs: LaidOutTensors, lazy sums, or what all processors are given.
+
+        Returns:
+          A LaidOutTensor, or a tuple of them.
+        """
+        if not self._share_copies:
+            return super().slicewise(fn, *inputs)
+        results = slicewise(
+            self,
+            fn,
+            [
+                x.tensor_list if isinstance(x, self.LaidOutTensor) else [x] * self.size
+                for x in mtf.convert_args_to_laid_out_tensors(inputs)
+            ],
+        )
+        if isinstance(results[0], tuple):
+            return tuple(self.LaidOutTensor(list(one)) for one in zip(*results))
+        return self.LaidOutTensor(results)
 
     def allreduce(self, x: Any, mesh_axes: Sequence[int], reduction_fn_string: str) -> Any:
         """Reduces over the processors that differ along mesh_axes only.
@@ -93,7 +133,7 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
             groups = ProcessorGroups.along(self, mesh_axes)
             # Turned alike in all groups: processors that hold the same also add it up alike, so
             # that copies of a tensor stay copies to the bit.
-            start = self._next_turn() % groups.group_size
+            start = self.next_turn() % groups.group_size
             turned = [group[start:] + group[:start] for group in groups.groups]
             value = x.to_laid_out_tensor()
             return self.reducer.all_reduce(
@@ -107,16 +147,16 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
         )
 
         def extreme(xs: list[tf.Tensor], devices: list[str]) -> list[tf.Tensor]:
-            memories = _memories(devices)
-            if len(memories) == len(devices):
+            sharing = memories(devices)
+            if len(sharing) == len(devices):
                 return ring(xs, devices)
             # What goes from one memory to another is one tensor, not one for each device.
             partial = self._once_per_memory(
                 devices, lambda members: combine([xs[i] for i in members])
             )
-            if len(memories) == 1:
+            if len(sharing) == 1:
                 return partial
-            firsts = [partial[members[0]] for members in memories]
+            firsts = [partial[members[0]] for members in sharing]
             return self._once_per_memory(devices, lambda members: combine(firsts))
 
         return self._collective_with_groups(x, mesh_axes, extreme)
@@ -134,7 +174,7 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
         """
 
         def concat(xs: list[tf.Tensor], devices: list[str]) -> list[tf.Tensor]:
-            if len(_memories(devices)) == len(devices):
+            if len(memories(devices)) == len(devices):
                 return mtf.placement_mesh_impl.allconcat_ring(xs, devices, concat_axis)
             return self._once_per_memory(devices, lambda members: tf.concat(xs, concat_axis))
 
@@ -172,24 +212,16 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
         self, devices: Sequence[str], compute: Callable[[list[int]], tf.Tensor]
     ) -> list[tf.Tensor]:
         """Calls compute with the positions in `devices` that share a memory, for each memory."""
-        turn = self._next_turn()
+        turn = self.next_turn()
         result: list[Any] = [None] * len(devices)
-        for members in _memories(devices):
+        for members in memories(devices):
             with tf.device(devices[members[turn % len(members)]]):
                 value = compute(members)
             for member in members:
                 result[member] = value
         return result
 
-    def _next_turn(self) -> int:
+    def next_turn(self) -> int:
+        """Counts up: whose turn it is to do what one member of a group does for all."""
         self._turn += 1
         return self._turn - 1
-
-
-def _memories(devices: Sequence[str]) -> list[list[int]]:
-    """Positions of devices that share a memory: the CPU devices of one process do."""
-    memories: dict[Any, list[int]] = {}
-    for position, device in enumerate(devices):
-        on_cpu = tf.DeviceSpec.from_string(device).device_type in (None, "CPU")
-        memories.setdefault(process_of(device) if on_cpu else device, []).append(position)
-    return list(memories.values())
