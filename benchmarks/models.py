@@ -160,10 +160,12 @@ def models(quick: bool) -> list[Model]:
     return [dense(), lm()]
 
 
-def placement_mesh(model: Model) -> mtf.placement_mesh_impl.PlacementMeshImpl:
-    """The model's mesh over virtual CPU devices."""
+def placement_mesh(
+    model: Model, mesh_impl: Callable[..., Any] = mtf.placement_mesh_impl.PlacementMeshImpl
+) -> mtf.placement_mesh_impl.PlacementMeshImpl:
+    """The model's mesh over virtual CPU devices, Mesh-TF's or another kind of placement mesh."""
     shape = mtf.convert_to_shape(model.mesh_shape)
-    return mtf.placement_mesh_impl.PlacementMeshImpl(
+    return mesh_impl(
         shape,
         mtf.convert_to_layout_rules(model.layout),
         [f"/device:CPU:{i}" for i in range(shape.size)],
