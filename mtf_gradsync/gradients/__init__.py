@@ -6,6 +6,7 @@ from mtf_gradsync.gradients.clipping import (
     clip_by_shard_norm,
     global_norm,
     num_not_finite,
+    shards_not_finite,
 )
 from mtf_gradsync.gradients.copies import (
     SumCopies,
@@ -39,5 +40,6 @@ __all__ = [
     "on_present",
     "per_shard",
     "shard_dims_in",
+    "shards_not_finite",
     "sum_shards",
 ]

@@ -191,6 +191,24 @@ def num_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None)
     return SumOverGradients(list(grads), [], None, reducer, _not_finite).outputs[0]
 
 
+def shards_not_finite(
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
+) -> mtf.Tensor:
+    """How many entries of each shard's gradients are NaN or infinite.
+
+    Args:
+      grads: gradients per shard (`[shard dims...] + var dims`), at least one.
+      axes: the replica axes.
+      reducer: as for `global_norm`.
+
+    Returns:
+      A float mtf tensor of shape `[shard dims...]`.
+    """
+    reducer = FusedAllReduce() if reducer is None else reducer
+    dims = list(axes.shard_dims)
+    return SumOverGradients(list(grads), dims, axes, reducer, _not_finite).outputs[0]
+
+
 def clip_by_shard_norm(
     grads: MaybeGradients,
     clip_norm: ClipNorm,

@@ -7,12 +7,14 @@ from mtf_gradsync.optimizers.accumulation import (
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.skipping import skip_large_updates, skip_not_finite
+from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
 __all__ = [
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
+    "SyncReplicasOptimizer",
     "Wrapper",
     "get_update_step",
     "skip_large_updates",

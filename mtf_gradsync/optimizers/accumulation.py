@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.gradients import StageOperation, per_shard
+from mtf_gradsync.gradients import per_shard
 from mtf_gradsync.optimizers import hints
 from mtf_gradsync.optimizers.accumulators import Accumulators
+from mtf_gradsync.optimizers.leave_out import LeaveOut
 from mtf_gradsync.optimizers.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.skipping import SkipFn, check_skip, check_skip_fn
 from mtf_gradsync.optimizers.state import claim_name, counter
@@ -168,7 +169,7 @@ class GradientAccumulationOptimizer(Wrapper):
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if self._skip_fn is not None:
             skip = check_skip(self._skip_fn([g for g in micro if g is not None]), self._skip_fn)
-            micro = _LeaveOut.apply(micro, skip)
+            micro = LeaveOut.apply(micro, skip)
             counted -= mtf.cast(skip, tf.int32)
         accumulators = Accumulators(micro, variables, self._slots, self._dtype, self._checkpointed)
         count = mini_step + counted
@@ -255,30 +256,6 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
       An int32 mtf scalar.
     """
     return counter(mesh, f"{name}/update_step").value
-
-
-class _LeaveOut(StageOperation):
-    """Zeros in place of gradients when a micro step is left out, NaNs included."""
-
-    def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
-        shapes, dtypes = [g.shape for g in grads], [g.dtype for g in grads]
-        super().__init__([*grads, skip], shapes, "leave_out", dtypes)
-
-    @classmethod
-    def apply(cls, grads: Sequence[mtf.Tensor | None], skip: mtf.Tensor) -> list[Any]:
-        """The gradients, None where they are None."""
-        outputs = iter(cls([g for g in grads if g is not None], skip).outputs)
-        return [None if g is None else next(outputs) for g in grads]
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-        mesh_impl = lowering.mesh_impl(self)
-        *grads, skip = (lowering.tensors[x].to_laid_out_tensor() for x in self.inputs)
-
-        def leave_out(x: tf.Tensor, skip: tf.Tensor) -> tf.Tensor:
-            return tf.where_v2(skip, tf.zeros_like(x), x)
-
-        self.set_outputs(lowering, [mesh_impl.slicewise(leave_out, g, skip) for g in grads])
 
 
 def _floating(dtype: Any) -> tf.DType:

@@ -22,6 +22,7 @@ _MOVES = frozenset({
     "NextIteration", "Pack", "Pad", "PadV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze",
     "StridedSlice", "Switch", "Transpose", "Unpack",
 })  # fmt: skip
+_PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
 # Gradients are also scaled, clipped and left out before they are summed. No reduction is here, so
 # that a norm or a mean of a gradient counts as the optimizer's.
 _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
@@ -63,7 +64,25 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
             if op.name not in seen and (op.type in _CHANGES or op.name in names):
                 seen.add(op.name)
                 pending += op.outputs
+            elif op.name not in seen and op.type == "AssignAddVariableOp":
+                # An accumulator, which is read where the sum is made.
+                seen.add(op.name)
+                pending += _reads(op.inputs[0])
     return seen
+
+
+def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
+    """What is read from a variable, in branches too."""
+    while handle.op.type in _PASSES_HANDLES:
+        handle = handle.op.inputs[0]
+    handles, values = [handle], []
+    while handles:
+        for op in handles.pop().consumers():
+            if op.type == "ReadVariableOp":
+                values += op.outputs
+            elif op.type in _PASSES_HANDLES:
+                handles += op.outputs
+    return values
 
 
 def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
