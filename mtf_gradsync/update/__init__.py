@@ -1,11 +1,11 @@
 """When an inner optimizer's update may run, and how steps are counted."""
 
+from mtf_gradsync._warn import reset_warnings, warn_once
 from mtf_gradsync.update.conditional import Branch, Conditional
 from mtf_gradsync.update.gate import Gate, after, gated_update, is_ungated, settle
 from mtf_gradsync.update.reads import ReadOnce, kept_in_place, read_variables_once
 from mtf_gradsync.update.rollback import restored_on_error
 from mtf_gradsync.update.steps import AdvanceStep, advance_step
-from mtf_gradsync.update.warn import reset_warnings, warn_once
 
 __all__ = [
     "AdvanceStep",

@@ -6,9 +6,9 @@ import contextlib
 from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.update.as_call import can_call, run_as_call
 from mtf_gradsync.update.gate import Gate, ungated
-from mtf_gradsync.update.warn import warn_once
 
 
 class Branch:

@@ -7,8 +7,8 @@ import weakref
 from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.update.reads import ReadOnce, read_variables_once
-from mtf_gradsync.update.warn import warn_once
 
 
 class Gate(mtf.Operation):
