@@ -14,7 +14,6 @@ STRATEGIES = {
     "ring": lambda: reduce.RingAllReduce(),
     "one_pack": lambda: reduce.AllReduce(),
     "packs": lambda: reduce.AllReduce("add_n", num_packs=3),
-    "ring_packs": lambda: reduce.AllReduce("ring", num_packs=2),
     "levels": lambda: reduce.HierarchicalAllReduce(),
     "ring_levels": lambda: reduce.HierarchicalAllReduce("ring/ring", num_packs=2),
     "sharded_levels": lambda: reduce.HierarchicalAllReduce(
