@@ -153,3 +153,16 @@ def test_what_has_no_sum_is_refused_before_anything_is_built(strategy):
             with pytest.raises(ValueError, match=message):
                 STRATEGIES[strategy]().all_reduce(impl, [values[0], value], groups)
         assert len(graph.get_operations()) == before
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_of_a_tensor_stay_copies(strategy):
+    """Groups that hold the same add it up in the same order, whoever does the work."""
+    data = [np.repeat(x[:4], 2, axis=0) for x in arrays()]
+
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
+
+    for out in on_mesh.run("placement", "rows:4;cols:2", data, make):
+        assert len({x.tobytes() for x in out}) == 1
