@@ -32,8 +32,16 @@ import tensorflow as _tf2
 import tensorflow.compat.v1 as tf
 from tensorflow.python import tpu as _tpu_package
 from tensorflow.python.framework import ops as _ops
+from tensorflow.python.ops import collective_ops as _collective_ops
 
-__all__ = ["ESTIMATOR_AVAILABLE", "EstimatorRemovedError", "mtf", "tf"]
+__all__ = [
+    "ESTIMATOR_AVAILABLE",
+    "EstimatorRemovedError",
+    "collective_sum",
+    "control_flow_context",
+    "mtf",
+    "tf",
+]
 
 _LAST_WITH_ESTIMATOR = "2.15"
 _TPU_PACKAGE = "tensorflow.python.tpu"
@@ -159,6 +167,22 @@ def _estimator_stand_in() -> types.ModuleType:
     members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
     members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
     return _stand_in_module(name, members)
+
+
+def collective_sum(
+    tensor: Any, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
+) -> Any:
+    """One member's part in a sum over a group: the operation that TensorFlow's strategies use."""
+    # Read on 2.12 to 2.21; TensorFlow has no public name for it that works in a session.
+    return _collective_ops.all_reduce_v2(
+        tensor, group_size, group_key, instance_key, timeout=timeout_seconds
+    )
+
+
+def control_flow_context(graph: Any) -> Any:
+    """The branch or loop of control flow v1 that is being built, None outside of any."""
+    # Read on 2.12 to 2.21.
+    return graph._get_control_flow_context()
 
 
 def _module_exists(name: str) -> bool:

@@ -1,6 +1,7 @@
 """How gradients cross the mesh: strategies, packing and the sums behind them."""
 
 from mtf_gradsync.reduce.all_reduce import AllReduce
+from mtf_gradsync.reduce.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.fused import FusedAllReduce
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.hierarchical import AllReduceSpec, HierarchicalAllReduce
@@ -13,6 +14,7 @@ from mtf_gradsync.reduce.wire import CompressedAllReduce
 __all__ = [
     "AllReduce",
     "AllReduceSpec",
+    "CollectiveAllReduce",
     "CompressedAllReduce",
     "FusedAllReduce",
     "HierarchicalAllReduce",

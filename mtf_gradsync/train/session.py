@@ -14,6 +14,7 @@ def session_config(
     repeatable: bool = True,
     inter_op_threads: int = 0,
     intra_op_threads: int = 0,
+    collective_group_leader: str | None = None,
 ) -> tf.ConfigProto:
     """Session options for a mesh program.
 
@@ -33,18 +34,22 @@ def session_config(
       repeatable: keep Grappler's arithmetic optimizer off.
       inter_op_threads: threads that run operations side by side; 0 is one for each core.
       intra_op_threads: threads inside one operation; 0 is one for each core.
+      collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
+        cluster meet for `CollectiveAllReduce`: the same for all, given to ``tf.train.Server``.
+        Without it, each process waits for its own devices alone, until a timeout.
 
     Returns:
-      A ConfigProto for ``tf.Session(config=...)``.
+      A ConfigProto for ``tf.Session(config=...)`` and ``tf.train.Server(config=...)``.
 
     Raises:
-      ValueError: if num_cpu_devices is less than 1.
+      ValueError: if num_cpu_devices is less than 1, or collective_group_leader names no task.
     """
     if num_cpu_devices is not None and num_cpu_devices < 1:
         raise ValueError(
             f"num_cpu_devices must be at least 1, or None for TensorFlow's default; "
             f"got {num_cpu_devices!r}"
         )
+    leader = None if collective_group_leader is None else _task_name(collective_group_leader)
     config = tf.ConfigProto(
         allow_soft_placement=allow_soft_placement,
         inter_op_parallelism_threads=inter_op_threads,
@@ -55,7 +60,22 @@ def session_config(
     if repeatable:
         rewrites = config.graph_options.rewrite_options
         rewrites.arithmetic_optimization = type(rewrites).OFF
+    if leader is not None:
+        config.experimental.collective_group_leader = leader
     return config
+
+
+def _task_name(task: str) -> str:
+    """A task as TensorFlow's servers call themselves; they compare names as text."""
+    try:
+        spec = tf.DeviceSpec.from_string(task)
+    except (AttributeError, TypeError, ValueError):
+        spec = tf.DeviceSpec()
+    if spec.job is None or spec.task is None:
+        raise ValueError(
+            f'collective_group_leader must be a task such as "/job:worker/task:0", got {task!r}'
+        )
+    return f"/job:{spec.job}/replica:{spec.replica or 0}/task:{spec.task}"
 
 
 def enable_mesh_defaults() -> None:

@@ -25,3 +25,15 @@ def test_arithmetic_optimizer_is_off_unless_asked_for():
 def test_refuses_no_devices():
     with pytest.raises(ValueError, match=r"num_cpu_devices must be at least 1.*got 0"):
         session_config(num_cpu_devices=0)
+
+
+def test_collective_group_leader_is_named_as_servers_name_themselves():
+    config = session_config(collective_group_leader="/job:worker/task:0")
+    assert config.experimental.collective_group_leader == "/job:worker/replica:0/task:0"
+    assert not session_config().experimental.collective_group_leader
+
+
+@pytest.mark.parametrize("leader", ["worker", "/job:worker", "127.0.0.1:80", 0])
+def test_refuses_leaders_that_are_no_task(leader):
+    with pytest.raises(ValueError, match=r"collective_group_leader must be a task"):
+        session_config(collective_group_leader=leader)
