@@ -22,7 +22,7 @@ from mtf_gradsync.simd.tpu import (
     run_on_cpu_devices,
     why_no_tpu_compiler,
 )
-from mtf_gradsync.simd.transfers import list_transfers
+from mtf_gradsync.simd.transfers import ProcessTransfers, count_process_transfers, list_transfers
 
 __all__ = [
     "GENERATIONS",
@@ -37,12 +37,14 @@ __all__ = [
     "EmulatedGraph",
     "Generation",
     "HloCollective",
+    "ProcessTransfers",
     "Program",
     "Session",
     "TensorFlowTooOldError",
     "Total",
     "UnsupportedProgramError",
     "compile_for_tpu",
+    "count_process_transfers",
     "cpu_config",
     "emulate",
     "find_hlo_collectives",

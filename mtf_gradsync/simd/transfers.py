@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import math
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce.devices import process_of
 from mtf_gradsync.simd.graph_facts import Branch, Context, GraphFacts, Loop
 from mtf_gradsync.simd.loops import loop_turns
 from mtf_gradsync.simd.report import CommunicationReport, CommunicationRow, mesh_string
@@ -32,9 +33,7 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
     Raises:
       ValueError: when there are no fetches, or two cores of the mesh share one device string.
     """
-    operations = [getattr(fetch, "op", fetch) for fetch in tf.nest.flatten(fetches)]
-    if not operations:
-        raise ValueError("list_transfers needs the tensors and operations of a step, got none.")
+    operations = _operations(fetches, "list_transfers")
     devices = {_canonical(device): core for core, device in enumerate(mesh_impl.devices)}
     if len(devices) != mesh_impl.size:
         raise ValueError(
@@ -58,6 +57,74 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
             copies[scope, tensor.dtype.name, axes, context].append(tensor)
     rows = [_row(facts, key, tensors, mesh_impl.size) for key, tensors in copies.items()]
     return CommunicationReport(tuple(rows), mesh_string(mesh_impl))
+
+
+class ProcessTransfers(NamedTuple):
+    """What crosses between processes in a step.
+
+    Attributes:
+      tensors: messages that carry a tensor.
+      bytes: what they carry; None where a shape is unknown.
+      signals: messages without content, from operations that others wait for.
+    """
+
+    tensors: int
+    bytes: int | None
+    signals: int
+
+
+def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
+    """Counts what a step sends between the processes of a cluster.
+
+    TensorFlow sends a tensor once to each process that uses it, on however many devices. What
+    stands in a loop counts once; what stands in branches counts whether they are taken or not.
+    Not counted: to and from operations that are on no certain process, which TensorFlow places
+    (usually with the session's master); what a collective operation sends by itself; and the
+    fetched values on their way to the client.
+
+    Args:
+      fetches: the tensors and operations of one step, as for ``session.run``.
+
+    Returns:
+      The counts. What Grappler adds or removes is not in them.
+
+    Raises:
+      ValueError: when there are no fetches.
+    """
+    tensors: dict[tuple[str, Any], tf.Tensor] = {}
+    signals = set()
+    for operation in _needed(_operations(fetches, "count_process_transfers")):
+        target = _certain_process(operation)
+        for tensor in operation.inputs:
+            if _crosses(tensor.op, target) and tensor.dtype != tf.resource:
+                tensors[tensor.name, target] = tensor
+        for before in operation.control_inputs:
+            if _crosses(before, target):
+                signals.add((before.name, target))
+    known = all(x.shape.is_fully_defined() for x in tensors.values())
+    return ProcessTransfers(
+        tensors=len(tensors),
+        bytes=sum(x.shape.num_elements() * x.dtype.size for x in tensors.values())
+        if known
+        else None,
+        signals=len(signals),
+    )
+
+
+def _crosses(source: tf.Operation, target: Any) -> bool:
+    return target is not None and _certain_process(source) not in (None, target)
+
+
+def _certain_process(operation: tf.Operation) -> Any:
+    process = process_of(operation.device or "")
+    return None if process[-1] is None else process
+
+
+def _operations(fetches: Sequence[Any], caller: str) -> list[tf.Operation]:
+    operations = [getattr(fetch, "op", fetch) for fetch in tf.nest.flatten(fetches)]
+    if not operations:
+        raise ValueError(f"{caller} needs the tensors and operations of a step, got none.")
+    return operations
 
 
 def _canonical(device: str) -> str:

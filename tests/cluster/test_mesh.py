@@ -1,0 +1,105 @@
+"""A placement mesh over two processes does what one process does."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync import reduce, session_config, simd
+from mtf_gradsync._tf_compat import mtf
+from tests import models, reference
+from tests.cluster import mesh_program as program
+from tests.cluster.processes import Processes
+from tests.reduce import on_mesh
+
+pytestmark = pytest.mark.cluster
+EPS = np.finfo(np.float32).eps
+# A few ulp of values around 1 a step, as for every trajectory.
+TOLERANCE = program.STEPS * 16 * EPS
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    """What the program computes on a cluster: values by case and name."""
+    path = tmp_path_factory.mktemp("cluster") / "values.npz"
+    with Processes() as processes:
+        cluster = processes.start_cluster(program.__name__, {"worker": program.TASKS}, path)
+        processes.wait(cluster["worker", 0])
+    found = {}
+    with np.load(path) as file:
+        for key in file.files:
+            case, _, name = key.partition("|")
+            found.setdefault(case, {})[name] = file[key]
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Variables after the same training on eight devices of this process."""
+    devices = [f"/device:CPU:{i}" for i in range(len(program.DEVICES))]
+    config = session_config(num_cpu_devices=len(devices))
+    return {
+        kind: program.train(
+            f"{kind} fused", program.placement(f"{kind} fused", devices), "", config
+        )
+        for kind in ("train", "accumulate")
+    }
+
+
+@pytest.mark.parametrize("case", sorted(program.optimizers()))
+def test_trains_as_one_process_and_as_numpy(values, one_process, case):
+    update = reference.Adam()
+    if case.startswith("accumulate"):
+        update = reference.Accumulation(update, program.K)
+    for name, value in reference.train(update, models.mlp_batches(program.STEPS)).items():
+        np.testing.assert_allclose(
+            values[case][name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+    alone = one_process["accumulate" if case.startswith("accumulate") else "train"]
+    assert sorted(alone) == sorted(values[case])
+    for name, value in alone.items():
+        np.testing.assert_allclose(
+            values[case][name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("strategy", program.STRATEGIES)
+def test_sums_equal_float64(values, strategy):
+    out = iter([values[f"sum {strategy}"][str(i)] for i in range(len(values[f"sum {strategy}"]))])
+    for axes in on_mesh.subsets(program.MESH):
+        groups = mtf.processor_groups(mtf.convert_to_shape(program.MESH), list(axes))
+        for x in program.arrays():
+            y = next(out)
+            # n summands, at most n - 1 roundings of sums no larger than that of the sizes.
+            limit = len(groups[0]) * EPS / 2 * on_mesh.expected(program.MESH, np.abs(x), groups)
+            assert (np.abs(y - on_mesh.expected(program.MESH, x, groups)) <= limit).all()
+            for group in groups:
+                assert len({y[p].tobytes() for p in group}) == 1
+
+
+@pytest.mark.parametrize("strategy", program.STRATEGIES)
+def test_what_crosses_is_counted_as_tensorflow_sends_it(values, strategy):
+    sent = values[f"sent {strategy}"]
+    np.testing.assert_array_equal(sent["counted"], sent["real"])
+
+
+def test_levels_send_one_copy_each_way(values):
+    size = sum(x[0].nbytes for x in program.arrays())
+    # Neither the root's process nor the other one sends more than its own sum.
+    assert values["sent levels"]["bytes"] == [2 * size]
+    # One device: all slices of the other process go there, and the sum comes back.
+    assert values["sent fused"]["bytes"] == [(program.EACH + 1) * size]
+    assert values["sent ring"]["bytes"] > 2 * size
+
+
+def test_strategies_that_exist_are_here():
+    """A new strategy is to be tried across processes too."""
+    classes = {
+        x for x in vars(reduce).values() if isinstance(x, type) and issubclass(x, reduce.Strategy)
+    }
+    tried = {type(make()) for make in program.STRATEGIES.values()}
+    # Another strategy's messages, made smaller; tests/reduce/test_tasks.py has it.
+    assert classes - tried == {reduce.Strategy, reduce.CompressedAllReduce}
+
+
+def test_counting_needs_a_step():
+    with pytest.raises(ValueError, match="count_process_transfers needs"):
+        simd.count_process_transfers([])
