@@ -9,8 +9,8 @@ network trains on the big batches themselves: the weights end up the same.
 
 import argparse
 
+import handwriting
 import numpy as np
-from sklearn.datasets import load_digits
 from tqdm import trange
 
 import mtf_gradsync as gs
@@ -91,21 +91,19 @@ def main(updates):
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh
-    images, digits = load_digits(return_X_y=True)
-    order = np.random.RandomState(0).permutation(len(images))
-    images, digits = images[order] / 16.0, digits[order]
+    (images, digits), held_out = handwriting.load(HELD_OUT)
     accumulating, big = Trainer(MICRO_BATCH, MICRO_STEPS), Trainer(MICRO_BATCH * MICRO_STEPS, 1)
     progress = trange(updates)
     for update in progress:
         random = np.random.RandomState(update)
-        rows = random.randint(HELD_OUT, len(images), [MICRO_STEPS, MICRO_BATCH])
+        rows = random.randint(0, len(images), [MICRO_STEPS, MICRO_BATCH])
         for part in rows:
             progress.set_postfix(accumulating.step(images[part], digits[part]), refresh=False)
         big.step(images[rows.ravel()], digits[rows.ravel()])
     (w1, w2), others = (t.session.run(t.weights) for t in (accumulating, big))
-    found = np.argmax(np.maximum(images[:HELD_OUT] @ w1, 0) @ w2, axis=1)
+    found = np.argmax(np.maximum(held_out[0] @ w1, 0) @ w2, axis=1)
     difference = max(np.abs(a - b).max() for a, b in zip((w1, w2), others))
-    return np.mean(found == digits[:HELD_OUT]), difference
+    return np.mean(found == held_out[1]), difference
 
 
 if __name__ == "__main__":

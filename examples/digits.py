@@ -8,8 +8,8 @@ by that shard's own norm, then all of them are summed over the mesh at once.
 
 import argparse
 
+import handwriting
 import numpy as np
-from sklearn.datasets import load_digits
 from tqdm import trange
 
 import mtf_gradsync as gs
@@ -75,20 +75,18 @@ def main(steps, clip_norm, learning_rate):
     shown = [lowering.export_to_tf_tensor(t) for t in (mean_loss, norms)]
     predicted = tf.reshape(lowering.export_to_tf_tensor(predicted), [-1])
 
-    images, digits = load_digits(return_X_y=True)
-    order = np.random.RandomState(0).permutation(len(images))
-    images, digits = images[order] / 16.0, digits[order]
+    (images, digits), held_out = handwriting.load(HELD_OUT)
     with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
         session.run(tf.global_variables_initializer())
         session.run(lowering.copy_masters_to_slices())
         progress = trange(steps)
         for step in progress:
-            rows = np.random.RandomState(step).randint(HELD_OUT, len(images), BATCH_SIZE)
+            rows = np.random.RandomState(step).randint(0, len(images), BATCH_SIZE)
             feed = {x: images[rows], y: digits[rows]}
             loss_now, norms_now, _ = session.run([*shown, update], feed)
             progress.set_postfix(loss=loss_now, norms=norms_now.round(2), refresh=False)
-        found = session.run(predicted, {x_held_out: images[:HELD_OUT]})
-    return np.mean(found == digits[:HELD_OUT])
+        found = session.run(predicted, {x_held_out: held_out[0]})
+    return np.mean(found == held_out[1])
 
 
 if __name__ == "__main__":
