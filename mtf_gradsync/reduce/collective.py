@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import zlib
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import gin
 
@@ -20,8 +21,19 @@ from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
 
 # Of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 go as float32.
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
-# A worker remembers the key of every collective that it has seen, whatever graph that was in.
-_instance_keys = itertools.count(1)
+
+
+def _instance_keys_of_a_client() -> Iterator[int]:
+    """Numbers that no other collective has on the workers, whatever graph or client it came from.
+
+    A worker remembers the key and the shape of every collective that it has seen, and refuses
+    another one of that key, also when a client has ended and the next one uses the same workers.
+    """
+    # Not tf.set_random_seed's or Python's: two runs of one program must not draw the same.
+    return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
+
+
+_instance_keys = _instance_keys_of_a_client()
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -115,7 +127,8 @@ class CollectiveAllReduce(Strategy):
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
         if wire not in _DTYPES:
             return add_n(slices, devices, root)
-        group_key = zlib.crc32(",".join(sorted(map(_canonical, devices))).encode()) & 0x7FFFFFFF
+        names = [_canonical(device) for device in devices]
+        group_key = zlib.crc32(",".join(sorted(names)).encode()) & 0x7FFFFFFF
         instance_key = next(_instance_keys)
         sent = []
         for x, device in zip(slices, devices):
@@ -124,7 +137,7 @@ class CollectiveAllReduce(Strategy):
         sums = []
         before = _last_collectives()
         with tf.control_dependencies(
-            list(dict.fromkeys(before[d] for d in devices if d in before))
+            list(dict.fromkeys(before[name] for name in names if name in before))
         ):
             for x, device in zip(sent, devices):
                 with tf.device(device):
@@ -135,7 +148,7 @@ class CollectiveAllReduce(Strategy):
                     )
         with tf.device(devices[root]):
             barrier = tf.group(*[x.op for x in sums])
-        before.update(dict.fromkeys(devices, barrier))
+        before.update(dict.fromkeys(names, barrier))
         results = []
         for x, device in zip(sums, devices):
             with tf.device(device), tf.control_dependencies([barrier]):

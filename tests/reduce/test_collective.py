@@ -9,6 +9,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import reduce
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce import collective
 from tests import harness, models, reference
 from tests.reduce import on_mesh
 from tests.reduce import test_strategies as shared
@@ -92,6 +93,15 @@ def test_keys_are_one_for_each_group_and_one_for_each_collective(merge_scope):
 
 
 @one_scope
+def test_the_next_client_of_the_same_workers_takes_other_keys(merge_scope):
+    """Workers outlive a client, and refuse a key that they have seen with another shape."""
+    clients = [collective._instance_keys_of_a_client() for _ in range(3)]
+    keys = [next(client) for client in clients for _ in range(100)]
+    assert len(set(keys)) == 300
+    assert all(0 < key < 2**31 for key in keys)
+
+
+@one_scope
 def test_a_fetch_of_one_processors_sum_does_not_wait_for_ever(merge_scope):
     """A session leaves out what it need not run; a collective's other members are needed."""
 
@@ -131,6 +141,18 @@ def test_collectives_of_a_device_have_one_order(merge_scope):
                 assert wait_chain([before], [after])
     # Groups that share no device do not wait for each other.
     assert not wait_chain(by_device[DEVICES[0]][:1], by_device[DEVICES[1]][:1])
+
+
+@one_scope
+def test_a_device_is_the_same_by_whatever_name(merge_scope):
+    with on_mesh.graph_of("all:8", [(3,)]) as (impl, values, graph):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        short = harness.placement("all:8", "")
+        short.devices[:] = [f"cpu:{i}" for i in range(8)]
+        for mesh in (impl, short):
+            reduce.CollectiveAllReduce().all_reduce(mesh, values, groups)
+        first, second = collectives(graph)[:8], collectives(graph)[8:]
+    assert all(wait_chain(first, [op]) for op in second)
 
 
 @one_scope
