@@ -138,7 +138,7 @@ def test_parts_are_blocks_of_the_batch_dimensions():
 SHARD_SIZES = st.sampled_from([(1,), (2,), (4,), (8,), (2, 2)])
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True, database=None)
 @given(SHARD_SIZES.flatmap(schedules))
 def test_every_fresh_finite_contribution_enters_one_average(schedule):
     number, steps = schedule.num_replicas, schedule.steps
@@ -155,6 +155,7 @@ def test_every_fresh_finite_contribution_enters_one_average(schedule):
         model.local_step -= feed["lag"]
         lagging |= set(np.flatnonzero(feed["lag"]))
         bad = np.any([feed[f"poison_{name}"] != 0 for name in VARIABLES], axis=0)
+        bad |= [not np.all(np.isfinite(y)) for y in parts(feed["y"], schedule.shard_sizes)]
         grads = []
         for replica in range(number):
             grads.append({"x": np.zeros((steps, number)), "y": np.zeros(1)})
@@ -180,7 +181,7 @@ def test_every_fresh_finite_contribution_enters_one_average(schedule):
     np.testing.assert_allclose(applied.sum(), model.global_step, rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, derandomize=True, database=None, max_examples=20)
 @given(SHARD_SIZES.flatmap(schedules))
 def test_what_is_not_finite_never_reaches_the_variables(schedule):
     for state in replay(schedule, reference.Adam(), average_decay=0.9):
@@ -200,10 +201,11 @@ def states(schedule):
         lambda s: s.replicas_to_aggregate > 4 and states(s)[-1].global_step >= 2,
         lambda s: not all(state.applied for state in states(s)) and states(s)[-1].applied,
         lambda s: s.poison and states(s)[-1].applied,
+        lambda s: s.bad_data and not s.poison and states(s)[-1].applied,
         lambda s: s.lags and s.poison and states(s)[-1].global_step >= 2,
         lambda s: any(state.count > 0 for state in states(s)[:-1]) and states(s)[-1].applied,
     ],
-    ids=["fewer", "as many", "more", "pauses", "not finite", "lag", "carried over"],
+    ids=["fewer", "as many", "more", "pauses", "not finite", "bad data", "lag", "carried over"],
 )
 def test_schedules_reach(happens):
     found = settings(derandomize=True, database=None, max_examples=500, deadline=None)

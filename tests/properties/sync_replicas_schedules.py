@@ -28,6 +28,7 @@ class Schedule(NamedTuple):
       steps: number of steps.
       sits_out: (step, replica) of those that the caller masks out.
       poison: (step, replica, variable, value): what is added to every entry of a gradient.
+      bad_data: (step, replica, value): a target in a replica's part of the batch.
       lags: (step, replica, by): how far a local step is set back before a step.
       seed: of the batches.
     """
@@ -37,6 +38,7 @@ class Schedule(NamedTuple):
     steps: int
     sits_out: tuple[tuple[int, int], ...] = ()
     poison: tuple[tuple[int, int, str, float], ...] = ()
+    bad_data: tuple[tuple[int, int, float], ...] = ()
     lags: tuple[tuple[int, int, int], ...] = ()
     seed: int = 1
 
@@ -66,6 +68,9 @@ class Schedule(NamedTuple):
             feeds[step]["lag"][replica] = by
         for step, replica, name, value in self.poison:
             feeds[step][f"poison_{name}"][replica] = value
+        rows = parts(np.arange(models.BATCH), self.shard_sizes)
+        for step, replica, value in self.bad_data:
+            feeds[step]["y"][rows[replica][0], 0] = value
         return feeds
 
 
@@ -75,6 +80,7 @@ class State(NamedTuple):
     applied: bool
     values: reference.Values
     averages: reference.Values
+    sums: reference.Values
     local_step: np.ndarray
     global_step: int
     count: int
@@ -100,10 +106,11 @@ def grads_by_replica(
 ) -> list[reference.Values]:
     """Every replica's gradients: of the mean loss over its part of the batch, plus its poison."""
     x, y = (parts(feed[k].astype(np.float64), shard_sizes) for k in ("x", "y"))
-    return [
-        {k: g + feed[f"poison_{k}"][i] for k, g in reference.mlp_grads(values, *xy).items()}
-        for i, xy in enumerate(zip(x, y))
-    ]
+    with np.errstate(invalid="ignore"):
+        return [
+            {k: g + feed[f"poison_{k}"][i] for k, g in reference.mlp_grads(values, *xy).items()}
+            for i, xy in enumerate(zip(x, y))
+        ]
 
 
 def replay(
@@ -127,6 +134,7 @@ def replay(
             applied,
             dict(model.values),
             dict(model.averages),
+            dict(model.sums),
             model.local_step.copy(),
             model.global_step,
             model.count,
@@ -141,6 +149,7 @@ def schedules(
     shard_sizes: Sequence[int],
     replicas_to_aggregate: int | None = None,
     max_steps: int = 8,
+    with_poison: bool = True,
 ) -> Schedule:
     """Schedules for a mesh; what goes wrong is at most about half of what there is.
 
@@ -150,6 +159,7 @@ def schedules(
       replicas_to_aggregate: fixed, for one graph that many schedules run in; otherwise fewer than
         there are replicas, as many, or up to twice as many.
       max_steps: largest number of steps.
+      with_poison: whether single variables' gradients may be poisoned; data may be bad in any case.
 
     Returns:
       a strategy for `Schedule`.
@@ -164,13 +174,16 @@ def schedules(
     step, replica = st.integers(0, steps - 1), st.integers(0, number - 1)
     out = draw(st.lists(st.sets(replica), min_size=steps, max_size=steps))
     poison = st.tuples(step, replica, st.sampled_from(VARIABLES), st.sampled_from(NOT_FINITE))
+    bad_data = st.tuples(step, replica, st.sampled_from(NOT_FINITE))
     lag = st.tuples(step, replica, st.integers(1, 3))
+    most = number if with_poison else 0
     return Schedule(
         tuple(shard_sizes),
         replicas_to_aggregate,
         steps,
         tuple((i, r) for i, replicas in enumerate(out) for r in sorted(replicas)),
-        tuple(draw(st.lists(poison, max_size=number, unique_by=lambda p: p[:3]))),
+        tuple(draw(st.lists(poison, max_size=most, unique_by=lambda p: p[:3]))),
+        tuple(draw(st.lists(bad_data, max_size=number // 2, unique_by=lambda p: p[:2]))),
         tuple(draw(st.lists(lag, max_size=number, unique_by=lambda p: p[:2]))),
         draw(st.integers(1, 100)),
     )

@@ -1,0 +1,160 @@
+"""SyncReplicasOptimizer on random schedules: all of its state, at every step, is the model's."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests import reference
+from tests.properties.sync_replicas_program import (
+    ADAM_EPSILON,
+    AVERAGE_DECAY,
+    Setup,
+    program,
+)
+from tests.properties.sync_replicas_schedules import Schedule, replay, schedules
+
+MAX_STEPS = 8
+# Every step adds a few float32 roundings of numbers of about 1; gradients, sums and slots are of
+# that size or less, and so are the derivatives of an update by them. What is larger is scaled.
+TOLERANCE = MAX_STEPS * 4 * np.finfo(np.float32).eps
+
+# Fewer contributions than replicas, as many, and more; every optimizer that has slots.
+SETUPS = [
+    Setup("placement", "8", 5, "momentum", pending=False),
+    Setup("placement", "4x2", 4, "adafactor", pending=True),
+    Setup("placement", "2x2x2", 6, "adam", pending=False),
+    Setup("simd", "4x2", 3, "adafactor", pending=False),
+    Setup("simd", "2x2x2", 4, "adam", pending=False),
+    Setup("simd", "8", 11, "momentum", pending=True),
+]
+
+
+class Adam(reference.Adam):
+    """With the program's epsilon."""
+
+    def __call__(self, values, grads):
+        new = {}
+        for k, g in grads.items():
+            self.m[k] = 0.9 * self.m.get(k, 0.0) + 0.1 * g
+            self.v[k] = 0.999 * self.v.get(k, 0.0) + 0.001 * g**2
+            update = self.m[k] / (np.sqrt(self.v[k]) + ADAM_EPSILON) + 0.01 * values[k]
+            new[k] = values[k] - 0.01 * update
+        return new
+
+
+MODELS = {"momentum": reference.Momentum, "adam": Adam, "adafactor": reference.Adafactor}
+
+
+def slots(optimizer, values):
+    """The reference optimizer's state under Mesh-TF's names; zero before the first update."""
+    found = {}
+    for k, value in values.items():
+        zero = np.zeros_like(value)
+        if isinstance(optimizer, reference.Momentum):
+            found[f"{k}_momentum_v"] = optimizer.v.get(k, zero)
+        elif isinstance(optimizer, reference.Adam):
+            found[f"{k}/adam_m"] = optimizer.m.get(k, zero)
+            found[f"{k}/adam_v"] = optimizer.v.get(k, zero)
+        elif value.ndim == 2:
+            row, column = optimizer.state.get(k, [zero[0], zero[:, 0]])
+            found.update({f"{k}_slot_vr": column, f"{k}_slot_vc": row})
+        else:
+            found[f"{k}_slot_v"] = optimizer.state.get(k, [zero])[0]
+    return found
+
+
+def check(found, state, optimizer, waiting):
+    """Compares all variables of a program with the model."""
+    found = dict(found)
+    sums = {k: found.pop(f"{k}/gradient_accumulator") for k in state.values}
+    for k, expected in state.sums.items():
+        total = sums[k].reshape(-1, *expected.shape).sum(0)
+        close(total, expected, f"accumulator of {k}")
+        assert np.any(sums[k]) == (state.count > 0), k
+    integers = {
+        "local_step": state.local_step,
+        "made": state.made,
+        "dropped": state.dropped,
+        "count": state.count,
+        "update_step": state.global_step,
+        "waiting": waiting,
+    }
+    for k, expected in integers.items():
+        actual = found.pop(f"sync_replicas/{k}")
+        np.testing.assert_array_equal(actual.reshape(np.shape(expected)), expected, err_msg=k)
+    expected = {
+        **state.values,
+        **{f"{k}/ExponentialMovingAverage": x for k, x in state.averages.items()},
+        **slots(optimizer, state.values),
+    }
+    assert sorted(found) == sorted(expected)
+    for k, value in expected.items():
+        close(found[k], value, k)
+
+
+def close(actual, expected, name):
+    scale = max(1.0, np.max(np.abs(expected)))
+    np.testing.assert_allclose(
+        actual, expected, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=name
+    )
+
+
+def check_run(running, setup, schedule):
+    optimizer = MODELS[setup.optimizer]()
+    model = replay(schedule, optimizer, AVERAGE_DECAY)
+    waiting, before = 0, None
+    for found, state in zip(running.run(schedule), model):
+        waiting = 0 if state.applied else waiting + 1
+        check(found, state, optimizer, waiting)
+        if before is not None and not state.applied:
+            still = [k for k in found if "sync_replicas/" not in k and "accumulator" not in k]
+            for k in still:
+                # Nothing but counts and sums has moved by a single bit.
+                np.testing.assert_array_equal(found[k], before[k], err_msg=k)
+        before = found
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s.kind}-{s.mesh}")
+def test_all_state_is_the_models_at_every_step(setup):
+    random = schedules(
+        setup.shard_sizes, setup.replicas_to_aggregate, MAX_STEPS, with_poison=not setup.pending
+    )
+    with program(setup) as running:
+
+        @settings(
+            deadline=None,
+            derandomize=True,
+            database=None,
+            max_examples=50 if setup.kind == "placement" else 30,
+        )
+        @given(random)
+        def agrees(schedule):
+            check_run(running, setup, schedule)
+
+        agrees()
+
+
+OUT = [(0, 2), (2, 0), (2, 1)]
+WAYS = {
+    "masked": {"sits_out": tuple(OUT)},
+    "NaN in one variable": {"poison": tuple((i, k, "b1", float("nan")) for i, k in OUT)},
+    "infinity in a scalar": {"poison": tuple((i, k, "scale", float("-inf")) for i, k in OUT)},
+    "infinity in the data": {"bad_data": tuple((i, k, float("inf")) for i, k in OUT)},
+    "stale": {"lags": tuple((i, k, 1) for i, k in OUT)},
+}
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+def test_a_replica_that_is_left_out_costs_nothing_to_the_others(kind):
+    setup = Setup(kind, "4x2", 2, "adafactor", pending=False)
+    masked = Schedule(setup.shard_sizes, 2, 4, **WAYS["masked"])
+    with program(setup) as running:
+        for way, kwargs in WAYS.items():
+            optimizer = MODELS[setup.optimizer]()
+            # The model always sees the mask: it has no NaN, no infinity, no old step.
+            model = list(replay(masked, optimizer, AVERAGE_DECAY))
+            *_, found = running.run(Schedule(setup.shard_sizes, 2, 4, **kwargs))
+            check(found, model[-1], optimizer, waiting=0)
+            # An update a step, so that a lag lasts for a step too.
+            assert [state.count for state in model] == [0] * 4
+            assert list(model[-1].made) == [3, 3, 3, 4], way
