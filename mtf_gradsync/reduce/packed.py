@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import collections
 import itertools
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce import packing
 from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.planning import Packs, Piece, Planner, whole
-from mtf_gradsync.reduce.sums import SumFn
+from mtf_gradsync.reduce.shared_copies import slicewise
+from mtf_gradsync.reduce.sums import SumFn, is_simd
+
+# Devices of one memory that read one sum can unpack it each, or one for all, which sends them the
+# tensors one by one. Measured on CPU devices: a message costs as much as copying so many bytes.
+MESSAGE_BYTES = 32 * 1024
 
 
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
@@ -98,7 +103,7 @@ def _sum_pack(
     shapes = [x.slice_shape for x in members]
     packed = mesh_impl.slicewise(lambda *slices: packing.pack(slices), *members)
     total = sum_fn(packed, groups, turn)
-    return mesh_impl.slicewise(lambda x: packing.unpack(x, shapes), total)
+    return _on_sums(mesh_impl, lambda x: packing.unpack(x, shapes), [total], len(members))
 
 
 def _cut(mesh_impl: Any, value: Any, pieces: Sequence[Piece]) -> Sequence[Any]:
@@ -111,4 +116,33 @@ def _cut(mesh_impl: Any, value: Any, pieces: Sequence[Piece]) -> Sequence[Any]:
 def _join(mesh_impl: Any, parts: Sequence[Any], shape: Sequence[int]) -> Any:
     if len(parts) == 1:
         return parts[0]
-    return mesh_impl.slicewise(lambda *flat: tf.reshape(tf.concat(flat, 0), shape), *parts)
+
+    def join(*flat: tf.Tensor) -> tuple[tf.Tensor]:
+        return (tf.reshape(tf.concat(flat, 0), shape),)
+
+    return _on_sums(mesh_impl, join, parts, 1)[0]
+
+
+def _on_sums(
+    mesh_impl: Any,
+    fn: Callable[..., tuple[tf.Tensor, ...]],
+    sums: Sequence[Any],
+    num_results: int,
+) -> Sequence[Any]:
+    """Applies a function that copies sums, which processors may share, to each processor's.
+
+    Args:
+      mesh_impl: the mesh.
+      fn: from slices to a tuple of so many slices with the same elements.
+      sums: `LaidOutTensor`s.
+      num_results: how many.
+
+    Returns:
+      So many `LaidOutTensor`s.
+    """
+    itemsize = sums[0].tensor_list[0].dtype.size
+    num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)
+    if is_simd(mesh_impl) or num_bytes < MESSAGE_BYTES * num_results:
+        return mesh_impl.slicewise(fn, *sums)
+    results = slicewise(mesh_impl, fn, [x.tensor_list for x in sums])
+    return [mesh_impl.LaidOutTensor(list(slices)) for slices in zip(*results)]
