@@ -14,6 +14,7 @@ from benchmarks import (
     report,
     simd_collectives,
     training_step,
+    two_processes,
 )
 
 TABLES = (
@@ -25,6 +26,7 @@ TABLES = (
     bucket_size,
     repeatability,
     races,
+    two_processes,
 )
 
 if __name__ == "__main__":
