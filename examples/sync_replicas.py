@@ -73,7 +73,7 @@ class Trainer:
         loss = mtf.reduce_mean(cross_entropy, output_shape=[replica])  # of each replica
 
         opt = wrap(mtf.optimize.AdamWeightDecayOptimizer(0.003))
-        update_ops = opt.minimize(loss)
+        update_ops = opt.minimize(loss, tf.train.get_or_create_global_step())
 
         devices = [f"/device:CPU:{i}" for i in range(8)]
         mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
