@@ -63,13 +63,17 @@ def slots(optimizer, values):
     return found
 
 
-def check(found, state, optimizer, waiting):
-    """Compares all variables of a program with the model."""
+def check(found, state, optimizer, waiting, missed, share=1):
+    """Compares all variables of a program with the model.
+
+    waiting and missed are how long nothing came, in all and by replica; share is what part of a
+    replica's gradient the accumulators hold.
+    """
     found = dict(found)
     sums = {k: found.pop(f"{k}/gradient_accumulator") for k in state.values}
     for k, expected in state.sums.items():
         total = sums[k].reshape(-1, *expected.shape).sum(0)
-        close(total, expected, f"accumulator of {k}")
+        close(total, expected * share, f"accumulator of {k}")
         assert np.any(sums[k]) == (state.count > 0), k
     integers = {
         "local_step": state.local_step,
@@ -78,7 +82,9 @@ def check(found, state, optimizer, waiting):
         "count": state.count,
         "update_step": state.global_step,
         "waiting": waiting,
+        "missed": missed,
     }
+    assert found.pop("global_step") == state.global_step
     for k, expected in integers.items():
         actual = found.pop(f"sync_replicas/{k}")
         np.testing.assert_array_equal(actual.reshape(np.shape(expected)), expected, err_msg=k)
@@ -102,10 +108,14 @@ def close(actual, expected, name):
 def check_run(running, setup, schedule):
     optimizer = MODELS[setup.optimizer]()
     model = replay(schedule, optimizer, AVERAGE_DECAY)
-    waiting, before = 0, None
+    # A pending gradient is that of the mean over all replicas.
+    share = 1 / schedule.num_replicas if setup.pending else 1
+    waiting, missed, dropped, before = 0, 0, 0, None
     for found, state in zip(running.run(schedule), model):
         waiting = 0 if state.applied else waiting + 1
-        check(found, state, optimizer, waiting)
+        missed = np.where(state.dropped > dropped, missed + 1, 0)
+        check(found, state, optimizer, waiting, missed, share)
+        dropped = state.dropped
         if before is not None and not state.applied:
             still = [k for k in found if "sync_replicas/" not in k and "accumulator" not in k]
             for k in still:
@@ -154,7 +164,7 @@ def test_a_replica_that_is_left_out_costs_nothing_to_the_others(kind):
             # The model always sees the mask: it has no NaN, no infinity, no old step.
             model = list(replay(masked, optimizer, AVERAGE_DECAY))
             *_, found = running.run(Schedule(setup.shard_sizes, 2, 4, **kwargs))
-            check(found, model[-1], optimizer, waiting=0)
+            check(found, model[-1], optimizer, waiting=0, missed=[0] * 4)
             # An update a step, so that a lag lasts for a step too.
             assert [state.count for state in model] == [0] * 4
             assert list(model[-1].made) == [3, 3, 3, 4], way
