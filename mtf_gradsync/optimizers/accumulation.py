@@ -116,6 +116,8 @@ class GradientAccumulationOptimizer(Wrapper):
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
+        # A loss that is not finite need not end training then.
+        self.leaves_out_not_finite = getattr(should_skip_update_fn, "leaves_out_not_finite", False)
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         # An optimizer may serve several graphs; the last one is what its properties tell of.
@@ -179,8 +181,10 @@ class GradientAccumulationOptimizer(Wrapper):
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
 
+        divisors = [count if self._average else None] * len(variables)
+
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            totals = self._totals(sums, accumulators.dtypes, variables, count)
+            totals = self._totals(sums, accumulators.dtypes, variables, divisors)
             return self._apply_inner(totals, variables)
 
         gate, updates = accumulators.when_due(due, update)
@@ -214,33 +218,6 @@ class GradientAccumulationOptimizer(Wrapper):
         if self.accumulate == LOCAL:
             return per_shard(grads, self.axes, self.reducer)
         return self._summed(grads, variables)
-
-    def _totals(
-        self,
-        sums: Sequence[mtf.Tensor | None],
-        dtypes: Sequence[tf.DType | None],
-        variables: Sequence[mtf.Variable],
-        count: mtf.Tensor,
-    ) -> list[mtf.Tensor | None]:
-        """What the inner optimizer gets: summed over the mesh, averaged if asked for."""
-        totals = self._summed(sums, variables)
-        for index, total in enumerate(totals):
-            if total is None:
-                continue
-            if self._average:
-                wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
-                total = mtf.divide(wide, mtf.cast(count, wide.dtype))
-            dtype = self._inner_dtype(dtypes[index])
-            totals[index] = total if total.dtype == dtype else mtf.cast(total, dtype)
-        return totals
-
-    def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
-        """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
-        # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the
-        # others cast to float32 themselves.
-        if dtype.size >= 4 or isinstance(self.innermost(), mtf.optimize.MomentumOptimizer):
-            return dtype
-        return tf.float32
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:

@@ -41,6 +41,7 @@ class Accumulators:
         slots: SlotBook,
         dtype: tf.DType | None = None,
         checkpointed: bool = True,
+        shares: Sequence[bool] | None = None,
     ):
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
@@ -50,6 +51,8 @@ class Accumulators:
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
+          shares: for each gradient whether what a shard adds is 1/num_shards of its replica's
+            gradient (`PerShard`); None is False for all.
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
@@ -67,7 +70,8 @@ class Accumulators:
                 slots.record([accumulator], [variable], tf.get_variable_scope().name)
                 if checkpointed:
                     # None is noted too: the checkpoint may come from a mesh with shards.
-                    note_per_shard(accumulator, grad.shape.ndims - variable.shape.ndims)
+                    num_shard_dims = grad.shape.ndims - variable.shape.ndims
+                    note_per_shard(accumulator, num_shard_dims, bool(shares and shares[index]))
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
             self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
 

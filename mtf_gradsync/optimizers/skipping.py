@@ -28,6 +28,9 @@ def skip_not_finite(grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
     return mtf.greater(num_not_finite(grads), 0.0)
 
 
+skip_not_finite.leaves_out_not_finite = True
+
+
 @gin.configurable(module="mtf_gradsync")
 class skip_large_updates:
     """Says to skip a micro step whose gradients are larger than a norm, or not finite.
@@ -40,6 +43,8 @@ class skip_large_updates:
     References:
       optax.skip_large_updates
     """
+
+    leaves_out_not_finite = True
 
     def __init__(self, max_norm: float):
         """Sets the norm.

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtf_gradsync._tf_compat import mtf, tf
 
 ACCUMULATOR = "gradient_accumulator"
-# tf.Graph collection of (name, number of leading shard dims) of accumulators, so that a checkpoint
-# can be read on another number of shards. 0 shard dims: the sum is whole.
+# tf.Graph collection of `PerShard`, so that a checkpoint can be read on another number of shards.
 PER_SHARD_COLLECTION = "mtf_gradsync/per_shard_state"
+
+
+class PerShard(NamedTuple):
+    """A variable whose first dims number the shards, and what it holds on other shards.
+
+    Attributes:
+      name: its name.
+      num_shard_dims: how many dims number the shards; 0 for a sum that is whole.
+      is_share: whether each shard's value is 1/num_shards of what it stands for, as the gradient
+        of a mean over all shards is.
+      fill: what every shard gets, a number or the name of a scalar variable; None for sums, which
+        keep their total.
+    """
+
+    name: str
+    num_shard_dims: int
+    is_share: bool = False
+    fill: int | str | None = None
 
 
 class UncheckpointedVariable(mtf.Variable):
@@ -99,7 +116,9 @@ def claim_name(graph: mtf.Graph, name: str, owner: Any) -> None:
     owners[name] = weakref.ref(owner)
 
 
-def counter(mesh: mtf.Mesh, name: str, checkpointed: bool = True) -> mtf.Variable:
+def counter(
+    mesh: mtf.Mesh, name: str, checkpointed: bool = True, stacked: bool = True
+) -> mtf.Variable:
     """An integer scalar that starts at 0.
 
     Args:
@@ -107,13 +126,14 @@ def counter(mesh: mtf.Mesh, name: str, checkpointed: bool = True) -> mtf.Variabl
       name: its whole name: the current variable scope does not count, so that a schedule made in
         a scope of its own finds the same counter.
       checkpointed: whether savers of global variables write it.
+      stacked: as for `state_variable`.
 
     Returns:
       An `mtf.Variable` of dtype int32.
     """
     root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
     with tf.variable_scope(root, auxiliary_name_scope=False):
-        return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed)
+        return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed, stacked)
 
 
 def state_variable(
@@ -146,6 +166,13 @@ def state_variable(
     return UncheckpointedVariable(mesh, name, shape, dtype)
 
 
-def note_per_shard(variable: mtf.Variable, num_shard_dims: int) -> None:
-    """Records that the first dims of a variable number the shards."""
-    tf.add_to_collection(PER_SHARD_COLLECTION, (variable.name, num_shard_dims))
+def note_per_shard(
+    variable: mtf.Variable,
+    num_shard_dims: int,
+    is_share: bool = False,
+    fill: int | str | None = None,
+) -> None:
+    """Records that the first dims of a variable number the shards; see `PerShard`."""
+    tf.add_to_collection(
+        PER_SHARD_COLLECTION, PerShard(variable.name, num_shard_dims, is_share, fill)
+    )

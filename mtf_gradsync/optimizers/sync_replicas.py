@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Sequence
 
 import gin
 
@@ -13,30 +13,17 @@ from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.accumulators import Accumulators
 from mtf_gradsync.optimizers.averages import check_decay, moving_average, updated_averages
 from mtf_gradsync.optimizers.leave_out import LeaveOut
-from mtf_gradsync.optimizers.state import claim_name, counter, note_per_shard, state_variable
+from mtf_gradsync.optimizers.replica_state import (
+    Limit,
+    ReplicaState,
+    ReplicaSummaries,
+    make_state,
+)
+from mtf_gradsync.optimizers.state import claim_name
+from mtf_gradsync.optimizers.sync_replicas_hooks import NothingToQueue, SyncReplicasHook
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.update import after, is_ungated, settle
-
-
-class ReplicaState(NamedTuple):
-    """int32 mesh variables, or their values after a step.
-
-    Attributes:
-      local_step: `[shard dims]`, the step that each replica's next gradient is for.
-      made: `[shard dims]`, contributions of each replica.
-      dropped: `[shard dims]`, steps on which a replica did not contribute.
-      count: contributions since the last update.
-      update_step: updates made, the global step that local steps are compared with.
-      waiting: steps since the last update.
-    """
-
-    local_step: Any
-    made: Any
-    dropped: Any
-    count: Any
-    update_step: Any
-    waiting: Any
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -49,12 +36,21 @@ class SyncReplicasOptimizer(Wrapper):
     one step or several, their average is applied once and every replica's local step becomes the
     new update step. Until then variables and slots stand still.
 
+    Of the gradient of a loss of the whole batch, pending or summed, a replica's part counts
+    num_shards times, as if the loss were the mean over that replica's part of the batch. A
+    gradient per shard is taken as it is: one loss for each replica.
+
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
-    `/made`, `/dropped`, `/count`, `/update_step`, `/waiting`.
+    `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
+
+    Attributes:
+      leaves_out_not_finite: True: a loss that is not finite need not end training.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
+
+    leaves_out_not_finite = True
 
     def __init__(
         self,
@@ -88,7 +84,8 @@ class SyncReplicasOptimizer(Wrapper):
           contributes: which replicas may contribute in this step: a boolean mtf tensor of shape
             `[shard dims...]`, a tf tensor of shape `[num_shards]`, or None for all.
           max_steps_without_update: largest number of steps in a row without an update; one more
-            raises an error (placement meshes) that lists the replicas that did not contribute.
+            raises an error that lists the replicas that did not contribute. On SIMD meshes it
+            takes the hook of `make_session_run_hook`.
           learning_rate: only with a class or factory as opt: passed on untouched.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape.
@@ -125,9 +122,11 @@ class SyncReplicasOptimizer(Wrapper):
         self._to_aggregate = int(replicas_to_aggregate)
         self._decay, self._averaged = decay, averaged
         self._contributes = contributes
-        self._limit = max_steps_without_update
+        self._max_steps = max_steps_without_update
         self._state_of: Any = weakref.WeakKeyDictionary()
         self._state: ReplicaState | None = None
+        self._made: mtf.Tensor | None = None
+        self._limit: Limit | None = None
         self._progress: dict[str, mtf.Tensor] = {}
 
     @property
@@ -135,12 +134,112 @@ class SyncReplicasOptimizer(Wrapper):
         """The replicas' mesh variables; None before gradients were applied."""
         return self._state
 
+    def apply_gradients(
+        self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
+    ) -> list[mtf.Operation]:
+        """Takes this step's contributions, and applies their average if enough have come.
+
+        Args:
+          grads_and_vars: pairs as `compute_gradients` returns them.
+          global_step: an mtf or tf variable to add one to after an update is applied, and only
+            then. Required, as TensorFlow's optimizer has it; `apply_grads` goes without.
+          name: name of the operation that advances global_step; None takes the wrapper's name.
+
+        Returns:
+          A flat list of mtf operations.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: there is no variable or no global step, or a gradient does not fit.
+        """
+        if hasattr(grads_and_vars, "__len__") and not len(grads_and_vars):
+            raise ValueError("Must supply at least one variable: grads_and_vars is empty.")
+        if global_step is None:
+            raise ValueError(
+                "A global step is required to tell stale gradients: give apply_gradients "
+                "global_step, a scalar mtf or tf variable that counts updates, or use apply_grads."
+            )
+        return super().apply_gradients(grads_and_vars, global_step, name)
+
+    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
+        """Makes a hook for the session.
+
+        When the session is there, it checks that the variables are initialized. On SIMD meshes it
+        reads after each run whether more than max_steps_without_update steps went by without an
+        update, and raises RuntimeError then.
+
+        Args:
+          is_chief: whether num_tokens is checked.
+          num_tokens: as for `get_init_tokens_op`.
+
+        Returns:
+          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
+          before, or tokens are too few.
+        """
+        return SyncReplicasHook(self, is_chief, num_tokens)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> tf.Operation:
+        """An operation that does nothing: replicas in lock step need no tokens to begin.
+
+        A token lets a replica of TensorFlow's optimizer begin its next step. On a mesh all
+        replicas take every step together, and get their token, the new local step, with the
+        update.
+
+        Args:
+          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. Checked as TensorFlow's
+            optimizer does.
+
+        Returns:
+          A tf operation.
+
+        Raises:
+          ValueError: gradients were not applied before, or num_tokens is less than
+            replicas_to_aggregate - total_num_replicas.
+        """
+        self._check_applied("get_init_tokens_op")
+        needed = self._to_aggregate - self.axes.num_shards
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < -1:
+            raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
+        if num_tokens != -1 and num_tokens < needed:
+            raise ValueError(
+                f"Too few tokens to finish the first step: num_tokens={num_tokens}, and "
+                f"replicas_to_aggregate - total_num_replicas is {needed}."
+            )
+        return tf.no_op(name="init_tokens")
+
+    def get_chief_queue_runner(self) -> tf.train.QueueRunner:
+        """A queue runner without threads: the update is part of the training step.
+
+        Raises:
+          ValueError: gradients were not applied before.
+        """
+        self._check_applied("get_chief_queue_runner")
+        return NothingToQueue()
+
+    @property
+    def limit(self) -> Limit | None:
+        """The check of max_steps_without_update; None without any, or before gradients came."""
+        return self._limit
+
+    def _check_applied(self, method: str) -> None:
+        if self._state is None:
+            raise ValueError(
+                f"{method} has to be called after apply_gradients (or apply_grads) of "
+                f"{type(self).__name__}."
+            )
+
+    def _step_made(self) -> mtf.Tensor | None:
+        return self._made
+
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
         """The moving average of a variable, or None if it is not averaged."""
         return moving_average(var) if var in self._averaged else None
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Scalars that tell how training goes, the step that they are fetched with included."""
+        """Update step, and contributions made and dropped of each replica.
+
+        They count the step that they are fetched with.
+        """
         return dict(self._progress)
 
     def variables(self) -> list[mtf.Variable]:
@@ -160,7 +259,7 @@ class SyncReplicasOptimizer(Wrapper):
                 )
 
     def _local_steps(self) -> mtf.Tensor:
-        """The step that each replica's gradient was computed for, `[shard dims...]`."""
+        """The step that each replica's gradient is for, whole on every processor."""
         return self._state.local_step.value
 
     def _to_inner(
@@ -173,119 +272,97 @@ class SyncReplicasOptimizer(Wrapper):
             )
         if graph not in self._state_of:
             claim_name(graph, self.name, self)
-            self._state_of[graph] = self._make_state(mesh)
+            self._state_of[graph] = make_state(mesh, self.name, self.axes.shard_dims)
         self._state = before = self._state_of[graph]
+        shares = [g is not None and not self._shard_dims(g.shape) for g in grads]
         shards = per_shard(grads, self.axes, self.reducer)
         steps = self._local_steps()
         fresh = self._fresh(shards, steps)
         accumulators = Accumulators(
-            LeaveOut.apply(shards, mtf.logical_not(fresh)), variables, self._slots
+            LeaveOut.apply(shards, mtf.logical_not(fresh)), variables, self._slots, shares=shares
         )
-        came = mtf.cast(fresh, tf.int32)
-        count = before.count.value + mtf.reduce_sum(came, output_shape=mtf.Shape([]))
+        # The only thing but gradients that crosses the replica axes.
+        came = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        count = before.count.value + mtf.reduce_sum(came)
         due = mtf.greater_equal(count, self._to_aggregate)
 
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            totals = self._summed(sums, variables)
-            mean = [g if g is None else mtf.divide(g, mtf.cast(count, g.dtype)) for g in totals]
+            # num_shards / count of a sum whose terms are 1 / num_shards of a replica's gradient.
+            of_shares = mtf.cast(count, tf.float32) / self.axes.num_shards
+            divisors = [of_shares if share else count for share in shares]
+            mean = self._totals(sums, accumulators.dtypes, variables, divisors)
             operations = self._apply_inner(mean, variables)
             if self._decay is None:
                 return operations
             return [*operations, *updated_averages(self._decay, self._averaged, operations)]
 
         gate, updates = accumulators.when_due(due, update)
-        made = mtf.cast(due, tf.int32)
-        update_step = before.update_step.value + made
-        now = ReplicaState(
-            local_step=steps * (1 - made) + mtf.broadcast(update_step * made, steps.shape),
-            made=before.made.value + came,
-            dropped=before.dropped.value + (1 - came),
-            count=count * (1 - made),
-            update_step=update_step,
-            waiting=(before.waiting.value + 1) * (1 - made),
-        )
-        check = self._limit and _Limit(now.waiting, mtf.anonymize(came), self._limit)
+        self._made = mtf.cast(due, tf.int32)
+        now = _after_step(before, steps, came, count, self._made)
+        self._limit = Limit(before, now, self._max_steps) if self._max_steps else None
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         settle(gate)
 
         def wait(lowering: mtf.Lowering) -> list[tf.Operation]:
-            return [gate.barrier(lowering), *([check.done(lowering)] if check else [])]
+            return [gate.barrier(lowering), *([self._limit.done(lowering)] if self._limit else [])]
 
         after(writes, wait)
         self._report(now)
         return [*updates, *writes]
 
-    def _make_state(self, mesh: mtf.Mesh) -> ReplicaState:
-        shape = mtf.Shape(list(self.axes.shard_dims))
-
-        def of_replicas(name: str) -> mtf.Variable:
-            variable = state_variable(mesh, f"{self.name}/{name}", shape, tf.int32)
-            note_per_shard(variable, shape.ndims)
-            return variable
-
-        return ReplicaState(
-            *[of_replicas(name) for name in ReplicaState._fields[:3]],
-            *[counter(mesh, f"{self.name}/{name}") for name in ReplicaState._fields[3:]],
-        )
-
     def _fresh(self, shards: Sequence[mtf.Tensor | None], steps: mtf.Tensor) -> mtf.Tensor:
         """Which replicas contribute in this step, boolean `[shard dims...]`."""
         present = [g for g in shards if g is not None]
         bad = shards_not_finite(present, self.axes, self.reducer)
-        fresh = mtf.logical_and(
-            mtf.less_equal(bad, 0.0),
-            mtf.greater_equal(steps, mtf.broadcast(self._state.update_step.value, steps.shape)),
-        )
+        behind = mtf.broadcast(self._state.update_step.value, steps.shape) - steps
+        # Each processor takes its own of what all of them have: nothing crosses the mesh.
+        behind = mtf.reshape(behind, bad.shape)
+        fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
         if self._contributes is None:
             return fresh
         mask = self._contributes
         if not isinstance(mask, mtf.Tensor):
-            mask = tf.reshape(tf.cast(mask, tf.int32), steps.shape.to_integer_list)
-            mask = mtf.greater(mtf.import_tf_tensor(steps.mesh, mask, steps.shape), 0)
+            mask = tf.reshape(tf.cast(mask, tf.int32), bad.shape.to_integer_list)
+            mask = mtf.greater(mtf.import_tf_tensor(bad.mesh, mask, bad.shape), 0)
         return mtf.logical_and(fresh, mask)
 
     def _report(self, now: ReplicaState) -> None:
-        def total(x: mtf.Tensor) -> mtf.Tensor:
-            return mtf.reduce_sum(x, output_shape=mtf.Shape([]))
-
         self._progress = {
             "update step": now.update_step,
-            "contributions": total(now.made),
-            "dropped": total(now.dropped),
+            "made": now.made,
+            "dropped": now.dropped,
         }
-        for name, value in self._progress.items():
-            mtf.scalar_summary(f"summary/{self.name}/{name.replace(' ', '_')}", value)
+        mtf.scalar_summary(f"summary/{self.name}/update_step", now.update_step)
+        ReplicaSummaries(f"summary/{self.name}/made", now.made)
+        ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
 
 
-class _Limit(mtf.Operation):
-    """Fails when too many steps went by without an update."""
+def _after_step(
+    before: ReplicaState,
+    steps: mtf.Tensor,
+    came: mtf.Tensor,
+    count: mtf.Tensor,
+    made: mtf.Tensor,
+) -> ReplicaState:
+    """The values after a step.
 
-    def __init__(self, waiting: mtf.Tensor, came: mtf.Tensor, limit: int):
-        super().__init__([waiting, came], name="max_steps_without_update")
-        self._limit = limit
-        self._done: Any = weakref.WeakKeyDictionary()
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-        mesh_impl = lowering.mesh_impl(self)
-        if isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl):
-            self._done[lowering] = tf.no_op()
-            return
-        waiting, came = (lowering.tensors[x].to_laid_out_tensor() for x in self.inputs)
-        waiting, came = waiting.tensor_list[0], came.tensor_list[0]
-        self._done[lowering] = tf.Assert(
-            tf.less_equal(waiting, self._limit),
-            [
-                f"No update for more than max_steps_without_update={self._limit} steps. These "
-                "replicas (shards, row by row) did not contribute in this step:",
-                tf.reshape(tf.where_v2(tf.equal(tf.reshape(came, [-1]), 0)), [-1]),
-            ],
-            summarize=1000,
-        )
-
-    def done(self, lowering: mtf.Lowering) -> tf.Operation:
-        """The check."""
-        return self._done[lowering]
+    Args:
+      before: the variables.
+      steps: the local steps that this step's gradients are for.
+      came: which replicas contributed, int32 `[shards...]`.
+      count: contributions since the last update, these included.
+      made: whether an update is due, int32.
+    """
+    update_step = before.update_step.value + made
+    return ReplicaState(
+        local_step=steps * (1 - made) + mtf.broadcast(update_step * made, came.shape),
+        made=before.made.value + came,
+        dropped=before.dropped.value + (1 - came),
+        missed=(before.missed.value + 1) * (1 - came),
+        count=count * (1 - made),
+        update_step=update_step,
+        waiting=(before.waiting.value + 1) * (1 - made),
+    )
 
 
 def _check_whole(name: str, value: Any) -> None:

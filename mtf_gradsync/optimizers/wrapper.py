@@ -150,6 +150,43 @@ class Wrapper(mtf.optimize.Optimizer):
 
         return on_present(grads, add_up)
 
+    def _totals(
+        self,
+        sums: Sequence[mtf.Tensor | None],
+        dtypes: Sequence[tf.DType | None],
+        variables: Sequence[mtf.Variable],
+        divisors: Sequence[mtf.Tensor | None],
+    ) -> list[mtf.Tensor | None]:
+        """What the inner optimizer gets of accumulated gradients.
+
+        Args:
+          sums: what the accumulators hold.
+          dtypes: dtypes of the gradients that were added.
+          variables: their variables.
+          divisors: for each a scalar to divide by, or None.
+
+        Returns:
+          Whole gradients in the dtypes that the inner optimizer takes.
+        """
+        totals = self._summed(sums, variables)
+        for index, (total, divisor) in enumerate(zip(totals, divisors)):
+            if total is None:
+                continue
+            if divisor is not None:
+                wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
+                total = mtf.divide(wide, mtf.cast(divisor, wide.dtype))
+            dtype = self._inner_dtype(dtypes[index])
+            totals[index] = total if total.dtype == dtype else mtf.cast(total, dtype)
+        return totals
+
+    def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
+        """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
+        # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the
+        # others cast to float32 themselves.
+        if dtype.size >= 4 or isinstance(self.innermost(), mtf.optimize.MomentumOptimizer):
+            return dtype
+        return tf.float32
+
     def _apply_inner(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
@@ -199,6 +236,10 @@ class Wrapper(mtf.optimize.Optimizer):
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
         return self.apply_grads([grad], [var])
+
+    def _step_made(self) -> mtf.Tensor | None:
+        """What global_step grows by, an int32 scalar that is 0 or 1; None for 1."""
+        return self.opt._step_made() if isinstance(self.opt, Wrapper) else None
 
     # The interface of tf.compat.v1.train.Optimizer.
 
@@ -252,7 +293,9 @@ class Wrapper(mtf.optimize.Optimizer):
         operations = self.apply_grads(grads, variables)
         if global_step is not None:
             mesh = variables[0].mesh
-            operations.append(advance_step(mesh, global_step, operations, name or self.name))
+            operations.append(
+                advance_step(mesh, global_step, operations, name or self.name, self._step_made())
+            )
         return operations
 
     def minimize(

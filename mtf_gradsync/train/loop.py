@@ -113,7 +113,8 @@ def train_loop(
 
     Raises:
       ConfigError: if the newest checkpoint in model_dir does not fit the graph.
-      TrainingError: if the loss is no longer a finite number. Nothing is saved then.
+      TrainingError: if the loss is no longer a finite number, and the optimizer does not leave out
+        such gradients. Nothing is saved then.
     """
     # The hook adds the copy from masters to slices and runs it after every restore.
     masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
@@ -128,6 +129,7 @@ def train_loop(
     )
     global_step = tf.train.get_global_step()
     fetches = {"step": graph.step, "loss": graph.loss, "fields": graph.fields}
+    leaves_out_not_finite = _leaves_out_not_finite(graph.optimizer)
     seconds = 0.0
     with StopSignal() as stop, tf.train.MonitoredSession(
         creator, hooks=[masters_to_slices, *hooks]
@@ -151,7 +153,7 @@ def train_loop(
                 values = session.run(fetches)
                 seconds += time.monotonic() - began
                 step, loss = int(values["step"]), float(values["loss"])
-                if not math.isfinite(loss):
+                if not math.isfinite(loss) and not leaves_out_not_finite:
                     raise TrainingError(
                         f"the loss of step {step} is {loss}; the newest checkpoint is of step "
                         f"{saved_at}. Lower train.run.learning_rate_schedule, or look at the data."
@@ -169,3 +171,9 @@ def train_loop(
         finally:
             progress.close()
     return LoopResult(step, stop.received, seconds, step - first)
+
+
+def _leaves_out_not_finite(optimizer: Any) -> bool:
+    """Whether gradients that are not finite change nothing, wherever in a stack that is seen to."""
+    stack = [optimizer, *getattr(optimizer, "inner_stack", list)()]
+    return any(getattr(opt, "leaves_out_not_finite", False) for opt in stack)

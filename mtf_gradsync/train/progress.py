@@ -11,6 +11,9 @@ from typing import Any, TextIO
 
 from mtf_gradsync.train.checkpoint import write_atomically
 
+# Of a field with one number for each replica, say.
+_MOST_NUMBERS = 16
+
 
 class Progress:
     """A progress bar on a terminal, now and then a plain line anywhere else."""
@@ -176,8 +179,11 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A field as text: numbers short, anything else as it is."""
-    if getattr(value, "shape", None) not in (None, ()):
-        return str(value)
+    """A field as text: numbers short, a few numbers all, many as their range."""
+    shape = getattr(value, "shape", ())
+    if shape:
+        if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":
+            return f"{_short(value.min())} to {_short(value.max())}"
+        return str(value.reshape(-1))
     number = value.item() if hasattr(value, "item") else value
     return f"{number:.4g}" if isinstance(number, float) else str(number)

@@ -1,7 +1,7 @@
 """Reads checkpoints on another number of shards than they were written on.
 
-A local accumulator holds one value a shard, so its shape follows the mesh; everything else in a
-checkpoint has the same shape on every mesh.
+What a wrapper keeps for each shard has a shape that follows the mesh: local accumulators, and what
+SyncReplicasOptimizer knows of each replica. Everything else has the same shape on every mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.optimizers.state import PER_SHARD_COLLECTION
+from mtf_gradsync.optimizers.state import PER_SHARD_COLLECTION, PerShard
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
@@ -67,11 +67,13 @@ class Change(NamedTuple):
         more than its shards.
       saved_shape: the shape in the checkpoint.
       shape: the shape in the graph.
+      note: what the graph says of the variable.
     """
 
     num_shard_dims: int | None
     saved_shape: tuple[int, ...]
     shape: tuple[int, ...]
+    note: PerShard
 
 
 def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
@@ -85,7 +87,7 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
       What differs, by variable name.
     """
     graph = graph or tf.get_default_graph()
-    per_shard = dict(graph.get_collection(PER_SHARD_COLLECTION))
+    per_shard = {note.name: note for note in graph.get_collection(PER_SHARD_COLLECTION)}
     if not per_shard:
         return {}
     saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
@@ -93,17 +95,19 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         if name in per_shard and tuple(saved.get(name, shape)) != shape:
-            saved_shape, rest = tuple(saved[name]), shape[per_shard[name] :]
+            note, saved_shape = per_shard[name], tuple(saved[name])
+            rest = shape[note.num_shard_dims :]
             dims = len(saved_shape) - len(rest)
             fits = dims >= 0 and saved_shape[dims:] == rest
-            found[name] = Change(dims if fits else None, saved_shape, shape)
+            found[name] = Change(dims if fits else None, saved_shape, shape, note)
     return found
 
 
 def adapt_checkpoint(path: str, directory: str) -> str:
     """Makes a checkpoint restorable into the default graph, whose mesh has other shards.
 
-    The sums that the shards hold are laid out anew by `reshard`; all other values are copied. The
+    The sums that the shards hold are laid out anew by `reshard`, and every replica of a
+    SyncReplicasOptimizer begins with the step of the last update; all other values are copied. The
     checkpoint itself is only read. Call it when the graph has its optimizer's state (after
     `apply_grads`), for programs that make their own Saver; `ReshardingSaver` does it by itself.
 
@@ -173,11 +177,24 @@ def _write(path: str, target: str, changed: dict[str, Change]) -> None:
             tensors=values + [inputs[name] for name in resharded],
         )
         feed = {
-            inputs[name]: reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
-            for name, change in changed.items()
+            inputs[name]: _on_new_shards(reader, name, change) for name, change in changed.items()
         }
         with tf.Session() as session:
             session.run(save, feed)
+
+
+def _on_new_shards(reader: Any, name: str, change: Change) -> np.ndarray:
+    note = change.note
+    if note.fill is not None:
+        by_name = isinstance(note.fill, str)
+        fill = reader.get_tensor(note.fill) if by_name else note.fill
+        return np.full(change.shape, fill, reader.get_variable_to_dtype_map()[name].as_numpy_dtype)
+    value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
+    if not note.is_share:
+        return value
+    saved = math.prod(change.saved_shape[: change.num_shard_dims])
+    shards = math.prod(change.shape[: note.num_shard_dims])
+    return (value * (saved / shards)).astype(value.dtype)
 
 
 class ReshardingSaver(tf.train.Saver):
