@@ -26,16 +26,19 @@ Packs = List[List[Piece]]
 Planner = Callable[[Sequence[int], int], Packs]
 
 
-def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+def plan_buckets(
+    num_bytes: Sequence[int], bucket_bytes: int, packed_bytes: int | None = None
+) -> list[list[int]]:
     """Groups tensors into buckets of at most bucket_bytes.
 
     Each tensor goes into the first bucket that has room for it (first fit). A tensor that is
-    larger than a bucket stands alone.
+    larger than a bucket, or than packed_bytes, stands alone.
 
     Args:
       num_bytes: size of each tensor in bytes, 0 or more.
       bucket_bytes: largest size of a bucket that holds more than one tensor; 0 keeps every
         tensor alone.
+      packed_bytes: largest tensor that shares a bucket; None for all that fit.
 
     Returns:
       Lists of indices into num_bytes; each index stands in one of them, in rising order.
@@ -44,11 +47,13 @@ def plan_buckets(num_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]
     rooms: list[int] = []
     for index, size in enumerate(num_bytes):
         fitting = None
-        if bucket_bytes > 0:
+        packed = bucket_bytes > 0 and (packed_bytes is None or size <= packed_bytes)
+        if packed:
             fitting = next((i for i, room in enumerate(rooms) if size <= room), None)
         if fitting is None:
             buckets.append([index])
-            rooms.append(bucket_bytes - size)
+            # Less than the smallest tensor takes, so that nothing joins one that stands alone.
+            rooms.append(bucket_bytes - size if packed else -1)
         else:
             buckets[fitting].append(index)
             rooms[fitting] -= size

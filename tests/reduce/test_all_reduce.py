@@ -48,6 +48,46 @@ def test_packs_take_turns_on_the_devices():
     assert sorted(collections.Counter(devices).values()) == [2] * 8
 
 
+@pytest.mark.parametrize(
+    ("shape", "strategy", "splits"),
+    [
+        # Packs of two, and tensors in two halves: copied for all devices or for each.
+        ((2 << 16,), reduce.AllReduce(), 1),
+        ((64,), reduce.AllReduce(), 8),
+        ((2 << 16,), reduce.AllReduce(num_packs=4), 2),
+        ((64,), reduce.AllReduce(num_packs=4), 16),
+    ],
+)
+def test_large_sums_are_copied_once_for_the_devices_of_one_memory(shape, strategy, splits):
+    graph = built(strategy, [shape, shape])
+    after = [op.type for op in graph.get_operations()]
+    if strategy.packer.num_packs == 1:
+        assert after.count("Unpack") == splits
+    else:
+        assert after.count("ConcatV2") == splits
+
+
+def test_large_sums_are_right_and_not_shared_between_memories():
+    data = [np.random.RandomState(i).randn(4, 40_000).astype("f") for i in range(2)]
+    devices = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4)]
+    # Strings of another process would not run here: only the graph is looked at.
+    elsewhere = [*devices[:2], "/job:worker/task:1/device:CPU:0", "/job:worker/task:1/device:CPU:1"]
+
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        return reduce.AllReduce().all_reduce(impl, values, groups)
+
+    for x, out in zip(data, on_mesh.run("placement", "all:4", data, make, devices=devices)):
+        # Three additions of numbers of up to about 5, each rounded.
+        np.testing.assert_allclose(out, [x.sum(0, dtype=float)] * 4, atol=3 * 20 * 2.0**-24)
+    with on_mesh.graph_of("all:4", [(40_000,)] * 2) as (impl, values, graph):
+        impl.devices[:] = elsewhere
+        make(impl, values)
+        unpacked = [op.device for op in graph.get_operations() if op.type == "Unpack"]
+    assert len(unpacked) == 2
+    assert len({"worker" in device for device in unpacked}) == 2
+
+
 def test_dtypes_are_not_mixed_in_a_pack():
     with on_mesh.graph_of("all:8", [(3,), (4,)]) as (impl, values, graph):
         values += [impl.LaidOutTensor([tf.placeholder(tf.float64, [2])] * 8)]

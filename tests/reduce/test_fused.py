@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
+from mtf_gradsync import reduce, simd
 from mtf_gradsync._tf_compat import mtf, tf
 from tests import harness
+from tests.reduce import on_mesh
 
 EPS = np.finfo(np.float32).eps
 SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (300,)]
@@ -116,6 +117,15 @@ def test_placement_sums_take_turns_on_the_devices():
     assert sorted(sums.values()) == [2] * 8
 
 
+@pytest.mark.parametrize(
+    ("args", "sums"), [((), 2), ((64 << 10,), 1), ((1 << 20, 4096), 2), ((None, 64 << 10), 1)]
+)
+def test_large_tensors_share_no_bucket_by_default(args, sums):
+    with on_mesh.graph_of("all:8", [(64,), (64,), (8192,)]) as (impl, values, graph):
+        gs.FusedAllReduce(*args).all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+        assert sum(op.type == "AddN" for op in graph.get_operations()) == sums
+
+
 def test_bfloat16_sums_round_once():
     # 256 + 1 + ... + 1: each 1 alone is lost in bfloat16, all together they are not.
     data = {"x": np.array([256.0] + [1.0] * 7, "f")}
@@ -132,3 +142,5 @@ def test_bfloat16_sums_round_once():
 def test_bad_bucket_bytes(bucket_bytes):
     with pytest.raises(ValueError, match="bucket_bytes"):
         gs.FusedAllReduce(bucket_bytes)
+    with pytest.raises(ValueError, match="packed_bytes"):
+        gs.FusedAllReduce(packed_bytes=bucket_bytes)

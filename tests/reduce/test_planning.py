@@ -39,6 +39,18 @@ def test_large_tensors_go_alone_and_small_ones_fill_up():
     assert planning.plan_buckets([], 10) == []
 
 
+@given(SIZES, st.integers(0, 120), st.integers(0, 60))
+def test_what_is_too_large_to_pack_shares_no_bucket(sizes, bucket_bytes, packed_bytes):
+    buckets = planning.plan_buckets(sizes, bucket_bytes, packed_bytes)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(sizes)))
+    for bucket in buckets:
+        assert len(bucket) == 1 or max(sizes[i] for i in bucket) <= packed_bytes
+    small = [i for i, size in enumerate(sizes) if size <= packed_bytes]
+    together = planning.plan_buckets([sizes[i] for i in small], bucket_bytes)
+    ours = [bucket for bucket in buckets if bucket[0] in small]
+    assert ours == [[small[i] for i in bucket] for bucket in together]
+
+
 @given(SIZES, st.integers(0, 120), st.integers(0, 5))
 def test_small_groups_hold_every_tensor_once_in_order(sizes, max_bytes, max_group):
     groups = planning.plan_small_groups(sizes, max_bytes, max_group)
