@@ -265,6 +265,7 @@ def _plot(axes: Any, rows: list[report.Row]) -> None:
     axes.set_xticks([i + 0.27 for i in range(len(shown))])
     axes.set_xticklabels([row["strategy"].replace(", ", ",\n") for row in shown], fontsize=7)
     axes.set_ylabel("relative to the flat ring")
+    axes.set_ylim(top=1.35 * axes.get_ylim()[1])
     axes.legend()
 
 

@@ -7,6 +7,7 @@ cases and writes their values to the file; the others serve their devices until 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any, Callable
 
@@ -158,6 +159,8 @@ def sent(strategy: str, target: str) -> dict[str, list[int]]:
 
 def main(spec: str, job: str, task: str, path: str) -> None:
     """Computes, or serves."""
+    # The test holds the port for it.
+    os.environ["TF_GRPC_REUSE_PORT"] = "1"
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)

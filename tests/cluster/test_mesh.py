@@ -1,8 +1,11 @@
 """A placement mesh over two processes does what one process does."""
 
+import json
+
 import numpy as np
 import pytest
 
+from benchmarks.cluster import reserved_ports
 from mtf_gradsync import reduce, session_config, simd
 from mtf_gradsync._tf_compat import mtf
 from tests import models, reference
@@ -20,9 +23,14 @@ TOLERANCE = program.STEPS * 16 * EPS
 def values(tmp_path_factory):
     """What the program computes on a cluster: values by case and name."""
     path = tmp_path_factory.mktemp("cluster") / "values.npz"
-    with Processes() as processes:
-        cluster = processes.start_cluster(program.__name__, {"worker": program.TASKS}, path)
-        processes.wait(cluster["worker", 0])
+    # Reserved: a port that is merely free may be another test's when the server comes to it.
+    with reserved_ports(program.TASKS) as ports, Processes() as processes:
+        spec = json.dumps({"worker": [f"127.0.0.1:{port}" for port in ports]})
+        tasks = [
+            processes.start(program.__name__, spec, "worker", task, path)
+            for task in range(program.TASKS)
+        ]
+        processes.wait(tasks[0])
     found = {}
     with np.load(path) as file:
         for key in file.files:
