@@ -26,7 +26,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Sequence
 
 import tensorflow as _tf2
 import tensorflow.compat.v1 as tf
@@ -39,6 +39,7 @@ __all__ = [
     "EstimatorRemovedError",
     "collective_sum",
     "control_flow_context",
+    "local_devices",
     "mtf",
     "tf",
 ]
@@ -177,6 +178,14 @@ def collective_sum(
     return _collective_ops.all_reduce_v2(
         tensor, group_size, group_key, instance_key, timeout=timeout_seconds
     )
+
+
+def local_devices() -> Sequence[Any]:
+    """TensorFlow's `DeviceAttributes` of the devices that this process has."""
+    # Read on 2.12 to 2.21; the public names leave out links between devices.
+    from tensorflow.python.client import device_lib
+
+    return device_lib.list_local_devices()
 
 
 def control_flow_context(graph: Any) -> Any:

@@ -1,6 +1,7 @@
 """How gradients cross the mesh: strategies, packing and the sums behind them."""
 
 from mtf_gradsync.reduce.all_reduce import AllReduce
+from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
 from mtf_gradsync.reduce.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.fused import FusedAllReduce
 from mtf_gradsync.reduce.groups import ProcessorGroups
@@ -14,6 +15,7 @@ from mtf_gradsync.reduce.wire import CompressedAllReduce
 __all__ = [
     "AllReduce",
     "AllReduceSpec",
+    "BestAllReduce",
     "CollectiveAllReduce",
     "CompressedAllReduce",
     "FusedAllReduce",
@@ -24,5 +26,6 @@ __all__ = [
     "RingAllReduce",
     "Strategy",
     "check_strategy",
+    "choose_the_best",
     "placement_mesh_impl",
 ]

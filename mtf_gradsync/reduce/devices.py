@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mtf_gradsync._tf_compat import tf
@@ -27,7 +28,19 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
     return canonical
 
 
+# Asked for each device of each operation of a program.
+@functools.lru_cache(maxsize=None)
+def full_name(device: str) -> str:
+    """What two device strings have in common that name the same device, "" included."""
+    return tf.DeviceSpec.from_string(device).to_string()
+
+
 def process_of(device: str) -> tuple[Any, ...]:
-    """The process that a device string names: its job, replica and task."""
+    """The process that a device string names: its job, replica and task.
+
+    What TensorFlow calls the local process, or leaves out, is as if it were not said.
+    """
     spec = tf.DeviceSpec.from_string(device)
-    return spec.job, spec.replica, spec.task
+    if spec.job in (None, "localhost") and not spec.task:
+        return None, spec.replica or 0, None
+    return spec.job, spec.replica or 0, spec.task

@@ -10,8 +10,9 @@ import gin
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce.fused import FusedAllReduce
 from mtf_gradsync.reduce.groups import ProcessorGroups
-from mtf_gradsync.reduce.shared_copies import SharedVariable, memories, slicewise
+from mtf_gradsync.reduce.shared_copies import SharedVariable, slicewise
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+from mtf_gradsync.reduce.topology import memories
 
 _MeshTfPlacementMesh = mtf.placement_mesh_impl.PlacementMeshImpl
 _EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}

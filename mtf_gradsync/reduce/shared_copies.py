@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.reduce.levels import process_of
+from mtf_gradsync.reduce.devices import full_name
+from mtf_gradsync.reduce.topology import memories
 
 # Stateful as TensorFlow sees it, but a second read gives what the first one gave.
 _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
-
-
-def memories(devices: Sequence[str]) -> list[list[int]]:
-    """Positions of devices that share a memory: the CPU devices of one process do."""
-    found: dict[Any, list[int]] = {}
-    for position, device in enumerate(devices):
-        found.setdefault(_memory(device), []).append(position)
-    return list(found.values())
-
-
-# Asked for each device of each operation of a program.
-@functools.lru_cache(maxsize=None)
-def _memory(device: str) -> Any:
-    on_cpu = tf.DeviceSpec.from_string(device).device_type in (None, "CPU")
-    return process_of(device) if on_cpu else _canonical(device)
-
-
-@functools.lru_cache(maxsize=None)
-def _canonical(device: str) -> str:
-    return tf.DeviceSpec.from_string(device).to_string()
 
 
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
@@ -70,10 +50,10 @@ def _call(mesh_impl: Any, processor: int, fn: Callable[..., Any], inputs: Sequen
 def _home(mesh_impl: Any, members: list[int], arguments: Sequence[Any]) -> int:
     """The member whose device holds an argument, so that chains of operations stay on a device."""
     if len(members) > 1:
-        devices = {_canonical(mesh_impl.devices[member]): member for member in members}
+        devices = {full_name(mesh_impl.devices[member]): member for member in members}
         for argument in arguments:
             if isinstance(argument, (tf.Tensor, tf.Variable)):
-                home = devices.get(_canonical(argument.device))
+                home = devices.get(full_name(argument.device))
                 if home is not None:
                     return home
     return members[0]

@@ -21,6 +21,7 @@ STRATEGIES = {
         agg_small_grads_max_bytes=1000,
     ),
     "small": lambda: reduce.AllReduce("add_n", 0, 100, 3),
+    "best": lambda: reduce.BestAllReduce(),
 }
 SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (64, 4), (1031,)]
 # Odd groups that no set of axes describes, on any mesh of 8.

@@ -1,0 +1,217 @@
+"""The choice of a strategy, from what a mesh runs on and what is to be summed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.reduce.collective import CollectiveAllReduce
+from mtf_gradsync.reduce.fused import PLACEMENT_PACKED_BYTES, FusedAllReduce
+from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
+from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.topology import KNOWN_KINDS, Topology, topology_of
+
+_logger = logging.getLogger("mtf_gradsync")
+
+# A message between GPUs without links goes over the host, and packing is a copy in their own
+# memory. Not measured here, where there are no GPUs.
+GPU_BUCKET_BYTES = 1024 * 1024
+
+
+class Choice(NamedTuple):
+    """A strategy and the reason for it."""
+
+    strategy: Strategy
+    why: str
+
+
+def choose_the_best(
+    mesh_impl: Any,
+    gradients: Sequence[Any] | None = None,
+    groups: ProcessorGroups | None = None,
+    device_attributes: Sequence[Any] | None = None,
+) -> Strategy:
+    """Picks the strategy for a mesh, and logs what it picked and why.
+
+    | mesh | strategy |
+    |---|---|
+    | SIMD | `FusedAllReduce`: a collective for each bucket |
+    | one CPU, or several in one process | `FusedAllReduce`: sums move no bytes between them |
+    | sums that run over several processes | `HierarchicalAllReduce`, small tensors packed |
+    | GPUs of one process that links join | `CollectiveAllReduce`, which is NCCL there |
+    | GPUs without links, or nobody knows | `FusedAllReduce` with buckets of 1 MiB |
+    | anything else | `FusedAllReduce`; for kinds of devices that are not known, with a warning |
+
+    It never fails: what it cannot find out it does without, and says so once. The table's first
+    three rows are measured by ``python -m benchmarks.reductions`` and
+    ``python -m benchmarks.two_processes``; those of GPUs are not.
+
+    Args:
+      mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
+      gradients: what is to be summed: `LaidOutTensor`s, mtf tensors or tf tensors; None, or
+        elements of unknown size, where that is not known yet. Strategies sort by size themselves,
+        and sizes decide nothing about which one it is.
+      groups: the processors that sum with each other; None for all in one group.
+      device_attributes: as for `topology_of`.
+
+    Returns:
+      A strategy.
+
+    References:
+      TensorFlow 1's `cross_tower_ops.choose_the_best`, which looks at kinds of devices and at
+      links between GPUs.
+    """
+    choice, text = _choose(mesh_impl, gradients, groups, device_attributes)
+    _logger.info(text)
+    return choice.strategy
+
+
+@gin.configurable(module="mtf_gradsync")
+class BestAllReduce(Strategy):
+    """The strategy that `choose_the_best` picks, chosen when the graph is lowered.
+
+    A wrapper that is made before its mesh takes this one, by gin for example. Each choice is
+    logged once.
+    """
+
+    def __init__(self):
+        self._logged: set[str] = set()
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        values = list(values)
+        choice, text = _choose(mesh_impl, values, groups)
+        if text not in self._logged:
+            self._logged.add(text)
+            _logger.info(text)
+        return choice.strategy.all_reduce(mesh_impl, values, groups)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        choice, _ = _choose(mesh_impl, None, groups)
+        return choice.strategy.wire_dtype(mesh_impl, dtype, groups)
+
+
+def _choose(
+    mesh_impl: Any,
+    gradients: Sequence[Any] | None,
+    groups: ProcessorGroups | None,
+    device_attributes: Sequence[Any] | None = None,
+) -> tuple[Choice, str]:
+    """The choice and what to log."""
+    # A program that would train must not stop because this module does not know its mesh.
+    try:
+        topology = topology_of(mesh_impl, device_attributes)
+        if groups is None:
+            groups = ProcessorGroups.along(mesh_impl, range(mesh_impl.shape.ndims))
+        choice = choose(topology, groups)
+        where = f"{topology.describe()}, in groups of {groups.group_size}"
+    except Exception as error:
+        warn_once(
+            "choice failed",
+            "The mesh could not be looked at (%r); sums cross it by FusedAllReduce.",
+            error,
+        )
+        choice = Choice(FusedAllReduce(), "the mesh could not be looked at")
+        where = "an unknown mesh"
+    name = type(choice.strategy).__name__
+    text = f"{name} for {describe_sizes(mesh_impl, gradients)} on {where}: {choice.why}."
+    return choice, text
+
+
+def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
+    """Picks the strategy for what is known about a mesh.
+
+    Args:
+      topology: of the mesh.
+      groups: the processors that sum with each other.
+
+    Returns:
+      The strategy and the reason.
+    """
+    if groups.group_size == 1:
+        return Choice(FusedAllReduce(), "groups of one processor have nothing to sum")
+    if topology.simd:
+        return Choice(FusedAllReduce(), "a collective for each bucket pays few latencies")
+    unknown = sorted(set(topology.kinds) - set(KNOWN_KINDS))
+    if unknown:
+        warn_once(
+            f"choice for {unknown}",
+            "Nothing is known about devices of kind %s; sums over them go by FusedAllReduce, which "
+            "asks for nothing but copies and additions.",
+            " and ".join(unknown),
+        )
+        return Choice(FusedAllReduce(), f"nothing is known about {' and '.join(unknown)}")
+    members = groups.groups
+    if any(len({topology.processes[p] for p in group}) > 1 for group in members):
+        strategy = HierarchicalAllReduce(
+            agg_small_grads_max_bytes=PLACEMENT_PACKED_BYTES, agg_small_grads_max_group=32
+        )
+        return Choice(strategy, "each process sends one copy of a sum and reads one")
+    if set(topology.kinds) == {"CPU"}:
+        why = "CPU devices of one process read each other's memory, only launches are to be saved"
+        return Choice(FusedAllReduce(), why)
+    if set(topology.kinds) == {"GPU"}:
+        return _choose_for_gpus(topology, groups)
+    return Choice(FusedAllReduce(), "sums on each device in turn suit all kinds of devices")
+
+
+def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
+    apart = all(len({topology.chips[p] for p in g}) == len(g) for g in groups.groups)
+    if topology.linked and apart:
+        return Choice(CollectiveAllReduce(), "NCCL goes over the links between the GPUs")
+    if not apart:
+        why = "processors share a GPU, where collectives would wait for each other"
+    elif topology.linked is None:
+        why = "whether links join the GPUs is not known"
+    else:
+        why = "no links join the GPUs, so that messages go over the host and should be few"
+    return Choice(FusedAllReduce(GPU_BUCKET_BYTES), why)
+
+
+def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
+    """How many gradients there are and how large they are, in words, as far as they say.
+
+    Args:
+      mesh_impl: the mesh.
+      gradients: as for `choose_the_best`.
+
+    Returns:
+      For example "60 gradients (float32, 72.1 MiB a processor)".
+    """
+    try:
+        known = [x for x in gradients or () if x is not None]
+    except TypeError:
+        known = []
+    if not known:
+        return "gradients of unknown sizes"
+    number = "1 gradient" if len(known) == 1 else f"{len(known)} gradients"
+    sizes, dtypes = [], set()
+    for x in known:
+        try:
+            size, dtype = _size(mesh_impl, x)
+        except Exception:  # Anything may stand there; sizes are for the log alone.
+            return f"{number}, not all of known size"
+        sizes.append(size * dtype.size)
+        dtypes.add(dtype.name)
+    return f"{number} ({' and '.join(sorted(dtypes))}, {sum(sizes) / 2**20:.3g} MiB a processor)"
+
+
+def _size(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
+    """Elements of a gradient on a processor, and its dtype."""
+    if isinstance(x, mtf.Tensor):
+        return mtf.list_product(mesh_impl.slice_shape(x.shape)), tf.as_dtype(x.dtype)
+    if hasattr(x, "to_laid_out_tensor"):
+        x = getattr(x, "laid_out_input", x).to_laid_out_tensor()
+        return mtf.list_product(x.slice_shape), x.tensor_list[0].dtype.base_dtype
+    size = x.shape.num_elements()
+    if size is None:
+        raise ValueError(f"unknown size: {x!r}")
+    return size, x.dtype.base_dtype
