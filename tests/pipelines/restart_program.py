@@ -1,13 +1,16 @@
 """A program that trains until it is killed: `python -m tests.pipelines.restart_program`.
 
-Restores the newest checkpoint of a directory, makes some micro steps, saves, says so, and goes on
-with micro steps that nobody will hear of.
+Restores the newest checkpoint of a directory, makes some steps, saves, says so, and goes on with
+steps that nobody will hear of.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from typing import Any, Callable
+
+import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync._tf_compat import mtf, tf
@@ -16,29 +19,64 @@ from tests import harness, models
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 K = 3
 STEPS = 2 * K
+# Which of the two replicas contribute to a step, where updates take three contributions.
+CONTRIBUTES = np.array([[1, 0], [0, 1], [1, 1], [0, 1], [1, 1], [0, 0]], bool)
 
 
-def make() -> gs.GradientAccumulationOptimizer:
+def inner() -> mtf.optimize.Optimizer:
     """Adafactor with the default decay rate, which follows the global step."""
-    inner = mtf.optimize.AdafactorOptimizer(learning_rate=0.05, min_dim_size_to_factor=4)
-    return gs.GradientAccumulationOptimizer(inner, K, mesh_shape=MESH, layout=LAYOUT)
+    return mtf.optimize.AdafactorOptimizer(learning_rate=0.05, min_dim_size_to_factor=4)
 
 
-def main(directory: str, steps: int, forever: bool) -> None:
+def accumulation(
+    inputs: dict[str, tf.Tensor], variables: list[mtf.Variable]
+) -> gs.GradientAccumulationOptimizer:
+    """An update every `K` steps."""
+    del inputs, variables
+    return gs.GradientAccumulationOptimizer(inner(), K, mesh_shape=MESH, layout=LAYOUT)
+
+
+def sync_replicas(
+    inputs: dict[str, tf.Tensor], variables: list[mtf.Variable]
+) -> gs.SyncReplicasOptimizer:
+    """Replicas that contribute as `CONTRIBUTES` says, and averages of the variables."""
+    return gs.SyncReplicasOptimizer(
+        inner(),
+        3,
+        variable_averages=0.9,
+        variables_to_average=variables,
+        contributes=inputs["contributes"],
+        mesh_shape=MESH,
+        layout=LAYOUT,
+    )
+
+
+WRAPPERS: dict[str, Callable[[dict[str, tf.Tensor], list[mtf.Variable]], Any]] = {
+    "accumulation": accumulation,
+    "sync_replicas": sync_replicas,
+}
+
+
+def main(wrapper: str, directory: str, steps: int, forever: bool) -> None:
     """Trains."""
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.set_random_seed(1)
     feeds = models.mlp_batches(STEPS)
-    inputs = {name: tf.placeholder(tf.float32, x.shape) for name, x in feeds[0].items()}
+    for feed, contributes in zip(feeds, CONTRIBUTES):
+        feed["contributes"] = contributes
+    inputs = {name: tf.placeholder(tf.as_dtype(x.dtype), x.shape) for name, x in feeds[0].items()}
     global_step = tf.train.get_or_create_global_step()
+    steps_made = tf.get_variable("steps_made", [], tf.int64, tf.zeros_initializer())
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
-    operations, _ = models.train(make)(mesh, inputs)
+    loss = models.mlp_loss(mesh, inputs)
+    opt = WRAPPERS[wrapper](inputs, graph.trainable_variables)
+    operations = opt.minimize(loss, global_step)
     lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
     with tf.control_dependencies([lowering.lowered_operation(op) for op in operations]):
-        step = global_step.assign_add(1, read_value=True)
+        step = steps_made.assign_add(1, read_value=True)
     to_slices, to_masters = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
     saver = tf.train.Saver()
     with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
@@ -48,7 +86,7 @@ def main(directory: str, steps: int, forever: bool) -> None:
         else:
             session.run(tf.global_variables_initializer())
         session.run(to_slices)
-        made = int(session.run(global_step))
+        made = int(session.run(steps_made))
 
         def train(number: int) -> None:
             for feed in feeds[made : made + number]:
@@ -64,6 +102,7 @@ def main(directory: str, steps: int, forever: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("wrapper", choices=sorted(WRAPPERS))
     parser.add_argument("directory")
     parser.add_argument("steps", type=int)
     parser.add_argument("--forever", action="store_true", help="go on until killed")

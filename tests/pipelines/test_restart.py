@@ -1,4 +1,4 @@
-"""Accumulation across restarts."""
+"""Accumulation and synchronous replicas across restarts."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._tf_compat import mtf, tf
 from tests import harness, models
 from tests.pipelines import restart_program
-from tests.pipelines.restart_program import LAYOUT, MESH, STEPS, K
+from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, STEPS, K
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", restart_program.__name__]
@@ -24,16 +24,26 @@ def environment():
     return {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
-def killed_after_one_micro_step(directory):
-    """Runs the program until it has saved a micro step, then kills it in the middle of others."""
+def whole_run(wrapper, directory):
+    """Runs the program from the first step to the last; returns the checkpoint's variables."""
+    subprocess.run([*PROGRAM, wrapper, str(directory), str(STEPS)], env=environment(), check=True)
+    return variables(directory)
+
+
+def killed_after(steps, wrapper, directory):
+    """Runs the program until it has saved after some steps, then kills it in the middle of others.
+
+    Returns:
+      What it said, and the checkpoint's variables.
+    """
     with subprocess.Popen(
-        [*PROGRAM, str(directory), "1", "--forever"], env=environment(), stdout=subprocess.PIPE,
-        text=True,
+        [*PROGRAM, wrapper, str(directory), str(steps), "--forever"],
+        env=environment(), stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         line = process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    return line.strip()
+    return line.strip(), variables(directory)
 
 
 def variables(directory):
@@ -41,22 +51,44 @@ def variables(directory):
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-@pytest.mark.slow
-def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    subprocess.run([*PROGRAM, str(whole), str(STEPS)], env=environment(), check=True)
-    for step in range(1, STEPS + 1):
-        assert killed_after_one_micro_step(parts) == f"saved {step}"
-        values = variables(parts)
-        assert values["GradientAccumulationOptimizer/mini_step"] == step % K
-        assert values["GradientAccumulationOptimizer/update_step"] == step // K
-        # Nothing of this test would fail if sums were never kept.
-        assert np.any(values["w1/gradient_accumulator"]) == (step % K > 0)
-    expected, actual = variables(whole), variables(parts)
+def assert_same_bits(actual, expected):
     assert sorted(actual) == sorted(expected)
-    assert expected["global_step"] == STEPS
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+@pytest.mark.slow
+def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
+    expected = whole_run("accumulation", tmp_path / "whole")
+    for step in range(1, STEPS + 1):
+        line, actual = killed_after(1, "accumulation", tmp_path / "parts")
+        assert line == f"saved {step}"
+        assert actual["GradientAccumulationOptimizer/mini_step"] == step % K
+        assert actual["GradientAccumulationOptimizer/update_step"] == step // K
+        # Nothing of this test would fail if sums were never kept.
+        assert np.any(actual["w1/gradient_accumulator"]) == (step % K > 0)
+    assert_same_bits(actual, expected)
+    assert expected["global_step"] == STEPS
+
+
+@pytest.mark.slow
+def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
+    expected = whole_run("sync_replicas", tmp_path / "whole")
+    # After one step one replica's contribution is pending, after two both, after four the
+    # other's alone; the last run goes on for two steps, with an update.
+    for steps, end, count, updates in [(1, 1, 1, 0), (1, 2, 2, 0), (2, 4, 1, 1), (2, 6, 0, 2)]:
+        line, actual = killed_after(steps, "sync_replicas", tmp_path / "parts")
+        assert line == f"saved {end}"
+        assert actual["sync_replicas/count"] == count
+        assert actual["global_step"] == actual["sync_replicas/update_step"] == updates
+        made = CONTRIBUTES[:end].sum(0)
+        np.testing.assert_array_equal(actual["sync_replicas/made"], made)
+        np.testing.assert_array_equal(actual["sync_replicas/dropped"], end - made)
+        sums = actual["w1/gradient_accumulator"].reshape(2, -1)
+        pending = {1: [True, False], 2: [True, True], 4: [False, True], 6: [False, False]}[end]
+        assert list(np.any(sums, axis=1)) == pending
+    assert_same_bits(actual, expected)
+    assert np.any(expected["w1/ExponentialMovingAverage"] != expected["w1"])
 
 
 class Program:
