@@ -29,6 +29,7 @@ STRATEGIES: dict[str, Callable[[], reduce.Strategy]] = {
     "two levels, 4 packs": lambda: reduce.HierarchicalAllReduce(num_packs=4),
     COMPRESSED: lambda: reduce.CompressedAllReduce(reduce.HierarchicalAllReduce()),
     "collective": reduce.CollectiveAllReduce,
+    "the chosen": reduce.BestAllReduce,
 }
 # Bytes between the processes, over those of one copy of each gradient each way.
 TARGETS = {TWO_LEVELS: 1.0, COMPRESSED: 0.5}

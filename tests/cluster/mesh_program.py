@@ -36,6 +36,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ring_levels": lambda: reduce.HierarchicalAllReduce("ring/ring"),
     "collective": lambda: reduce.CollectiveAllReduce(),
     "collective_apart": lambda: reduce.CollectiveAllReduce(merge_scope=1),
+    "best": lambda: reduce.BestAllReduce(),
 }
 SHAPES = [(), (3,), (64, 33)]
 
