@@ -67,13 +67,13 @@ class Trainer:
         w2 = mtf.get_variable(mesh, "w2", [hidden, digit], initializer=init[1])
         h = mtf.relu(mtf.einsum([images, w1], [replica, example, hidden]))
         logits = mtf.einsum([h, w2], [replica, example, digit])
-        cross_entropy = mtf.layers.softmax_cross_entropy_with_logits(
-            logits, mtf.one_hot(labels, digit), digit
+        loss = mtf.reduce_mean(
+            mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, digit), digit)
         )
-        loss = mtf.reduce_mean(cross_entropy, output_shape=[replica])  # of each replica
 
         opt = wrap(mtf.optimize.AdamWeightDecayOptimizer(0.003))
-        update_ops = opt.minimize(loss, tf.train.get_or_create_global_step())
+        grads = mtf.gradients([loss], [w1, w2])
+        update_ops = opt.apply_grads(grads, graph.trainable_variables)
 
         devices = [f"/device:CPU:{i}" for i in range(8)]
         mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(

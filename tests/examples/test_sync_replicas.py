@@ -1,9 +1,17 @@
-"""examples/sync_replicas.py."""
+"""examples/sync_replicas.py, and the code in docs/sync_replicas.md."""
 
 import math
 import re
 
-from tests.examples.test_examples import run
+import gin
+import numpy as np
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync.train import gin_files
+from tests.examples.test_examples import ROOT, run
+
+GUIDE = (ROOT / "docs" / "sync_replicas.md").read_text(encoding="utf-8")
 
 STEPS, WITHOUT_DATA = 60, 12
 
@@ -36,3 +44,48 @@ def test_training_goes_on_without_a_replica(tmp_path):
         [3, STEPS, 0],
     ]
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_code_of_the_guide_runs(capsys):
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "docs/sync_replicas.md", "exec"), names)
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    shown = [line.strip() for line in GUIDE.splitlines()]
+    # What the guide says that its program prints.
+    assert printed[0].startswith("made")
+    assert printed == shown[shown.index(printed[0]) :][: len(printed)]
+    # Each update takes 0.1 of the mean's gradient, 2 w / 3; float32 rounds each of nine products.
+    np.testing.assert_allclose(names["weights_now"], (1 - 0.1 * 2 / 3) ** 9, rtol=9 * 2**-23)
+    assert names["average"].name == "w/ExponentialMovingAverage"
+
+
+def test_the_guide_names_all_state():
+    opt = gs.SyncReplicasOptimizer(
+        mtf.optimize.SgdOptimizer(0.1), 3, mesh_shape="a:4", layout="batch:a"
+    )
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", [mtf.Dimension("feature", 3)])
+    opt.apply_grads([w * 2.0], [w.operation])
+    for variable in opt.variables():
+        name = variable.name.replace("sync_replicas/", "<name>/").replace("w/", "<variable>/")
+        assert f"| `{name}` |" in GUIDE
+
+
+def test_gin_of_the_guide_makes_the_config_s_optimizer():
+    (block,) = re.findall(r"^```gin\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    config = str(ROOT / "configs" / "lm_sync_replicas.gin")
+    made = []
+    for load in (lambda: gin.parse_config(block), lambda: gin_files.load([config], [])):
+        gin.clear_config()
+        with gin.unlock_config():
+            load()
+        optimizer = gin.query_parameter("train.run.optimizer").scoped_configurable_fn
+        opt = optimizer(learning_rate=0.01)
+        assert isinstance(opt, gs.SyncReplicasOptimizer)
+        assert isinstance(opt.opt, mtf.optimize.AdafactorOptimizer)
+        names = ("replicas_to_aggregate", "max_steps_without_update")
+        numbers = [gin.query_parameter(f"SyncReplicasOptimizer.{name}") for name in names]
+        made.append((repr(opt.axes), *numbers))
+    gin.clear_config()
+    assert made[0] == made[1]
