@@ -8,7 +8,8 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Sequence
+from types import MappingProxyType
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence
 
 import absl.flags
 
@@ -25,10 +26,13 @@ class Options(NamedTuple):
     Attributes:
       rounds: rounds of interleaved timing.
       quick: small models and few settings, to see that a table works; the figures mean nothing.
+      only: parts of a table to measure, by the name of what they are parts of; all of what is not
+        named.
     """
 
     rounds: int
     quick: bool
+    only: Mapping[str, Sequence[Any]] = MappingProxyType({})
 
 
 class Target(NamedTuple):
@@ -66,12 +70,17 @@ class Table(NamedTuple):
     plot: Callable[[Any], None] | None = None
 
 
-def main(measures: Sequence[Callable[[Options], Table]], command: str) -> int:
+def main(
+    measures: Sequence[Callable[[Options], Table]],
+    command: str,
+    parts: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> int:
     """Measures tables, prints them and writes their files.
 
     Args:
       measures: functions that measure a table each.
       command: the command that the program was started by, for its help.
+      parts: what `Options.only` can choose among, each by an option of its own.
 
     Returns:
       The exit code: 1 if --check was given and a target was missed.
@@ -84,6 +93,15 @@ def main(measures: Sequence[Callable[[Options], Table]], command: str) -> int:
     parser.add_argument(
         "--out_dir", type=Path, default=Path("runs/benchmarks"), help="where the files go"
     )
+    for name, values in parts.items():
+        parser.add_argument(
+            f"--{name}",
+            nargs="+",
+            type=type(values[0]),
+            choices=values,
+            default=values,
+            help=f"which {name} to measure, all if not given",
+        )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {args.rounds}")
@@ -91,7 +109,11 @@ def main(measures: Sequence[Callable[[Options], Table]], command: str) -> int:
     # Mesh-TF's SIMD mesh reads absl flags, which have their defaults here.
     absl.flags.FLAGS.mark_as_parsed()
     enable_mesh_defaults()
-    options = Options(rounds=min(args.rounds, 3) if args.quick else args.rounds, quick=args.quick)
+    options = Options(
+        rounds=min(args.rounds, 3) if args.quick else args.rounds,
+        quick=args.quick,
+        only={name: tuple(getattr(args, name)) for name in parts},
+    )
     args.out_dir.mkdir(parents=True, exist_ok=True)
     missed = 0
     for measure in measures:
@@ -148,7 +170,7 @@ def as_json(table: Table, options: Options) -> Row:
     return {
         "name": table.name,
         "title": table.title,
-        "options": options._asdict(),
+        "options": {**options._asdict(), "only": dict(options.only)},
         "machine": {
             "python": platform.python_version(),
             "tensorflow": tf.version.VERSION,
