@@ -1,0 +1,112 @@
+"""The guide's program runs as it stands, started as the guide says, and ends as it says."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.cluster import reserved_ports
+from tests.cluster.processes import ROOT, TIME_LIMIT
+
+pytestmark = pytest.mark.cluster
+GUIDE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+
+
+def block(language):
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    return code
+
+
+def group_members(group):
+    """Processes of a process group that have not ended."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of_group) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the guide's commands in a shell, with a program changed by (old, new) texts."""
+
+    def shell(*changes):
+        code = block("python")
+        for old, new in changes:
+            assert old in code
+            code = code.replace(old, new)
+        (tmp_path / "train.py").write_text(code, encoding="utf-8")
+        commands = block("sh").replace("127.0.0.1:2222", f"127.0.0.1:{ports[0]}")
+        commands = commands.replace("127.0.0.1:2223", f"127.0.0.1:{ports[1]}")
+        path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {"PATH": path, "PYTHONPATH": str(ROOT), "TF_GRPC_REUSE_PORT": "1"}
+        started.append(
+            subprocess.Popen(
+                ["bash", "-c", commands],
+                cwd=tmp_path,
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[0]
+
+    started = []
+    with reserved_ports(2) as ports:
+        try:
+            yield shell
+        finally:
+            for one in started:
+                if group_members(one.pid):
+                    os.killpg(one.pid, signal.SIGKILL)
+                one.wait()
+                one.stdout.close()
+
+
+def no_process_left(shell):
+    end = time.monotonic() + 60
+    while group_members(shell.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not group_members(shell.pid)
+
+
+def test_program_of_the_guide_runs_and_leaves_nothing(start):
+    shell = start()
+    printed = shell.communicate(timeout=TIME_LIMIT)[0]
+    assert shell.returncode == 0, printed
+    loss = float(re.search(r"^loss (.*)$", printed, re.MULTILINE)[1])
+    assert 0 < loss < 1, printed
+    # The gradient goes once each way; so do the eight processors' shares of the loss.
+    sent = int(re.search(r"ProcessTransfers\(tensors=\d+, bytes=(\d+)", printed)[1])
+    assert 2 * 4 * 64 * 64 <= sent < 2 * 4 * 64 * 64 + 200, printed
+    assert no_process_left(shell)
+
+
+def test_a_dead_process_ends_the_program(start):
+    shell = start(
+        ("STEPS, GIVE_UP_SECONDS = 4, 20, 20", "STEPS, GIVE_UP_SECONDS = 4, 10**9, 1"),
+        ("        value, _ =", "        number == 5 and print('training')\n        value, _ ="),
+        ("if TASK > 0:", "if TASK > 0:\n    print('worker', os.getpid())"),
+    )
+    worker = None
+    for line in shell.stdout:
+        if line.startswith("worker"):
+            worker = int(line.split()[1])
+        if line.startswith("training"):
+            break
+    os.kill(worker, signal.SIGKILL)
+    printed = shell.communicate(timeout=TIME_LIMIT)[0]
+    assert shell.returncode == 1
+    assert "is gone" in printed
+    assert no_process_left(shell)
