@@ -50,6 +50,10 @@ class CollectiveAllReduce(Strategy):
     a session leaves out would be waited for too. A session that asks for one sum therefore runs
     those built before it as well.
 
+    The processes of a cluster remember each other: when one of them has been started anew, or a
+    collective has failed, every later one fails with an error until all are started anew. A run
+    that is to survive the loss of a process takes another strategy.
+
     Where there are no collectives the sums are those of `FusedAllReduce`, unpacked, with a
     warning: on SIMD meshes, and inside tf functions of a session (the update of
     `GradientAccumulationOptimizer` on one process). Dtypes that they do not know are summed so,
@@ -67,8 +71,7 @@ class CollectiveAllReduce(Strategy):
           merge_scope: how many tensors of one dtype are put together into one collective, at
             most; 1 merges nothing.
           timeout_seconds: a collective fails with DeadlineExceededError when some members have
-            waited so long for others; 0 waits for ever. A session whose collective failed fails
-            in all that follow, and workers have to be started anew.
+            waited so long for others; 0 waits for ever.
 
         Raises:
           ValueError: merge_scope is no whole number of 1 or more, or timeout_seconds is negative
