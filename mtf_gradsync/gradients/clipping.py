@@ -35,8 +35,41 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
     return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
 
 
+# From slices of gradients, and for each of them the dims to sum over, to one sum in a dtype.
+SumFn = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
+
+
+def _sum_of(entry_fn: Callable[[tf.Tensor], tf.Tensor]) -> SumFn:
+    """The sum of a function of the entries."""
+
+    def add_up(
+        slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
+    ) -> tf.Tensor:
+        sums = [tf.reduce_sum(entry_fn(tf.cast(x, dtype)), dims) for x, dims in zip(slices, over)]
+        return tf.add_n([_flat(x) for x in sums])
+
+    return add_up
+
+
+def _any_not_finite(
+    slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
+) -> tf.Tensor:
+    """1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
+    finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
+    together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
+    return tf.cast(tf.logical_not(together), dtype)
+
+
+def _flat(x: tf.Tensor) -> tf.Tensor:
+    """As a vector; a scalar stays one, which saves an operation for each gradient."""
+    return x if x.shape.rank < 2 else tf.reshape(x, [-1])
+
+
+_SUM_OF_SQUARES = _sum_of(tf.square)
+
+
 class SumOverGradients(StageOperation):
-    """Sums a function of the entries over all gradients: of each shard, or one sum for all."""
+    """Sums something over all gradients: of each shard, or one sum for all."""
 
     def __init__(
         self,
@@ -44,9 +77,9 @@ class SumOverGradients(StageOperation):
         shard_dims: Sequence[mtf.Dimension],
         axes: ReplicaAxes | None,
         reducer: Strategy,
-        entry_fn: Callable[[tf.Tensor], tf.Tensor] = tf.square,
+        sum_fn: SumFn = _SUM_OF_SQUARES,
     ):
-        self._entry_fn = entry_fn
+        self._sum_fn = sum_fn
         self._shard_dims = list(shard_dims)
         self._axes = axes
         self._reducer = reducer
@@ -79,12 +112,12 @@ class SumOverGradients(StageOperation):
             keeps = [keep for _, keep in members]
 
             def add_up(*slices: tf.Tensor, keeps: Any = keeps) -> tf.Tensor:
-                parts = []
-                for x, keep in zip(slices, keeps):
-                    over = [i for i in range(x.shape.rank) if i not in keep]
-                    entries = self._entry_fn(tf.cast(x, output.dtype))
-                    parts.append(tf.reshape(tf.reduce_sum(entries, over), slice_shape))
-                return tf.add_n(parts)
+                one = math.prod(slice_shape) == 1
+                over = [
+                    [i for i in range(x.shape.rank) if one or i not in keep]
+                    for x, keep in zip(slices, keeps)
+                ]
+                return tf.reshape(self._sum_fn(slices, over, output.dtype), slice_shape)
 
             value = mesh_impl.slicewise(add_up, *[value for value, _ in members])
             sums.append(PartialSum(value, mesh_axes))
@@ -188,13 +221,13 @@ def num_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None)
       An mtf scalar, the same on all processors.
     """
     reducer = FusedAllReduce() if reducer is None else reducer
-    return SumOverGradients(list(grads), [], None, reducer, _not_finite).outputs[0]
+    return SumOverGradients(list(grads), [], None, reducer, _sum_of(_not_finite)).outputs[0]
 
 
 def shards_not_finite(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """How many entries of each shard's gradients are NaN or infinite.
+    """Which shards have gradients with a NaN or an infinity.
 
     Args:
       grads: gradients per shard (`[shard dims...] + var dims`), at least one.
@@ -202,11 +235,11 @@ def shards_not_finite(
       reducer: as for `global_norm`.
 
     Returns:
-      A float mtf tensor of shape `[shard dims...]`.
+      A float mtf tensor of shape `[shard dims...]`: 0 where all entries are finite, else more.
     """
     reducer = FusedAllReduce() if reducer is None else reducer
     dims = list(axes.shard_dims)
-    return SumOverGradients(list(grads), dims, axes, reducer, _not_finite).outputs[0]
+    return SumOverGradients(list(grads), dims, axes, reducer, _any_not_finite).outputs[0]
 
 
 def clip_by_shard_norm(

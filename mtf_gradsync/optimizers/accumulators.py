@@ -27,6 +27,19 @@ class Accumulated(NamedTuple):
     dtype: tf.DType
 
 
+class Direct(NamedTuple):
+    """When an update takes this step's gradients as they are, without accumulators.
+
+    Attributes:
+      holds: a boolean mtf scalar, true only where all accumulators are zero, nothing is left out
+        and an update is due.
+      left_out: boolean `[shard dims...]`, whose gradients are zeros where it does not hold.
+    """
+
+    holds: mtf.Tensor
+    left_out: mtf.Tensor
+
+
 class Accumulators:
     """The accumulators of a list of gradients.
 
@@ -87,6 +100,7 @@ class Accumulators:
         self,
         due: mtf.Tensor,
         update: Callable[[list[mtf.Tensor | None]], Sequence[mtf.Operation]],
+        direct: Direct | None = None,
     ) -> tuple[Gate, list[mtf.Operation]]:
         """Adds this step's gradients to the accumulators, and takes the sums if an update is due.
 
@@ -94,24 +108,116 @@ class Accumulators:
           due: a boolean mtf scalar, the same on all processors.
           update: makes the update's operations from the sums, this step's gradients included,
             None where a gradient is None. The accumulators are zero after it.
+          direct: when accumulators are passed by; for updates that are due on most steps.
 
         Returns:
           The gate that all writes wait for, which is to be settled when all state of the step
           was made, and the operations of the step.
         """
         graph = due.graph
+        if direct is not None:
+            added = _AddUnless(self._of, direct)
+            gate = Gate(added.outputs)
+
+            def take_added() -> list[mtf.Operation]:
+                return [*update(self._by_variable(added.outputs)), _ClearUnless(added)]
+
+            branch = Branch(graph, take_added)
+            return gate, Conditional(due, gate, branch, [], as_call=False).updates
         gate = Gate([one.grad for one in self._of])
         add = _Add(self._of)
         after([add], lambda lowering: [gate.barrier(lowering)])
 
         def take() -> list[mtf.Operation]:
             taken = _Take(self._of)
-            sums: list[mtf.Tensor | None] = [None] * len(self._variables)
-            for one, total in zip(self._of, taken.outputs):
-                sums[one.index] = total
-            return [*update(sums), _Clear(taken)]
+            return [*update(self._by_variable(taken.outputs)), _Clear(taken)]
 
         return gate, [add, *Conditional(due, gate, Branch(graph, take), [add]).updates]
+
+    def _by_variable(self, values: Sequence[mtf.Tensor]) -> list[mtf.Tensor | None]:
+        """Values of the accumulators in the order of the variables, None where there is none."""
+        result: list[mtf.Tensor | None] = [None] * len(self._variables)
+        for one, value in zip(self._of, values):
+            result[one.index] = value
+        return result
+
+
+class _AddUnless(StageOperation):
+    """Gradients as they are, or what accumulators hold once gradients were added."""
+
+    def __init__(self, accumulated: Sequence[Accumulated], direct: Direct):
+        grads = [one.grad for one in accumulated]
+        self.accumulators = [one.accumulator for one in accumulated]
+        shapes = [x.shape for x in self.accumulators]
+        super().__init__([*grads, direct.left_out, direct.holds], shapes, "accumulate_unless")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        count = len(self.accumulators)
+
+        def add(*tensors: Any) -> tuple[tf.Tensor, ...]:
+            grads, left_out, direct = tensors[:count], tensors[count], tensors[count + 1]
+
+            def added(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+                skip, sums = tf.reshape(left_out, []), []
+                for grad, variable in zip(grads, tensors[count + 2 :]):
+                    counted = tf.where_v2(skip, tf.zeros_like(grad), grad)
+                    with tf.control_dependencies([tf.assign_add(variable, counted)]):
+                        sums.append(tf.convert_to_tensor(variable))
+                return sums
+
+            return tuple(choose(tf.reshape(direct, []), grads, added))
+
+        mesh_impl = lowering.mesh_impl(self)
+        is_simd = isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
+        choose = _unless_by_cond if is_simd else _unless
+        tensors = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
+        slices = [lowering.variables[v].laid_out_tensor for v in self.accumulators]
+        self.set_outputs(lowering, list(mesh_impl.slicewise(add, *tensors, *slices)))
+
+
+def _unless_by_cond(
+    direct: tf.Tensor,
+    values: Sequence[tf.Tensor],
+    other: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """The values where `direct` holds, otherwise what `other` makes of them."""
+    return tf.cond(direct, lambda: [tf.identity(x) for x in values], lambda: other(values))
+
+
+def _unless(
+    direct: tf.Tensor,
+    values: Sequence[tf.Tensor],
+    other: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """`_unless_by_cond` with half its operations on the way of each value."""
+    switched = [tf.raw_ops.Switch(data=x, pred=direct) for x in values]
+    others = other([x.output_false for x in switched])
+    return [tf.raw_ops.Merge(inputs=[x, y.output_true]).output for x, y in zip(others, switched)]
+
+
+class _ClearUnless(mtf.Operation):
+    """Zeros in accumulators, except where they were passed by; runs behind the gate."""
+
+    def __init__(self, added: _AddUnless):
+        super().__init__([added.inputs[-1]], name="clear_accumulated_unless")
+        self._accumulators = added.accumulators
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+
+        def clear(direct: tf.Tensor, *variables: Any) -> tf.Tensor:
+            def cleared() -> tf.Tensor:
+                writes = [tf.assign(x, tf.zeros(x.shape, x.dtype)) for x in variables]
+                with tf.control_dependencies(writes):
+                    return tf.constant(0)
+
+            return tf.cond(tf.reshape(direct, []), lambda: tf.constant(0), cleared)
+
+        direct = lowering.tensors[self.inputs[0]].to_laid_out_tensor()
+        slices = [lowering.variables[v].laid_out_tensor for v in self._accumulators]
+        done = lowering.mesh_impl(self).slicewise(clear, direct, *slices)
+        lowering.operations[self] = tf.group(*done.all_slices)
 
 
 class _Take(StageOperation):

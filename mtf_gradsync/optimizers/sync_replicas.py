@@ -10,7 +10,7 @@ import gin
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.gradients import per_shard, shards_not_finite
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.accumulators import Accumulators
+from mtf_gradsync.optimizers.accumulators import Accumulators, Direct
 from mtf_gradsync.optimizers.averages import check_decay, moving_average, updated_averages
 from mtf_gradsync.optimizers.leave_out import LeaveOut
 from mtf_gradsync.optimizers.replica_state import (
@@ -278,13 +278,18 @@ class SyncReplicasOptimizer(Wrapper):
         shards = per_shard(grads, self.axes, self.reducer)
         steps = self._local_steps()
         fresh = self._fresh(shards, steps)
-        accumulators = Accumulators(
-            LeaveOut.apply(shards, mtf.logical_not(fresh)), variables, self._slots, shares=shares
-        )
+        left_out = mtf.logical_not(fresh)
+        # Where one step can be enough, accumulators are for the steps that are not.
+        one_step = self._to_aggregate <= self.axes.num_shards
+        if not one_step:
+            shards = LeaveOut.apply(shards, left_out)
+        accumulators = Accumulators(shards, variables, self._slots, shares=shares)
         # The only thing but gradients that crosses the replica axes.
         came = mtf.anonymize(mtf.cast(fresh, tf.int32))
         count = before.count.value + mtf.reduce_sum(came)
         due = mtf.greater_equal(count, self._to_aggregate)
+        all_came = mtf.equal(mtf.reduce_min(came) - before.count.value, 1)
+        direct = Direct(all_came, left_out) if one_step else None
 
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
             # num_shards / count of a sum whose terms are 1 / num_shards of a replica's gradient.
@@ -296,7 +301,7 @@ class SyncReplicasOptimizer(Wrapper):
                 return operations
             return [*operations, *updated_averages(self._decay, self._averaged, operations)]
 
-        gate, updates = accumulators.when_due(due, update)
+        gate, updates = accumulators.when_due(due, update, direct)
         self._made = mtf.cast(due, tf.int32)
         now = _after_step(before, steps, came, count, self._made)
         self._limit = Limit(before, now, self._max_steps) if self._max_steps else None

@@ -44,7 +44,12 @@ class Conditional(mtf.Operation):
     """
 
     def __init__(
-        self, predicate: mtf.Tensor, gate: Gate, branch: Branch, behind: Sequence[mtf.Operation]
+        self,
+        predicate: mtf.Tensor,
+        gate: Gate,
+        branch: Branch,
+        behind: Sequence[mtf.Operation],
+        as_call: bool = True,
     ):
         """Adds the conditional, behind the variables that its branch made.
 
@@ -53,11 +58,15 @@ class Conditional(mtf.Operation):
           gate: the point of the step to wait for.
           branch: what to run where the predicate holds.
           behind: operations of the step to wait for, too.
+          as_call: whether skipping the branch is to be cheap, by one call where that can be. A
+            call costs what it is handed on every step, so a branch that takes all gradients and
+            runs on most steps is better off without.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate
         self._branch = branch
         self._behind = list(behind)
+        self._as_call = as_call
         # Its updates stand in the graph's list already; what they are made of is lowered here.
         operations = self.graph.operations
         operations.pop()
@@ -75,7 +84,7 @@ class Conditional(mtf.Operation):
         predicate = lowering.tensors[self.inputs[0]].to_laid_out_tensor().tensor_list[0]
         later = self.graph.operations[self.graph.operations.index(self) + 1 :]
         feeding = _feeding(later, self.updates)
-        in_call = can_call(lowering)
+        in_call = self._as_call and can_call(lowering)
 
         def run() -> tf.Operation:
             with contextlib.ExitStack() as stack:

@@ -74,6 +74,9 @@ def check(result, states, optimizer="adam"):
 SCHEDULES = {
     "all contribute": schedules.Schedule((4,), 4, 3),
     "backup replicas": schedules.Schedule((4,), 3, 4, sits_out=((0, 1), (2, 3))),
+    "one is carried over, then one is missing": schedules.Schedule(
+        (4,), 2, 4, sits_out=((0, 1), (0, 2), (0, 3), (1, 2), (2, 0), (2, 1), (2, 2))
+    ),
     "several steps an update": schedules.Schedule((4,), 6, 5, sits_out=((1, 0),)),
     "not finite": schedules.Schedule(
         (4,), 3, 4, poison=((0, 2, "w1", float("nan")), (2, 0, "scale", float("inf")))
