@@ -113,8 +113,8 @@ def train_loop(
 
     Raises:
       ConfigError: if the newest checkpoint in model_dir does not fit the graph.
-      TrainingError: if the loss is no longer a finite number, and the optimizer does not leave out
-        such gradients. Nothing is saved then.
+      TrainingError: if the loss is no longer a finite number. Nothing is saved then. Where the
+        optimizer leaves out gradients that are not finite, only if no update comes any more.
     """
     # The hook adds the copy from masters to slices and runs it after every restore.
     masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
@@ -129,7 +129,7 @@ def train_loop(
     )
     global_step = tf.train.get_global_step()
     fetches = {"step": graph.step, "loss": graph.loss, "fields": graph.fields}
-    leaves_out_not_finite = _leaves_out_not_finite(graph.optimizer)
+    patience = _Patience(graph.optimizer)
     seconds = 0.0
     with StopSignal() as stop, tf.train.MonitoredSession(
         creator, hooks=[masters_to_slices, *hooks]
@@ -153,10 +153,11 @@ def train_loop(
                 values = session.run(fetches)
                 seconds += time.monotonic() - began
                 step, loss = int(values["step"]), float(values["loss"])
-                if not math.isfinite(loss) and not leaves_out_not_finite:
+                if not patience.goes_on(loss, values["fields"]):
                     raise TrainingError(
-                        f"the loss of step {step} is {loss}; the newest checkpoint is of step "
-                        f"{saved_at}. Lower train.run.learning_rate_schedule, or look at the data."
+                        f"the loss of step {step} is {loss}{patience.since()}; the newest "
+                        f"checkpoint is of step {saved_at}. Lower "
+                        "train.run.learning_rate_schedule, or look at the data."
                     )
                 progress.update(step, loss, values["fields"])
                 if step % settings.log_steps == 0 or step == settings.train_steps:
@@ -173,7 +174,32 @@ def train_loop(
     return LoopResult(step, stop.received, seconds, step - first)
 
 
-def _leaves_out_not_finite(optimizer: Any) -> bool:
-    """Whether gradients that are not finite change nothing, wherever in a stack that is seen to."""
-    stack = [optimizer, *getattr(optimizer, "inner_stack", list)()]
-    return any(getattr(opt, "leaves_out_not_finite", False) for opt in stack)
+class _Patience:
+    """How long a loss may be no finite number.
+
+    Not at all, as a rule. Where an optimizer of the stack leaves out gradients that are not
+    finite, updates go on without them, and training is over only when none comes any more.
+    """
+
+    _STEPS = 100
+
+    def __init__(self, optimizer: Any):
+        stack = [optimizer, *getattr(optimizer, "inner_stack", list)()]
+        leaves_out = any(getattr(opt, "leaves_out_not_finite", False) for opt in stack)
+        self._most = self._STEPS if leaves_out else 0
+        self._bad = 0
+        self._update_step: Any = None
+
+    def goes_on(self, loss: float, fields: dict[str, Any]) -> bool:
+        """Whether to go on after a step."""
+        update_step = fields.get("update step")
+        if math.isfinite(loss) or update_step != self._update_step:
+            self._bad = 0
+        self._update_step = update_step
+        if not math.isfinite(loss):
+            self._bad += 1
+        return self._bad <= self._most
+
+    def since(self) -> str:
+        """What an error says of the steps before."""
+        return f", as in the {self._most} steps before, without an update" if self._most else ""

@@ -197,6 +197,23 @@ def test_loss_that_is_not_finite_ends_the_run(train):
         train(NO_EVAL, "train.run.learning_rate_schedule = 1e30")
 
 
+class LeavesOut(mtf.optimize.SgdOptimizer):
+    leaves_out_not_finite = True
+
+
+def test_loss_that_is_not_finite_is_borne_for_a_while_where_the_optimizer_leaves_it_out(train):
+    gin.external_configurable(LeavesOut, "LeavesOut")
+    bindings = [
+        NO_EVAL,
+        "train.run.optimizer = @LeavesOut",
+        "train.run.learning_rate_schedule = 1e30",
+    ]
+    result, _, _ = train(*bindings)
+    assert result.step == 12
+    with pytest.raises(TrainingError, match=r"step 1\d\d is nan, as in the 100 steps before"):
+        train(*bindings, "train.run.train_steps = 130")
+
+
 def test_t5_style_bindings_are_taken_over_where_ours_are_not_given(tmp_path):
     ignored = gin_files.load(
         [TINY],

@@ -1,0 +1,34 @@
+"""When a loss that is not finite ends training."""
+
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync.train.loop import _Patience
+
+NAN = float("nan")
+
+
+def optimizer(skip_fn):
+    kwargs = {"mesh_shape": "b:2", "layout": "batch:b"}
+    inner = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))
+    return gs.GradientAccumulationOptimizer(inner, 2, should_skip_update_fn=skip_fn, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "opt", [mtf.optimize.SgdOptimizer(0.1), optimizer(None), optimizer(lambda grads: grads)]
+)
+def test_at_once_where_nothing_is_left_out(opt):
+    patience = _Patience(opt)
+    assert patience.goes_on(1.0, {"update step": 0})
+    assert not patience.goes_on(NAN, {"update step": 1})
+
+
+@pytest.mark.parametrize("skip_fn", [gs.skip_not_finite, gs.skip_large_updates(1.0)])
+def test_after_steps_without_an_update_where_something_is(skip_fn):
+    patience = _Patience(optimizer(skip_fn))
+    assert all(patience.goes_on(NAN, {"update step": step}) for step in range(300))
+    assert all(patience.goes_on(float("inf"), {"update step": 299}) for _ in range(99))
+    assert patience.goes_on(1.0, {"update step": 299})
+    assert all(patience.goes_on(NAN, {"update step": 299}) for _ in range(100))
+    assert not patience.goes_on(NAN, {"update step": 299})
