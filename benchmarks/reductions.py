@@ -95,6 +95,7 @@ def measure(options: report.Options) -> report.Table:
             " sum, (n + 1) times the bytes of a replica.",
             "What other devices read of a sum is not counted: in one process an identity between"
             " CPU devices copies nothing.",
+            "A sum can be faster than its limit, because it reads more than it writes.",
         ),
         targets=targets,
         plot=lambda axes: reductions_plot.plot(axes, rows, BARE),
@@ -105,7 +106,7 @@ def _measure_profile(
     name: str, devices: int, profile: Profile, options: report.Options
 ) -> tuple[list[report.Row], dict[str, list[float]]]:
     graph, sums = build(profile, strategies(devices))
-    steps = 1 if profile.replica_bytes > 1 << 22 else 10
+    steps = 1 if profile.replica_bytes > 1 << 22 else 20
     threads = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(threads) as pool, running(graph, devices) as session:
         check(session, sums)
@@ -113,7 +114,8 @@ def _measure_profile(
         programs[LIMIT] = copying(COPIED_BYTES, pool, threads)
         for program in programs.values():
             program()
-        seconds = timing.interleave(programs, options.rounds, steps, f"{name} on {devices}")
+        what = f"{name} on {devices}"
+        seconds = timing.interleave(programs, options.rounds, steps, what, settle=True)
     seconds[LIMIT] = [s * profile.limit_bytes / COPIED_BYTES for s in seconds[LIMIT]]
     rows = [
         {

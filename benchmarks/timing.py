@@ -35,7 +35,11 @@ def progress(items: Collection[Any], description: str) -> Iterable[Any]:
 
 
 def interleave(
-    programs: dict[str, Callable[[], Any]], rounds: int, steps: int, description: str
+    programs: dict[str, Callable[[], Any]],
+    rounds: int,
+    steps: int,
+    description: str,
+    settle: bool = False,
 ) -> dict[str, list[float]]:
     """Runs programs in turns.
 
@@ -47,6 +51,8 @@ def interleave(
       rounds: how often.
       steps: steps of a program in a round.
       description: for the progress bar.
+      settle: make one step more, untimed, before those of a round: steps of a program that fills
+        caches and memory otherwise cost the next program time.
 
     Returns:
       For each program the seconds per step of each round.
@@ -57,6 +63,8 @@ def interleave(
         gc.collect()
         for name in order:
             step = programs[name]
+            if settle:
+                step()
             start = time.perf_counter()
             for _ in range(steps):
                 step()
