@@ -13,6 +13,7 @@ from mtf_gradsync._tf_compat import collective_sum, control_flow_context, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.reduce.algorithms import NARROW_FLOATS, add_n
 from mtf_gradsync.reduce.checks import check_count, check_values
+from mtf_gradsync.reduce.devices import full_name
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.planning import Packs, whole
@@ -130,7 +131,7 @@ class CollectiveAllReduce(Strategy):
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
         if wire not in _DTYPES:
             return add_n(slices, devices, root)
-        names = [_canonical(device) for device in devices]
+        names = [full_name(device) for device in devices]
         group_key = zlib.crc32(",".join(sorted(names)).encode()) & 0x7FFFFFFF
         instance_key = next(_instance_keys)
         sent = []
@@ -162,16 +163,12 @@ class CollectiveAllReduce(Strategy):
 def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
     for group in groups.groups:
         devices = [mesh_impl.devices[processor] for processor in group]
-        if len({_canonical(device) for device in devices}) < len(devices):
+        if len({full_name(device) for device in devices}) < len(devices):
             raise ValueError(
                 "CollectiveAllReduce needs a device of its own for each processor of a group: "
                 f"collectives on one device would wait for each other. Got {devices}; on one "
                 "host, make virtual devices with session_config(num_cpu_devices=...)."
             )
-
-
-def _canonical(device: str) -> str:
-    return tf.DeviceSpec.from_string(device).to_string()
 
 
 def _last_collectives() -> dict[str, tf.Operation]:

@@ -43,6 +43,25 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
     return result
 
 
+def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
+    """Finds groups that would combine the very same tensors in the same memories.
+
+    Processors that differ only along a dimension that a tensor is not split over have copies of
+    it, which are one tensor where copies are shared.
+
+    Args:
+      mesh_impl: the mesh.
+      slices: what each processor has.
+      groups: lists of processor numbers.
+
+    Returns:
+      For each group the first one that is like it, itself perhaps.
+    """
+    memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
+    first: dict[Any, list[int]] = {}
+    return [first.setdefault(tuple((id(slices[p]), memory[p]) for p in g), g) for g in groups]
+
+
 def _call(mesh_impl: Any, processor: int, fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
     return mtf.parallel([mesh_impl.devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
 

@@ -10,6 +10,7 @@ from mtf_gradsync._warn import warn_once
 from mtf_gradsync.reduce.algorithms import GroupSum
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.levels import Axis, inner_groups, level_groups
+from mtf_gradsync.reduce.shared_copies import first_alike
 from mtf_gradsync.reduce.sums import SumFn, simd_all_reduce
 
 
@@ -19,7 +20,8 @@ def placement_two_levels(
     """Sums within inner groups, then the sums over them, and hands the result back inside.
 
     Between inner groups goes one tensor for each of them and one back, instead of one for each
-    processor: only one member takes part in the outer sum, and the others read from it.
+    processor: only one member takes part in the outer sum, and the others read from it. Groups
+    that sum the same tensors, as copies of a tensor are on a mesh that shares them, sum them once.
 
     Args:
       mesh_impl: a `PlacementMeshImpl`.
@@ -34,7 +36,12 @@ def placement_two_levels(
     def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
         slices = value.tensor_list
         result: list[Any] = [None] * len(slices)
+        first = first_alike(mesh_impl, slices, groups.groups)
         for number, group in enumerate(groups.groups):
+            if first[number] is not group:
+                for processor, twin in zip(group, first[number]):
+                    result[processor] = result[twin]
+                continue
             inners = inner_groups(mesh_impl, group, outer_axes)
             start = turn + number
             roots = [inner[start % len(inner)] for inner in inners]

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 
-from mtf_gradsync import reduce, simd
+from mtf_gradsync import reduce, session_config, simd
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce.levels import inner_groups
 from tests import harness
@@ -233,3 +233,44 @@ def test_specifications_are_completed():
         entry("ring", 1, 10),
         entry("add_n/ring", 3, -1),
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies"),
+    [
+        (reduce.HierarchicalAllReduce(), 2),
+        (reduce.HierarchicalAllReduce(("add_n/add_n", 3), num_packs=1), 2),
+        (reduce.CompressedAllReduce(reduce.HierarchicalAllReduce()), 1),
+    ],
+)
+def test_what_devices_share_crosses_once(strategy, copies):
+    """A gradient that is not split over a process's devices is one tensor for all of them."""
+    impl = reduce.placement_mesh_impl("rows:2;cols:4", "", PROCESSES)
+    values = []
+    for size in (12, 30):
+        slices = []
+        for device in PROCESSES[::4]:
+            with tf.device(device):
+                slices += [tf.placeholder(tf.float32, [size])] * 4
+        values.append(impl.LaidOutTensor(slices))
+    groups = reduce.ProcessorGroups.along(impl, [0])
+    used = []
+    for total in strategy.all_reduce(impl, values, groups):
+        used += [x.op for x in mtf.parallel(PROCESSES, tf.identity, total.tensor_list)]
+    assert simd.count_process_transfers(used).bytes == copies * 4 * (12 + 30)
+
+
+def test_sums_of_what_devices_share_are_right():
+    devices = [f"/device:CPU:{i}" for i in range(8)]
+    impl = reduce.placement_mesh_impl("rows:2;cols:4", "", devices)
+    # Columns 0 and 1 have the same, and so have 2 and 3, but only in row 0.
+    shares = [0, 0, 1, 1, 2, 2, 3, 4]
+    tensors = [tf.constant([10.0**i, 1.0]) for i in range(5)]
+    value = impl.LaidOutTensor([tensors[i] for i in shares])
+    strategy = reduce.HierarchicalAllReduce(outer_axes="rows")
+    (total,) = strategy.all_reduce(impl, [value], reduce.ProcessorGroups.along(impl, [0]))
+    assert len(set(total.tensor_list)) == 3
+    with tf.Session(config=session_config(num_cpu_devices=8)) as session:
+        out = session.run(total.tensor_list)
+    expected = [10.0 ** shares[c] + 10.0 ** shares[4 + c] for c in range(4)] * 2
+    np.testing.assert_array_equal(out, [[x, 2.0] for x in expected])
