@@ -54,9 +54,16 @@ def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
 class PerShard(StageOperation):
     """Gradients of the variables' shapes -> one per shard, without communication."""
 
-    def __init__(self, grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy):
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        axes: ReplicaAxes,
+        reducer: Strategy,
+        on_summed: Callable[[list[int]], None] | None = None,
+    ):
         self._axes = axes
         self._reducer = reducer
+        self._on_summed = on_summed
         keep_pending(grads)
         shapes = [mtf.Shape([*axes.free_shard_dims(g.shape), *g.shape.dims]) for g in grads]
         super().__init__(grads, shapes, name="per_shard")
@@ -76,6 +83,9 @@ class PerShard(StageOperation):
             shares.append(mtf.Shape([mesh_impl.shape[axis] for axis in sorted(shared)]).size)
             # Axes beyond the replica axes are no business of the shards: sum them now.
             sums.append(PartialSum(value, tuple(a for a in mesh_axes if a not in replica_axes)))
+        summed = [index for index, share in enumerate(shares) if share > 1]
+        if summed and self._on_summed is not None:
+            self._on_summed(summed)
         values = reduce_partial_sums(mesh_impl, sums, self._reducer)
         outputs = []
         for value, share, output in zip(values, shares, self.outputs):
@@ -153,7 +163,10 @@ def local_sum(mesh_impl: Any, value: Any, shape: mtf.Shape, dims: Sequence[mtf.D
 
 
 def per_shard(
-    grads: MaybeGradients, axes: ReplicaAxes, reducer: Strategy | None = None
+    grads: MaybeGradients,
+    axes: ReplicaAxes,
+    reducer: Strategy | None = None,
+    on_summed: Callable[[list[int]], None] | None = None,
 ) -> list[mtf.Tensor | None]:
     """Turns gradients into one gradient per shard; nothing crosses the replica axes.
 
@@ -168,6 +181,8 @@ def per_shard(
       axes: the replica axes.
       reducer: how sums over mesh axes other than the replica axes are made, where a gradient is
         pending over such axes; None takes `FusedAllReduce()`.
+      on_summed: called when the graph is lowered, if there are gradients that were summed over a
+        replica axis before, with their positions in grads.
 
     Returns:
       A list of tensors of shape `[shard dims...] + var dims`, in the dtypes of the gradients;
@@ -180,7 +195,13 @@ def per_shard(
     check_axes(axes)
     reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-    made = on_present(pending, lambda present: PerShard(present, axes, reducer).outputs)
+    where = [index for index, g in enumerate(pending) if g is not None]
+
+    def say(summed: list[int]) -> None:
+        if on_summed is not None:
+            on_summed([where[index] for index in summed])
+
+    made = on_present(pending, lambda present: PerShard(present, axes, reducer, say).outputs)
     return [new if new is not None else old for new, old in zip(made, grads)]
 
 

@@ -181,10 +181,10 @@ class GradientAccumulationOptimizer(Wrapper):
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
 
-        divisors = [count if self._average else None] * len(variables)
+        divisor = count if self._average else None
 
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            totals = self._totals(sums, accumulators.dtypes, variables, divisors)
+            totals = self._totals(sums, accumulators.dtypes, variables, divisor)
             return self._apply_inner(totals, variables)
 
         gate, updates = accumulators.when_due(due, update)

@@ -54,7 +54,7 @@ class Accumulators:
         slots: SlotBook,
         dtype: tf.DType | None = None,
         checkpointed: bool = True,
-        shares: Sequence[bool] | None = None,
+        is_share: bool = False,
     ):
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
@@ -64,8 +64,7 @@ class Accumulators:
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          shares: for each gradient whether what a shard adds is 1/num_shards of its replica's
-            gradient (`PerShard`); None is False for all.
+          is_share: whether what a shard adds is 1/num_shards of its own gradient (`PerShard`).
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
@@ -84,7 +83,7 @@ class Accumulators:
                 if checkpointed:
                     # None is noted too: the checkpoint may come from a mesh with shards.
                     num_shard_dims = grad.shape.ndims - variable.shape.ndims
-                    note_per_shard(accumulator, num_shard_dims, bool(shares and shares[index]))
+                    note_per_shard(accumulator, num_shard_dims, is_share)
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
             self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
 
@@ -182,7 +181,9 @@ def _unless_by_cond(
     other: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
 ) -> list[tf.Tensor]:
     """The values where `direct` holds, otherwise what `other` makes of them."""
-    return tf.cond(direct, lambda: [tf.identity(x) for x in values], lambda: other(values))
+    return tf.cond(
+        direct, lambda: [tf.identity(x) for x in values], lambda: other(values), strict=True
+    )
 
 
 def _unless(

@@ -23,7 +23,7 @@ from mtf_gradsync.optimizers.state import claim_name
 from mtf_gradsync.optimizers.sync_replicas_hooks import NothingToQueue, SyncReplicasHook
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.update import after, is_ungated, settle
+from mtf_gradsync.update import after, is_ungated, settle, warn_once
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -36,9 +36,10 @@ class SyncReplicasOptimizer(Wrapper):
     one step or several, their average is applied once and every replica's local step becomes the
     new update step. Until then variables and slots stand still.
 
-    Of the gradient of a loss of the whole batch, pending or summed, a replica's part counts
-    num_shards times, as if the loss were the mean over that replica's part of the batch. A
-    gradient per shard is taken as it is: one loss for each replica.
+    The loss is the mean over the replicas' losses, a number or, with the shard dims, one for each
+    replica; `compute_gradients` makes the mean then. What a replica adds to the gradient of the
+    mean, pending or per shard, is 1/num_shards of its contribution: when all contribute, the
+    update is that of the whole batch.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
     `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
@@ -228,12 +229,17 @@ class SyncReplicasOptimizer(Wrapper):
                 f"{type(self).__name__}."
             )
 
+    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
+        dims = self._shard_dims(loss.shape)
+        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
+
     def _step_made(self) -> mtf.Tensor | None:
         return self._made
 
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
         """The moving average of a variable, or None if it is not averaged."""
-        return moving_average(var) if var in self._averaged else None
+        (variable,) = checks.check_variables([var])
+        return moving_average(variable) if variable in self._averaged else None
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
         """Update step, and contributions made and dropped of each replica.
@@ -274,8 +280,18 @@ class SyncReplicasOptimizer(Wrapper):
             claim_name(graph, self.name, self)
             self._state_of[graph] = make_state(mesh, self.name, self.axes.shard_dims)
         self._state = before = self._state_of[graph]
-        shares = [g is not None and not self._shard_dims(g.shape) for g in grads]
-        shards = per_shard(grads, self.axes, self.reducer)
+
+        def warn_of_summed(indices: list[int]) -> None:
+            warn_once(
+                "gradients summed before",
+                "SyncReplicasOptimizer: the gradients of %s were summed over the replicas before "
+                "the optimizer sees them (the model casts, negates or scales these variables, or "
+                "the gradient is made without the batch). A replica that is left out is in them "
+                "all the same, and its NaN drops all replicas.",
+                [variables[index].name for index in indices],
+            )
+
+        shards = per_shard(grads, self.axes, self.reducer, warn_of_summed)
         steps = self._local_steps()
         fresh = self._fresh(shards, steps)
         left_out = mtf.logical_not(fresh)
@@ -283,7 +299,7 @@ class SyncReplicasOptimizer(Wrapper):
         one_step = self._to_aggregate <= self.axes.num_shards
         if not one_step:
             shards = LeaveOut.apply(shards, left_out)
-        accumulators = Accumulators(shards, variables, self._slots, shares=shares)
+        accumulators = Accumulators(shards, variables, self._slots, is_share=True)
         # The only thing but gradients that crosses the replica axes.
         came = mtf.anonymize(mtf.cast(fresh, tf.int32))
         count = before.count.value + mtf.reduce_sum(came)
@@ -292,10 +308,9 @@ class SyncReplicasOptimizer(Wrapper):
         direct = Direct(all_came, left_out) if one_step else None
 
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            # num_shards / count of a sum whose terms are 1 / num_shards of a replica's gradient.
-            of_shares = mtf.cast(count, tf.float32) / self.axes.num_shards
-            divisors = [of_shares if share else count for share in shares]
-            mean = self._totals(sums, accumulators.dtypes, variables, divisors)
+            # The terms are 1/num_shards of what replicas contribute.
+            divisor = mtf.cast(count, tf.float32) / self.axes.num_shards
+            mean = self._totals(sums, accumulators.dtypes, variables, divisor)
             operations = self._apply_inner(mean, variables)
             if self._decay is None:
                 return operations

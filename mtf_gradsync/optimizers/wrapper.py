@@ -155,7 +155,7 @@ class Wrapper(mtf.optimize.Optimizer):
         sums: Sequence[mtf.Tensor | None],
         dtypes: Sequence[tf.DType | None],
         variables: Sequence[mtf.Variable],
-        divisors: Sequence[mtf.Tensor | None],
+        divisor: mtf.Tensor | None,
     ) -> list[mtf.Tensor | None]:
         """What the inner optimizer gets of accumulated gradients.
 
@@ -163,13 +163,13 @@ class Wrapper(mtf.optimize.Optimizer):
           sums: what the accumulators hold.
           dtypes: dtypes of the gradients that were added.
           variables: their variables.
-          divisors: for each a scalar to divide by, or None.
+          divisor: a scalar to divide by, or None.
 
         Returns:
           Whole gradients in the dtypes that the inner optimizer takes.
         """
         totals = self._summed(sums, variables)
-        for index, (total, divisor) in enumerate(zip(totals, divisors)):
+        for index, total in enumerate(totals):
             if total is None:
                 continue
             if divisor is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 import time
@@ -113,7 +114,8 @@ def train_loop(
 
     Raises:
       ConfigError: if the newest checkpoint in model_dir does not fit the graph.
-      TrainingError: if the loss is no longer a finite number. Nothing is saved then. Where the
+      TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is no
+        longer a finite number. Nothing is saved then. Where the
         optimizer leaves out gradients that are not finite, only if no update comes any more.
     """
     # The hook adds the copy from masters to slices and runs it after every restore.
@@ -150,7 +152,7 @@ def train_loop(
                 if session.should_stop():
                     break
                 began = time.monotonic()
-                values = session.run(fetches)
+                values = _run(session, fetches, saved_at)
                 seconds += time.monotonic() - began
                 step, loss = int(values["step"]), float(values["loss"])
                 if not patience.goes_on(loss, values["fields"]):
@@ -172,6 +174,23 @@ def train_loop(
         finally:
             progress.close()
     return LoopResult(step, stop.received, seconds, step - first)
+
+
+def _run(session: Any, fetches: Any, saved_at: int) -> Any:
+    try:
+        return session.run(fetches)
+    except tf.errors.InvalidArgumentError as error:
+        # SyncReplicasOptimizer says it from within the step.
+        said = re.search(
+            r"No update for more than max_steps_without_update[^\]\n]*\]? *\[[\d ]*\]",
+            error.message,
+        )
+        if not said:
+            raise
+        raise TrainingError(
+            f"{said.group()}; the newest checkpoint is of step {saved_at}. Look at the data of "
+            "these replicas, or lower SyncReplicasOptimizer.replicas_to_aggregate."
+        ) from None
 
 
 class _Patience:

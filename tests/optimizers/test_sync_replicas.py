@@ -31,8 +31,7 @@ def step(to_aggregate, optimizer="adam", **kwargs):
         variables = mesh.graph.trainable_variables
         grads = mtf.gradients([loss], [v.value for v in variables])
         shards = [
-            # The loss is the mean over the whole batch; a replica's own is that of its part.
-            mtf.multiply(g, axes.num_shards) + poison(inputs, v, g.shape, axes)
+            g + poison(inputs, v, g.shape, axes)
             for g, v in zip(gs.per_shard(grads, axes), variables)
         ]
         opt = Lagging(

@@ -165,6 +165,63 @@ def test_all_contributing_is_cross_shard(mesh_kind):
         np.testing.assert_allclose(results[0][name], results[1][name], rtol=2e-6, err_msg=name)
 
 
+def shard_losses(mesh, inputs):
+    """One loss for each shard, and its shard dims."""
+    shard = mtf.Dimension("batch", SHARDS)
+    features = mtf.Dimension("features", models.INPUTS)
+    x = tf.reshape(inputs["x"], [SHARDS, -1, models.INPUTS])
+    rows = mtf.Dimension("rows", models.BATCH // SHARDS)
+    x = mtf.import_tf_tensor(mesh, x, mtf.Shape([shard, rows, features]))
+    w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=tf.ones_initializer())
+    return mtf.reduce_mean(mtf.square(x * w), output_shape=[shard])
+
+
+@pytest.mark.parametrize("how", ["one loss", "a loss for each shard", "a gradient for each shard"])
+def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
+    """However the loss is given, SGD moves by the gradient of the mean."""
+
+    def build(mesh, inputs):
+        loss = shard_losses(mesh, inputs)
+        opt = make(optimizer="sgd")
+        pairs = opt.compute_gradients(
+            loss if how == "a loss for each shard" else mtf.reduce_mean(loss)
+        )
+        if how == "a gradient for each shard":
+            grads, variables = zip(*pairs)
+            pairs = list(zip(gs.per_shard(grads, opt.axes), variables))
+        return opt.apply_gradients(pairs, tf.train.get_or_create_global_step()), {}
+
+    (feed,) = batches(1)
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    x = feed["x"].astype(float)
+    expected = 1 - 0.1 * 2 * np.mean(np.square(x), axis=0) / models.INPUTS
+    # A mean of 16 squares in float32.
+    np.testing.assert_allclose(result.variables["w"], expected, rtol=1e-6)
+
+
+def test_the_average_is_found_by_variable_and_by_value():
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]))
+        opt = make(variable_averages=0.5, variables_to_average=[w])
+        assert opt.average(w).name == opt.average(w.operation).name == "w/ExponentialMovingAverage"
+        assert opt.average(mtf.get_variable(mesh, "other", mtf.Shape([]))) is None
+
+
+def test_gradients_that_were_summed_before_are_named(caplog):
+    def build(mesh, inputs):
+        loss = shard_losses(mesh, inputs)
+        w = mesh.graph.trainable_variables[0]
+        twice = mtf.get_variable(mesh, "twice", w.shape, initializer=tf.ones_initializer())
+        loss = mtf.reduce_mean(loss) + mtf.reduce_sum(mtf.square(twice))
+        return make().minimize(loss, tf.train.get_or_create_global_step()), {}
+
+    gs.update.reset_warnings()
+    harness.run("placement", MESH, LAYOUT, build, batches(1))
+    (message,) = [r.getMessage() for r in caplog.records if "summed over the replicas" in r.msg]
+    assert "['twice']" in message
+
+
 # The limit.
 
 

@@ -77,9 +77,9 @@ def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mt
     axes = setup.axes
     loss = models.mlp_loss(mesh, inputs, axes.batch_dims)
     variables = mesh.graph.trainable_variables
+    grads = mtf.gradients([loss], [v.value for v in variables])
     if setup.pending:
         global_step = tf.train.get_or_create_global_step()
-        grads = mtf.gradients([loss], [v.value for v in variables])
     else:
         global_step = mtf.get_variable(
             mesh,
@@ -89,8 +89,6 @@ def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mt
             initializer=tf.zeros_initializer(),
             trainable=False,
         ).operation
-        # The loss is the mean over the whole batch; a replica's own is the mean over its part.
-        grads = mtf.gradients([loss * axes.num_shards], [v.value for v in variables])
         shape = mtf.Shape(list(axes.shard_dims))
         poison = [
             mtf.import_tf_tensor(
