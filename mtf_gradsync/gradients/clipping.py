@@ -27,6 +27,7 @@ from mtf_gradsync.gradients.stages import (
     sum_shards,
 )
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.reduce.algorithms import ordered_add_n
 
 ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
 
@@ -46,7 +47,7 @@ def _sum_of(entry_fn: Callable[[tf.Tensor], tf.Tensor]) -> SumFn:
         slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
     ) -> tf.Tensor:
         sums = [tf.reduce_sum(entry_fn(tf.cast(x, dtype)), dims) for x, dims in zip(slices, over)]
-        return tf.add_n([_flat(x) for x in sums])
+        return ordered_add_n([_flat(x) for x in sums])
 
     return add_up
 
@@ -122,7 +123,7 @@ class SumOverGradients(StageOperation):
             value = mesh_impl.slicewise(add_up, *[value for value, _ in members])
             sums.append(PartialSum(value, mesh_axes))
         parts = reduce_partial_sums(mesh_impl, sums, self._reducer)
-        total = mesh_impl.slicewise(lambda *xs: tf.add_n(list(xs)), *parts)
+        total = mesh_impl.slicewise(lambda *xs: ordered_add_n(xs), *parts)
         self.set_outputs(lowering, [total])
 
 

@@ -39,7 +39,8 @@ class ReductionToOneDevice(Strategy):
             every group of processors. None lets the devices of a group take turns, tensor by
             tensor.
           accumulation_fn: adds up a list of tensors of one shape and dtype. Its sums must be
-            repeatable; bfloat16 and float16 come to it as float32.
+            repeatable: tf.add_n is if its sum is what the function returns. bfloat16 and float16
+            come to it as float32.
 
         Raises:
           ValueError: reduce_to_device is no device string.
