@@ -54,7 +54,8 @@ class Program:
 
     def load(self, values: dict[str, np.ndarray]) -> None:
         """Sets variables by name; the others keep what the last `variables` or `step` returned."""
-        feed = {self._values[name]: value for name, value in values.items()}
+        # Copies: TensorFlow may keep a slice of what it is fed as a variable, and write to it.
+        feed = {self._values[name]: np.array(value) for name, value in values.items()}
         self._session.run([self._assign[name] for name in values], feed)
         self._session.run(self._to_slices)
 

@@ -108,8 +108,8 @@ def close(actual, expected, name):
 def check_run(running, setup, schedule):
     optimizer = MODELS[setup.optimizer]()
     model = replay(schedule, optimizer, AVERAGE_DECAY)
-    # A pending gradient is that of the mean over all replicas.
-    share = 1 / schedule.num_replicas if setup.pending else 1
+    # Gradients are those of the mean over all replicas.
+    share = 1 / schedule.num_replicas
     waiting, missed, dropped, before = 0, 0, 0, None
     for found, state in zip(running.run(schedule), model):
         waiting = 0 if state.applied else waiting + 1
