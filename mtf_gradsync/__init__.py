@@ -4,6 +4,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 """
 
 from mtf_gradsync import _tf_compat as _tf_compat  # first: it repairs Mesh-TF's imports
+from mtf_gradsync import reduce
 from mtf_gradsync.axes import ReplicaAxes
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
@@ -21,6 +22,8 @@ from mtf_gradsync.optimizers import (
     skip_not_finite,
 )
 from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
+from mtf_gradsync.train.resharding import ReshardingSaver
+from mtf_gradsync.train.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.train.session import session_config
 
 __all__ = [
@@ -29,12 +32,16 @@ __all__ = [
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
     "ReplicaAxes",
+    "ReshardingSaver",
     "SyncReplicasOptimizer",
+    "adafactor_decay_rate_per_update",
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "get_update_step",
     "per_shard",
+    "per_update",
     "placement_mesh_impl",
+    "reduce",
     "session_config",
     "skip_large_updates",
     "skip_not_finite",
