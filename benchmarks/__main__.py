@@ -14,6 +14,7 @@ from benchmarks import (
     repeatability,
     report,
     simd_collectives,
+    sync_replicas,
     training_step,
     two_processes,
 )
@@ -23,6 +24,7 @@ TABLES = (
     accumulation,
     graph_building,
     simd_collectives,
+    sync_replicas,
     emulation,
     bucket_size,
     reductions,
