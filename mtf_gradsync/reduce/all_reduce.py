@@ -66,6 +66,7 @@ class AllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
         if self.algorithm is not None and is_simd(mesh_impl):
             warn_algorithm_on_simd(self.algorithm)
         sum_fn = all_reduce_fn(mesh_impl, self._group_sum)

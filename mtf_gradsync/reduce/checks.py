@@ -28,7 +28,7 @@ def check_values(values: Sequence[Any]) -> None:
     """Checks what is to be summed.
 
     Raises:
-      ValueError: a value is no dense tensor of numbers of known shape.
+      ValueError: a value is no dense tensor of numbers of known shape, the same on all processors.
     """
     for index, value in enumerate(values):
         slices = getattr(value, "tensor_list", None)
@@ -53,3 +53,9 @@ def check_values(values: Sequence[Any]) -> None:
                     f"values[{index}] has the dtype {x.dtype.name}, which has no sum: {x!r}. Cast "
                     "it to a number first."
                 )
+        kinds = {(x.dtype.base_dtype.name, *x.shape.as_list()) for x in slices}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"The slices of values[{index}] must have one dtype and one shape, got "
+                f"{sorted(kinds)}."
+            )

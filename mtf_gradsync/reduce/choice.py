@@ -86,6 +86,7 @@ class BestAllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
         values = list(values)
         choice, text = _choose(mesh_impl, values, groups)
         if text not in self._logged:
@@ -187,8 +188,8 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
       For example "60 gradients (float32, 72.1 MiB a processor)".
     """
     try:
-        known = [x for x in gradients or () if x is not None]
-    except TypeError:
+        known = [] if gradients is None else [x for x in gradients if x is not None]
+    except Exception:  # As below.
         known = []
     if not known:
         return "gradients of unknown sizes"

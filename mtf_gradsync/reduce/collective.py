@@ -13,12 +13,13 @@ from mtf_gradsync._tf_compat import collective_sum, control_flow_context, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.reduce.algorithms import NARROW_FLOATS, add_n
 from mtf_gradsync.reduce.checks import check_count, check_values
-from mtf_gradsync.reduce.devices import full_name
+from mtf_gradsync.reduce.devices import full_name, place_of
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.planning import Packs, whole
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
+from mtf_gradsync.reduce.topology import kind_of
 
 # Of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 go as float32.
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
@@ -93,8 +94,9 @@ class CollectiveAllReduce(Strategy):
         """See `Strategy.all_reduce`.
 
         Raises:
-          ValueError: two processors of a group have one device.
+          ValueError: two processors of a group have one device, or devices of two kinds.
         """
+        self.check(mesh_impl, groups)
         if is_simd(mesh_impl):
             warn_once(
                 "collectives on SIMD",
@@ -103,7 +105,6 @@ class CollectiveAllReduce(Strategy):
             )
             return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
         check_values(values)
-        _check_devices(mesh_impl, groups)
         sum_fn = all_reduce_fn(mesh_impl, self._group_sum)
         if getattr(tf.get_default_graph(), "outer_graph", None) is not None:
             warn_once(
@@ -113,6 +114,12 @@ class CollectiveAllReduce(Strategy):
             )
             sum_fn = all_reduce_fn(mesh_impl)
         return packed_all_reduce(mesh_impl, values, groups, sum_fn, self._plan)
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`."""
+        super().check(mesh_impl, groups)
+        if not is_simd(mesh_impl):
+            _check_devices(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """See `Strategy.wire_dtype`."""
@@ -139,9 +146,10 @@ class CollectiveAllReduce(Strategy):
             with tf.device(device):
                 sent.append(tf.cast(x, wire))
         sums = []
+        places = [place_of(device) for device in devices]
         before = _last_collectives()
         with tf.control_dependencies(
-            list(dict.fromkeys(before[name] for name in names if name in before))
+            list(dict.fromkeys(before[place] for place in places if place in before))
         ):
             for x, device in zip(sent, devices):
                 with tf.device(device):
@@ -152,7 +160,7 @@ class CollectiveAllReduce(Strategy):
                     )
         with tf.device(devices[root]):
             barrier = tf.group(*[x.op for x in sums])
-        before.update(dict.fromkeys(names, barrier))
+        before.update(dict.fromkeys(places, barrier))
         results = []
         for x, device in zip(sums, devices):
             with tf.device(device), tf.control_dependencies([barrier]):
@@ -163,15 +171,20 @@ class CollectiveAllReduce(Strategy):
 def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
     for group in groups.groups:
         devices = [mesh_impl.devices[processor] for processor in group]
-        if len({full_name(device) for device in devices}) < len(devices):
+        if len({place_of(device) for device in devices}) < len(devices):
             raise ValueError(
                 "CollectiveAllReduce needs a device of its own for each processor of a group: "
                 f"collectives on one device would wait for each other. Got {devices}; on one "
                 "host, make virtual devices with session_config(num_cpu_devices=...)."
             )
+        if len({kind_of(device) for device in devices}) > 1:
+            raise ValueError(
+                "CollectiveAllReduce needs devices of one kind in each group, because TensorFlow's "
+                f"collectives are of one kind; got {devices}. FusedAllReduce sums over any."
+            )
 
 
-def _last_collectives() -> dict[str, tf.Operation]:
+def _last_collectives() -> dict[Any, tf.Operation]:
     """What follows the last collective of each device, in this graph and branch or loop of it."""
     graph = tf.get_default_graph()
     # Kept on the graph, to go when it goes.

@@ -35,6 +35,15 @@ def full_name(device: str) -> str:
     return tf.DeviceSpec.from_string(device).to_string()
 
 
+def place_of(device: str) -> tuple[Any, ...]:
+    """Where a device string points, the same for all strings that name one device.
+
+    Unlike `full_name` it knows that "/device:CPU:0" is "/job:localhost/task:0/device:CPU:0".
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    return process_of(device), spec.device_type, spec.device_index or 0
+
+
 def process_of(device: str) -> tuple[Any, ...]:
     """The process that a device string names: its job, replica and task.
 

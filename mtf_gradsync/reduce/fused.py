@@ -55,6 +55,7 @@ class FusedAllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
         bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
         if bucket_bytes is None:
             bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES

@@ -12,7 +12,12 @@ from mtf_gradsync.reduce.algorithms import ALGORITHMS, check_algorithm, group_su
 from mtf_gradsync.reduce.all_reduce import warn_algorithm_on_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.groups import ProcessorGroups
-from mtf_gradsync.reduce.levels import Axis, check_outer_axes, level_groups
+from mtf_gradsync.reduce.levels import (
+    Axis,
+    check_outer_axes,
+    level_groups,
+    outer_axis_numbers,
+)
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.packer import Packer
 from mtf_gradsync.reduce.planning import Packs, split_pack
@@ -96,6 +101,7 @@ class HierarchicalAllReduce(Strategy):
         Raises:
           ValueError: an outer axis is not on the mesh.
         """
+        self.check(mesh_impl, groups)
         check_values(values)
         results = list(values)
         left = list(range(len(results)))
@@ -117,6 +123,11 @@ class HierarchicalAllReduce(Strategy):
                 for index, value in zip(mine, summed):
                     results[index] = value
         return results
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`."""
+        super().check(mesh_impl, groups)
+        outer_axis_numbers(mesh_impl.shape, self.outer_axes or ())
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """See `Strategy.wire_dtype`."""

@@ -6,7 +6,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._tf_compat import mtf
 from mtf_gradsync.reduce.devices import process_of
-from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.groups import ProcessorGroups, axis_number
 
 Axis = Any  # a mesh axis by name or number
 
@@ -31,6 +31,15 @@ def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
             f"for a default, got {outer_axes!r}."
         )
     return axes
+
+
+def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int]:
+    """The numbers of outer axes on a mesh of a shape.
+
+    Raises:
+      ValueError: an outer axis is not on the mesh.
+    """
+    return [axis_number(shape, axis, "outer_axes") for axis in outer_axes]
 
 
 def inner_groups(
@@ -109,7 +118,7 @@ def _place(
         return mtf.pnum_to_processor_coordinates(shape, processor)
 
     if outer_axes is not None:
-        outer = [_axis_number(shape, axis) for axis in outer_axes]
+        outer = outer_axis_numbers(shape, outer_axes)
         return lambda processor: tuple(coordinates(processor)[a] for a in outer)
     devices = getattr(mesh_impl, "devices", None)
     if devices is not None and len({process_of(device) for device in devices}) > 1:
@@ -118,15 +127,3 @@ def _place(
     if len(varying) < 2:
         return lambda processor: ()
     return lambda processor: coordinates(processor)[varying[0]]
-
-
-def _axis_number(shape: mtf.Shape, axis: Axis) -> int:
-    names = shape.dimension_names
-    if axis in names:
-        return names.index(axis)
-    if isinstance(axis, int) and 0 <= axis < shape.ndims:
-        return axis
-    raise ValueError(
-        f"outer_axes must be dimensions of the mesh {shape.to_string} by name, or by number from "
-        f"0 to {shape.ndims - 1}, got {axis!r}."
-    )

@@ -8,6 +8,7 @@ from typing import Any, Callable, Sequence
 import gin
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce.devices import canonical_device
 from mtf_gradsync.reduce.fused import FusedAllReduce
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.shared_copies import SharedVariable, slicewise
@@ -48,7 +49,7 @@ def placement_mesh_impl(
       The mesh implementation.
 
     Raises:
-      ValueError: there are more or fewer devices than processors.
+      ValueError: there are more or fewer devices than processors, or a string names none.
       TypeError: devices is no list of strings, or reducer is no strategy.
     """
     return PlacementMeshImpl(shape, layout, devices, reducer, share_copies)
@@ -78,8 +79,10 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
         reducer: Strategy | None = None,
         share_copies: bool = True,
     ):
-        if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
+        if not isinstance(devices, (list, tuple)) or not all(isinstance(d, str) for d in devices):
             raise TypeError(f"devices must be a list of device strings, got {devices!r}.")
+        for device in filter(None, devices):
+            canonical_device(device, "A device of devices")
         shape = mtf.convert_to_shape(shape)
         if len(devices) != shape.size:
             raise ValueError(

@@ -27,6 +27,7 @@ class RingAllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
         return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, ring))
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:

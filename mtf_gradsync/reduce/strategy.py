@@ -15,7 +15,7 @@ from mtf_gradsync.reduce.destinations import (
     copies,
     spread,
 )
-from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.groups import ProcessorGroups, check_groups, check_mesh
 from mtf_gradsync.reduce.sums import is_simd, simd_wire_dtype
 
 
@@ -37,6 +37,20 @@ class Strategy(abc.ABC):
         Returns:
           `LaidOutTensor`s with the shapes and dtypes of `values`, in the same order.
         """
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """Checks, before anything is built, that this strategy can sum so.
+
+        Args:
+          mesh_impl: the mesh.
+          groups: the processors that sum with each other.
+
+        Raises:
+          TypeError: mesh_impl is no mesh, or groups are no `ProcessorGroups`.
+          ValueError: the groups are not those of the mesh, or what the strategy was told does
+            not fit the mesh.
+        """
+        check_groups(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """The dtype in which values of a dtype cross the mesh, the narrowest where levels differ.
@@ -77,6 +91,7 @@ class Strategy(abc.ABC):
           result there, in the order of destinations.
 
         Raises:
+          TypeError: mesh_impl is no mesh, or groups are no `ProcessorGroups`.
           ValueError: an argument is none of these, or a value is no dense tensor of numbers of
             known shape.
 
@@ -108,6 +123,7 @@ class Strategy(abc.ABC):
         Raises:
           ValueError: as for `reduce`, or value_destination_pairs are no such pairs.
         """
+        check_mesh(mesh_impl)
         pairs = check_pairs(value_destination_pairs)
         is_mean = check_aggregation(aggregation)
         values = [check_value(mesh_impl, value) for value, _ in pairs]
@@ -115,7 +131,8 @@ class Strategy(abc.ABC):
         check_values(values)
         if groups is None:
             groups = ProcessorGroups.along(mesh_impl, range(mesh_impl.shape.ndims))
-        elif len(groups.groups) > 1 and any(devices is not None for devices in places):
+        self.check(mesh_impl, groups)
+        if len(groups.groups) > 1 and any(devices is not None for devices in places):
             raise ValueError(
                 "destinations must be LaidOutTensors where groups has several groups, which have "
                 f"as many results; got devices and {groups.groups}."
@@ -142,8 +159,10 @@ class Strategy(abc.ABC):
           A `LaidOutTensor` where destinations are one, else a dictionary from device to copy.
 
         Raises:
+          TypeError: mesh_impl is no mesh.
           ValueError: an argument is none of these.
         """
+        check_mesh(mesh_impl)
         if not isinstance(tensor, tf.Tensor):
             raise ValueError(f"tensor must be a dense tf.Tensor, got {tensor!r}.")
         devices = check_destinations(mesh_impl, destinations)

@@ -7,7 +7,7 @@ import re
 from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import local_devices, tf
-from mtf_gradsync.reduce.devices import full_name, process_of
+from mtf_gradsync.reduce.devices import full_name, place_of, process_of
 from mtf_gradsync.reduce.sums import is_simd
 
 #: Kinds of devices that something is known about.
@@ -73,7 +73,7 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
     if "GPU" in kinds:
         if device_attributes is None:
             here = any(p == process_of("") for p, kind in zip(processes, kinds) if kind == "GPU")
-            device_attributes = local_devices() if here else ()
+            device_attributes = _devices_here() if here else ()
         linked, models = _gpu_facts(devices, kinds, processes, chips, device_attributes)
     return Topology(len(devices), False, kinds, processes, chips, linked, models)
 
@@ -103,6 +103,12 @@ def _memory(device: str) -> Any:
     return process_of(device) if kind_of(device) == "CPU" else full_name(device)
 
 
+# A strategy that chooses asks at each sum, and TensorFlow makes its devices anew each time.
+@functools.lru_cache(maxsize=None)
+def _devices_here() -> Sequence[Any]:
+    return local_devices()
+
+
 def _or_itself(fn: Callable[[str], Hashable], device: str) -> Hashable:
     try:
         return fn(device)
@@ -118,9 +124,11 @@ def _gpu_facts(
     device_attributes: Sequence[Any],
 ) -> tuple[bool | None, list[str]]:
     """Whether links join the GPUs, and their names; parts of one GPU become one of `chips`."""
-    attributes = {_place(a.name): a for a in device_attributes if kind_of(a.name) == "GPU"}
+    attributes = {place_of(a.name): a for a in device_attributes if kind_of(a.name) == "GPU"}
     gpus = [p for p, kind in enumerate(kinds) if kind == "GPU"]
-    found = {p: attributes[_place(devices[p])] for p in gpus if _place(devices[p]) in attributes}
+    found = {
+        p: attributes[place_of(devices[p])] for p in gpus if place_of(devices[p]) in attributes
+    }
     models = []
     for p, attribute in found.items():
         # For example "device: 0, name: Tesla V100, pci bus id: 0000:00:04.0, compute ...".
@@ -153,8 +161,3 @@ def _joined(gpus: Sequence[Any]) -> bool:
             reached.add(number)
             todo += links[number]
     return reached == set(numbers)
-
-
-def _place(device: str) -> tuple[Hashable, ...]:
-    spec = tf.DeviceSpec.from_string(device)
-    return (process_of(device), spec.device_type, spec.device_index or 0)

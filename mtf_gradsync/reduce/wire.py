@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from typing import Any, Sequence
 
 import gin
@@ -16,6 +16,8 @@ from mtf_gradsync.reduce.overflow import say_where_sums_overflow
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 
 _WIRE_DTYPES = ("bfloat16", "float16")
+# What float32 holds as normal numbers: with others all that is sent would be 0, infinite or NaN.
+_SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -65,22 +67,24 @@ class CompressedAllReduce(Strategy):
 
         Raises:
           TypeError: reducer is no strategy.
-          ValueError: wire_dtype is something else, or prescale is not a finite number above 0.
+          ValueError: wire_dtype is something else, or prescale is not a number from 2**-126 to
+            2**127.
         """
         self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
         self.compressed_dtype: tf.DType | None = _check_wire_dtype(wire_dtype)
-        if (
-            isinstance(prescale, bool)
-            or not isinstance(prescale, (int, float))
-            or not 0 < prescale < math.inf
-        ):
-            raise ValueError(f"prescale must be a finite number above 0, got {prescale!r}.")
+        number = isinstance(prescale, numbers.Real) and not isinstance(prescale, bool)
+        if not number or not _SMALLEST_PRESCALE <= prescale <= _LARGEST_PRESCALE:
+            raise ValueError(
+                "prescale must be a number from 2**-126 to 2**127, which float32 holds, got "
+                f"{prescale!r}."
+            )
         self.prescale = float(prescale)
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
         values = list(values)
         check_values(values)
         wide = [i for i, value in enumerate(values) if _is_wide(value)]
@@ -112,21 +116,30 @@ class CompressedAllReduce(Strategy):
                 results[index] = value
         return results
 
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`; what the reducer cannot do is no better compressed."""
+        super().check(mesh_impl, groups)
+        # A reducer that is none of this package's may have no such method.
+        getattr(self.reducer, "check", super().check)(mesh_impl, groups)
+
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """See `Strategy.wire_dtype`."""
-        inner = self.reducer.wire_dtype(mesh_impl, dtype, groups)
+        inner = self._sent_as(mesh_impl, dtype, groups)
         if self.compressed_dtype is None or dtype not in (tf.float32, tf.float64):
             return inner
-        compressed = self.reducer.wire_dtype(mesh_impl, self.compressed_dtype, groups)
+        compressed = self._sent_as(mesh_impl, self.compressed_dtype, groups)
         return compressed if compressed == self.compressed_dtype else inner
+
+    def _sent_as(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        # A reducer that is none of this package's has to be taken at its word.
+        wire_dtype = getattr(self.reducer, "wire_dtype", lambda mesh_impl, dtype, groups: dtype)
+        return wire_dtype(mesh_impl, dtype, groups)
 
     def _narrows(self, mesh_impl: Any, groups: ProcessorGroups) -> bool:
         wire = self.compressed_dtype
         if wire is None:
             return False
-        # A reducer that is none of this package's has to be taken at its word.
-        wire_dtype = getattr(self.reducer, "wire_dtype", lambda mesh_impl, dtype, groups: dtype)
-        sent = wire_dtype(mesh_impl, wire, groups)
+        sent = self._sent_as(mesh_impl, wire, groups)
         if sent != wire:
             warn_once(
                 f"{wire.name} sent as {sent.name} by {type(self.reducer).__name__}",

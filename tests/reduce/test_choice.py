@@ -134,6 +134,21 @@ def test_it_never_fails(devices, attributes, whole_list):
     assert isinstance(chosen, reduce.Strategy)
 
 
+class NoTruth:
+    """As numpy arrays and tensors of a graph are: neither true nor false."""
+
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
+
+@pytest.mark.parametrize("gradients", [np.ones(3), NoTruth(), [np.ones(3)], "grads", 1.5])
+def test_gradients_that_are_none_do_no_harm(gradients, caplog):
+    caplog.set_level(logging.INFO, "mtf_gradsync")
+    assert isinstance(reduce.choose_the_best(placement(cpus(2)), gradients), reduce.FusedAllReduce)
+    assert len(messages(caplog, logging.INFO)) == 1
+    assert not messages(caplog, logging.WARNING)
+
+
 @pytest.mark.parametrize("mesh_impl", [None, object(), "all:8"])
 def test_what_is_no_mesh_gets_a_strategy_and_one_warning(mesh_impl, caplog):
     for _ in range(2):

@@ -260,6 +260,29 @@ def test_two_processors_on_one_device_are_refused(merge_scope, fresh_graph):
 
 
 @one_scope
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["/job:localhost/replica:0/task:0/device:CPU:0", "cpu:0"], "a device of its own"),
+        (["/device:CPU:0", "/device:GPU:0"], "one kind.*GPU:0"),
+    ],
+)
+def test_groups_that_could_only_wait_are_refused(
+    merge_scope, devices, message, compressed, fresh_graph
+):
+    impl = mtf.placement_mesh_impl.PlacementMeshImpl("all:2", "", devices)
+    value = impl.LaidOutTensor([tf.placeholder(tf.float32, [2])] * 2)
+    strategy = reduce.CollectiveAllReduce()
+    if compressed:
+        strategy = reduce.CompressedAllReduce(strategy)
+    before = len(fresh_graph.get_operations())
+    with pytest.raises(ValueError, match=message):
+        strategy.all_reduce(impl, [value], reduce.ProcessorGroups.along(impl, [0]))
+    assert len(fresh_graph.get_operations()) == before
+
+
+@one_scope
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("merge_scope", 0), ("merge_scope", 1.5), ("timeout_seconds", -1), ("timeout_seconds", "1")],

@@ -266,10 +266,17 @@ def test_wrong_number_of_devices_is_refused():
         gs.placement_mesh_impl("all:8", "batch:all", [""] * 4)
 
 
-@pytest.mark.parametrize("devices", ["cpu:0", [0] * 8])
+@pytest.mark.parametrize("devices", ["cpu:0", [0] * 8, None, 8])
 def test_devices_that_are_none_are_refused(devices):
     with pytest.raises(TypeError, match="devices must be a list of device strings"):
         gs.placement_mesh_impl("all:8", "batch:all", devices)
+
+
+def test_strings_that_name_no_device_are_refused():
+    with pytest.raises(ValueError, match=r"devices.*'first'"):
+        gs.placement_mesh_impl("all:2", "", ["/device:CPU:0", "first"])
+    # Mesh-TF's own way to leave the choice to TensorFlow.
+    assert gs.placement_mesh_impl("all:2", "", ["", ""]).devices == ["", ""]
 
 
 def test_a_reducer_that_is_none_is_refused():
