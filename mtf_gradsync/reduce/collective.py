@@ -66,14 +66,17 @@ class CollectiveAllReduce(Strategy):
       groups of gradients for the runtime to merge if it can; here they are merged.
     """
 
-    def __init__(self, merge_scope: int = 32, timeout_seconds: float = 600.0):
+    def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
         """Sets what is merged, and when to give up.
 
         Args:
           merge_scope: how many tensors of one dtype are put together into one collective, at
             most; 1 merges nothing.
           timeout_seconds: a collective fails with DeadlineExceededError when some members have
-            waited so long for others; 0 waits for ever.
+            waited so long for others; 0 waits for ever. To find out what hangs, not to train
+            with: TensorFlow starts two threads for each member of each collective, which sleep
+            that long also when all goes well, and a training soon has more of them than the
+            system allows.
 
         Raises:
           ValueError: merge_scope is no whole number of 1 or more, or timeout_seconds is negative
