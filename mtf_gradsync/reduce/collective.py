@@ -45,6 +45,7 @@ class CollectiveAllReduce(Strategy):
     Every processor's device takes part for itself, across devices and across processes, and no
     device carries more than the others. The processes of a cluster have to know their collective
     group leader: start each `tf.train.Server` with ``session_config(collective_group_leader=...)``.
+    Those that do not know it wait for each other for ever, without a word.
 
     Collectives that two devices start in different orders can wait for each other for ever. So
     all that are in one graph (or in one branch, or loop, of it) run one after the other, in the

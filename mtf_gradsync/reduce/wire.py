@@ -39,7 +39,9 @@ class CompressedAllReduce(Strategy):
     about (L + 1) * u * sum |x_i|: each value is rounded once on its way in, and each sum once on
     its way out of a level. A SIMD mesh adds bfloat16 up as bfloat16: L + 1 becomes n + 1. float16
     has three more bits than bfloat16 and a small range: below 2**-14 its steps are 2**-24 wide,
-    which the second term counts and a prescale > 1 cures, and beyond 65504 is infinity.
+    which the second term counts and a prescale > 1 cures, and beyond 65504 is infinity. bfloat16
+    has float32's range. What float32 itself does not hold is outside of the bound: numbers below
+    2**-126, before or after scaling, may become 0, and those beyond 3.4e38 infinite.
 
     **Overflow.** Where float16 makes a sum infinite or NaN although every value that went in was
     finite, the session prints that to the standard error, each time that it happens; the sum is
