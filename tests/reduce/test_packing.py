@@ -9,11 +9,12 @@ from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.reduce import packed, packer, packing, planning
 from tests.reduce import on_mesh
 
+DTYPES = ["float32", "bfloat16", "float16", "float64", "int8", "int32", "int64", "complex64"]
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=8)
 
 
 @settings(deadline=None, max_examples=50)
-@given(SHAPES, st.sampled_from(["float32", "bfloat16", "float64", "int32"]))
+@given(SHAPES, st.sampled_from(DTYPES))
 def test_unpack_undoes_pack(shapes, dtype):
     with tf.Graph().as_default():
         dtype = tf.as_dtype(dtype)
@@ -47,7 +48,7 @@ PLANNERS = {
 @settings(deadline=None, max_examples=60)
 @given(
     SHAPES,
-    st.lists(st.sampled_from(["float32", "bfloat16", "float64", "int32"]), min_size=8, max_size=8),
+    st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
     st.sampled_from(sorted(PLANNERS)),
     st.integers(1, 7),
 )
