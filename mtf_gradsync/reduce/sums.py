@@ -50,6 +50,9 @@ def placement_all_reduce(
 ) -> Any:
     """Sums over groups of a placement mesh.
 
+    Groups that sum the very same tensors in the same memories, as copies of a tensor are on a mesh
+    that shares them, sum them once, and their sums are one tensor too.
+
     Args:
       mesh_impl: a `PlacementMeshImpl`.
       value: a `LaidOutTensor`.
@@ -61,9 +64,17 @@ def placement_all_reduce(
     Returns:
       A `LaidOutTensor`.
     """
+    # The module asks this one what a SIMD mesh is.
+    from mtf_gradsync.reduce.shared_copies import first_alike
+
     slices = value.tensor_list
     result: list[Any] = [None] * len(slices)
+    first = first_alike(mesh_impl, slices, groups.groups)
     for number, group in enumerate(groups.groups):
+        if first[number] is not group:
+            for processor, twin in zip(group, first[number]):
+                result[processor] = result[twin]
+            continue
         sums = group_sum(
             [slices[p] for p in group],
             [mesh_impl.devices[p] for p in group],

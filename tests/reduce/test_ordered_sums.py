@@ -1,4 +1,4 @@
-"""Sums that add in one order, whoever else still holds what is added."""
+"""Sums that add in one order, whoever else still holds what is added, and once for all copies."""
 
 import functools
 
@@ -132,3 +132,45 @@ def test_no_sum_of_a_norm_is_left_to_the_kernel(fresh_graph):
     assert {len(op.inputs) for op in sums} == {4}
     assert len(sums) >= 2 * 8
     assert [op.name for op in sums if "_forward_input" not in op.node_def.attr] == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bound"),
+    [
+        (reduce.FusedAllReduce(), 0),
+        (reduce.AllReduce(), 0),
+        (reduce.AllReduce("ring"), 0),
+        (reduce.ReductionToOneDevice("/device:CPU:5"), 0),
+        (reduce.CompressedAllReduce(), 2.01 * 2.0**-8),
+    ],
+    ids=["fused", "one pack", "ring", "one device", "compressed"],
+)
+def test_copies_that_devices_share_are_summed_once(strategy, bound):
+    impl = gs.placement_mesh_impl("rows:2;cols:4", "", [f"/device:CPU:{i}" for i in range(8)])
+    # Columns 0 and 1 have the same, and so have 2 and 3, but only in row 0.
+    copies = [0, 0, 1, 1, 2, 2, 3, 4]
+    values, expected, sizes = [], [], []
+    for seed in (0, 1):
+        arrays = np.random.RandomState(seed).randn(5, 6).astype("f")
+        tensors = [tf.constant(x) for x in arrays]
+        values.append(impl.LaidOutTensor([tensors[i] for i in copies]))
+        for result, x in ((expected, arrays), (sizes, np.abs(arrays))):
+            result.append([x[copies[c]] + x[copies[4 + c]] for c in range(4)] * 2)
+    groups = reduce.ProcessorGroups.along(impl, [0])
+    sums = [x.tensor_list for x in strategy.all_reduce(impl, values, groups)]
+    # Each value and each sum is rounded once to what is sent, if that is narrower.
+    assert (np.abs(np.subtract(run(sums, {}), expected)) <= bound * np.array(sizes)).all()
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    for one in sums:
+        assert [one[p] is one[q] for p, q in pairs] == [True, False, True, False]
+
+
+def test_copies_in_another_memory_are_summed_there(fresh_graph):
+    devices = [f"/job:worker/task:{c // 2}/device:CPU:{c % 2}" for c in range(4)] * 2
+    impl = gs.placement_mesh_impl("rows:2;cols:4", "", devices)
+    x, y = tf.ones([3]), tf.ones([3])
+    value = impl.LaidOutTensor([x] * 4 + [y] * 4)
+    groups = reduce.ProcessorGroups.along(impl, [0])
+    reduce.FusedAllReduce().all_reduce(impl, [value], groups)
+    devices = [op.device for op in fresh_graph.get_operations() if op.type == "AddN"]
+    assert sorted(tf.DeviceSpec.from_string(d).task for d in devices) == [0, 1]
