@@ -9,7 +9,7 @@ import gin
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.reduce.algorithms import sum_on_one_device
-from mtf_gradsync.reduce.devices import canonical_device
+from mtf_gradsync.reduce.devices import canonical_device, place_of
 from mtf_gradsync.reduce.groups import ProcessorGroups
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.strategy import Strategy
@@ -64,6 +64,7 @@ class ReductionToOneDevice(Strategy):
         Raises:
           ValueError: reduce_to_device is not on the mesh.
         """
+        self.check(mesh_impl, groups)
         if is_simd(mesh_impl):
             warn_once(
                 "one device on SIMD",
@@ -79,10 +80,16 @@ class ReductionToOneDevice(Strategy):
 
         return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, group_sum))
 
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`."""
+        super().check(mesh_impl, groups)
+        if self.reduce_to_device is not None and not is_simd(mesh_impl):
+            self._device_on(mesh_impl)
+
     def _device_on(self, mesh_impl: Any) -> str:
-        wanted = canonical_device(self.reduce_to_device)
+        wanted = place_of(self.reduce_to_device)
         for device in mesh_impl.devices:
-            if device and canonical_device(device) == wanted:
+            if device and place_of(device) == wanted:
                 return device
         raise ValueError(
             f"reduce_to_device must be on the mesh, got {self.reduce_to_device!r}; the mesh has "

@@ -4,6 +4,7 @@ import pytest
 
 from mtf_gradsync import reduce
 from mtf_gradsync._tf_compat import tf
+from tests import harness
 from tests.reduce import on_mesh
 
 MESH = "rows:4;cols:2"
@@ -16,6 +17,7 @@ STRATEGIES = {
     "collective": lambda: reduce.CollectiveAllReduce(),
     "compressed": lambda: reduce.CompressedAllReduce(),
     "best": lambda: reduce.BestAllReduce(),
+    "one device": lambda: reduce.ReductionToOneDevice(),
 }
 
 
@@ -120,3 +122,22 @@ def test_a_strategy_of_one_method_can_be_compressed_twice():
             op.outputs[0].dtype for op in graph.get_operations() if op.type in ("AddN", "Cast")
         }
     assert tf.float16 in added
+
+
+def test_a_device_off_the_mesh_is_refused_before_anything_is_built():
+    mesh_impl = harness.placement("all:2", "batch:all")
+    groups = reduce.ProcessorGroups.along(mesh_impl, [0])
+    with tf.Graph().as_default() as graph:
+        x = mesh_impl.LaidOutTensor([tf.ones([2])] * 2)
+        before = len(graph.get_operations())
+        for wrap in (lambda inner: inner, reduce.CompressedAllReduce):
+            reducer = wrap(reduce.ReductionToOneDevice("/device:CPU:5"))
+            with pytest.raises(ValueError, match=r"reduce_to_device must be on the mesh.*CPU:5"):
+                reducer.all_reduce(mesh_impl, [x], groups)
+        assert len(graph.get_operations()) == before
+
+
+def test_a_device_is_known_by_its_long_name_too():
+    mesh_impl = harness.placement("all:2", "batch:all")
+    reducer = reduce.ReductionToOneDevice("/job:localhost/replica:0/task:0/device:CPU:1")
+    reducer.check(mesh_impl, reduce.ProcessorGroups.along(mesh_impl, [0]))
