@@ -15,10 +15,11 @@ from mtf_gradsync.reduce.algorithms import NARROW_FLOATS, add_n
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.devices import full_name, place_of
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.mesh_kind import is_simd
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.planning import Packs, whole
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
+from mtf_gradsync.reduce.sums import all_reduce_fn
 from mtf_gradsync.reduce.topology import kind_of
 
 # Of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 go as float32.

@@ -6,7 +6,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce.devices import canonical_device, process_of
-from mtf_gradsync.reduce.sums import is_simd
+from mtf_gradsync.reduce.mesh_kind import is_simd
 
 
 def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:

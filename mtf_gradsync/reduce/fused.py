@@ -8,10 +8,11 @@ import gin
 
 from mtf_gradsync.reduce.checks import check_count
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.mesh_kind import is_simd
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.planning import Packs, plan_buckets, whole
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
+from mtf_gradsync.reduce.sums import all_reduce_fn
 
 # Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
 # one process a sum moves no bytes but a packed one is copied twice, so only tensors that cost less

@@ -18,11 +18,12 @@ from mtf_gradsync.reduce.levels import (
     level_groups,
     outer_axis_numbers,
 )
+from mtf_gradsync.reduce.mesh_kind import is_simd
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.packer import Packer
 from mtf_gradsync.reduce.planning import Packs, split_pack
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import SumFn, all_reduce_fn, is_simd, simd_wire_dtype
+from mtf_gradsync.reduce.sums import SumFn, all_reduce_fn, simd_wire_dtype
 from mtf_gradsync.reduce.two_levels import placement_two_levels, simd_two_levels
 
 

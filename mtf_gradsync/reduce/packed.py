@@ -10,9 +10,10 @@ from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.reduce import packing
 from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.mesh_kind import is_simd
 from mtf_gradsync.reduce.planning import Packs, Piece, Planner, whole
 from mtf_gradsync.reduce.shared_copies import slicewise
-from mtf_gradsync.reduce.sums import SumFn, is_simd
+from mtf_gradsync.reduce.sums import SumFn
 
 # Devices of one memory that read one sum can unpack it each, or one for all, which sends them the
 # tensors one by one. Measured on CPU devices: a message costs as much as copying so many bytes.

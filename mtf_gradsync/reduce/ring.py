@@ -9,9 +9,10 @@ import gin
 from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.reduce.algorithms import group_sum_dtype, ring
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.mesh_kind import is_simd
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
+from mtf_gradsync.reduce.sums import all_reduce_fn
 
 
 @gin.configurable(module="mtf_gradsync")

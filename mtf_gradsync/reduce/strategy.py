@@ -16,7 +16,8 @@ from mtf_gradsync.reduce.destinations import (
     spread,
 )
 from mtf_gradsync.reduce.groups import ProcessorGroups, check_groups, check_mesh
-from mtf_gradsync.reduce.sums import is_simd, simd_wire_dtype
+from mtf_gradsync.reduce.mesh_kind import is_simd
+from mtf_gradsync.reduce.sums import simd_wire_dtype
 
 
 class Strategy(abc.ABC):

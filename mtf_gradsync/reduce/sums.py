@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._tf_compat import tf
 from mtf_gradsync.reduce.algorithms import GroupSum, add_n
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.mesh_kind import is_simd
+from mtf_gradsync.reduce.shared_copies import first_alike
 
 #: Sums a value over groups: (`LaidOutTensor`, groups, turn) -> `LaidOutTensor`. Calls that count
 #: `turn` up spread the work over the devices.
 SumFn = Callable[[Any, ProcessorGroups, int], Any]
-
-
-def is_simd(mesh_impl: Any) -> bool:
-    """Whether one program stands for all processors, so that tensors have a single slice."""
-    return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
 
 
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
@@ -64,9 +61,6 @@ def placement_all_reduce(
     Returns:
       A `LaidOutTensor`.
     """
-    # The module asks this one what a SIMD mesh is.
-    from mtf_gradsync.reduce.shared_copies import first_alike
-
     slices = value.tensor_list
     result: list[Any] = [None] * len(slices)
     first = first_alike(mesh_impl, slices, groups.groups)

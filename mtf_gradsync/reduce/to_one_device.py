@@ -11,9 +11,10 @@ from mtf_gradsync._warn import warn_once
 from mtf_gradsync.reduce.algorithms import sum_on_one_device
 from mtf_gradsync.reduce.devices import canonical_device, place_of
 from mtf_gradsync.reduce.groups import ProcessorGroups
+from mtf_gradsync.reduce.mesh_kind import is_simd
 from mtf_gradsync.reduce.packed import packed_all_reduce
 from mtf_gradsync.reduce.strategy import Strategy
-from mtf_gradsync.reduce.sums import all_reduce_fn, is_simd
+from mtf_gradsync.reduce.sums import all_reduce_fn
 
 
 @gin.configurable(module="mtf_gradsync")

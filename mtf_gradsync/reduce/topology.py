@@ -8,7 +8,7 @@ from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import local_devices, tf
 from mtf_gradsync.reduce.devices import full_name, place_of, process_of
-from mtf_gradsync.reduce.sums import is_simd
+from mtf_gradsync.reduce.mesh_kind import is_simd
 
 #: Kinds of devices that something is known about.
 KNOWN_KINDS = ("CPU", "GPU", "TPU")
