@@ -118,6 +118,8 @@ class GradientAccumulationOptimizer(Wrapper):
         self._skip_fn = should_skip_update_fn
         # A loss that is not finite need not end training then.
         self.leaves_out_not_finite = getattr(should_skip_update_fn, "leaves_out_not_finite", False)
+        # Whether some steps bring no update.
+        self.skips_updates = self._passes != 1 or self._skip_fn is not None
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         # An optimizer may serve several graphs; the last one is what its properties tell of.
@@ -155,7 +157,7 @@ class GradientAccumulationOptimizer(Wrapper):
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
     ) -> list[mtf.Operation]:
-        if self._passes == 1 and self._skip_fn is None:
+        if not self.skips_updates:
             return self._apply_inner(grads, variables)
         graph, mesh = variables[0].graph, variables[0].mesh
         if is_ungated(graph):

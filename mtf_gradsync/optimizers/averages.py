@@ -6,6 +6,7 @@ import numbers
 from typing import Any, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.optimizers.state import root_scope, unstacked
 
 
 def check_decay(average: Any) -> float | None:
@@ -41,57 +42,81 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
       variable: a mesh variable.
 
     Returns:
-      An `mtf.Variable` of its shape and dtype, not trainable.
+      An `mtf.Variable` of its shape, not trainable. Its value has the dtype of the variable's, and
+      can stand in for it; what it holds is at least float32, as small changes would be lost.
     """
-    return mtf.get_variable(
-        variable.mesh,
-        f"{variable.name}/ExponentialMovingAverage",
-        variable.shape,
-        variable.dtype,
-        initializer=lambda shape, dtype=None, **_: tf.cast(
-            variable.get_master().initial_value, dtype
-        ),
-        trainable=False,
-    ).operation
+    kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
+    # By its whole name, so that it is the same in any scope.
+    with root_scope():
+        return mtf.get_variable(
+            variable.mesh,
+            f"{variable.name}/ExponentialMovingAverage",
+            variable.shape,
+            unstacked(kept, variable.activation_dtype),
+            initializer=lambda shape, dtype=None, **_: tf.cast(
+                variable.get_master().initial_value, dtype
+            ),
+            trainable=False,
+        ).operation
 
 
-def updated_averages(
-    decay: float, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
-) -> list[mtf.Operation]:
-    """Moves averages towards the values that an update assigns.
+class MovingAverages(mtf.Operation):
+    """Moves averages towards what variables hold after an update, to all of its bits."""
 
-    Args:
-      decay: of the averages.
-      variables: what is averaged.
-      updates: the operations of the update; what is not assigned keeps its value.
+    def __init__(
+        self,
+        decay: float,
+        variables: Sequence[mtf.Variable],
+        averages: Sequence[mtf.Variable],
+        updates: Sequence[mtf.Operation],
+    ):
+        """Adds `average -= (1 - decay) * (average - variable)`.
 
-    Returns:
-      Assignments, `average -= (1 - decay) * (average - value)`.
+        Args:
+          decay: of the averages.
+          variables: what is averaged, at least one.
+          averages: their averages.
+          updates: operations of the update, lowered before this one, which it waits for.
 
-    References:
-      tf.train.ExponentialMovingAverage
-    """
-    new = {}
-    for op in updates:
-        if isinstance(op, mtf.Assign):
-            new.update({v: _assigned(v, x, op.assign_fn) for v, x in zip(op.variables, op.inputs)})
-    assignments = []
-    for variable in variables:
-        average, value = moving_average(variable), new.get(variable, variable.value)
-        moved = average.value - (average.value - value) * (1 - decay)
-        assignments.append(mtf.assign(average, moved))
-    return variables[0].graph.combine_assignments(assignments) if variables else []
+        References:
+          tf.train.ExponentialMovingAverage
+        """
+        super().__init__([], mesh=variables[0].mesh, name="moving_averages")
+        self._decay = decay
+        self._pairs = list(zip(averages, variables))
+        self._updates = list(updates)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+
+        def move(variable: Any, average: Any, value: tf.Tensor) -> tf.Operation:
+            now = tf.convert_to_tensor(average)
+            return tf.assign(average, now - (now - tf.cast(value, now.dtype)) * (1 - self._decay))
+
+        with tf.control_dependencies([lowering.operations[op] for op in self._updates]):
+            moved = [
+                lowering.variables[average].assign_to_slices(move, _held(variable, lowering))
+                for average, variable in self._pairs
+            ]
+        lowering.operations[self] = tf.group(*moved)
 
 
-def _assigned(variable: mtf.Variable, value: mtf.Tensor, assign_fn: Any) -> mtf.Tensor:
-    """What a variable holds after an assignment."""
-    if assign_fn is mtf.assign_slice:
-        return value
-    if assign_fn is mtf.assign_add_slice:
-        return variable.value + value
-    if assign_fn is mtf.assign_sub_slice:
-        return variable.value - value
-    raise ValueError(
-        f"The average of {variable.name!r} cannot follow an update that assigns by {assign_fn!r}; "
-        "Mesh-TensorFlow's assign, assign_add and assign_sub can be followed."
-    )
+def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> list[tf.Tensor]:
+    """What the slices of a variable hold, in their own dtype; autostack may have stacked them."""
+    number = None
+    holder = variable
+    if variable not in lowering.variables:
+        holder = next(
+            v
+            for v in lowering.variables
+            if isinstance(v, mtf.StackedVariable)
+            and v.mesh is variable.mesh
+            and variable.name in v.original_names
+        )
+        number = holder.original_names.index(variable.name)
+
+    def read(x: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(x) if number is None else tf.convert_to_tensor(x)[number]
+
+    slices = lowering.variables[holder].laid_out_tensor
+    return lowering.mesh_impl(variable).slicewise(read, slices).to_laid_out_tensor().all_slices

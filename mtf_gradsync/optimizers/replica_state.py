@@ -6,11 +6,9 @@ import weakref
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.optimizers.state import counter, note_per_shard, state_variable
+from mtf_gradsync.optimizers.state import counter, note_per_shard, root_scope, state_variable
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
-# Where Mesh-TF looks for the scalars that go to summaries.
-_SUMMARIES = "mtf_scalar_summaries"
 
 
 class ReplicaState(NamedTuple):
@@ -55,10 +53,42 @@ def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -
         if field not in _OF_REPLICAS:
             fields[field] = counter(mesh, f"{name}/{field}", stacked=False)
             continue
-        variable = state_variable(mesh, f"{name}/{field}", shape, tf.int32, stacked=False)
+        with root_scope():
+            variable = state_variable(mesh, f"{name}/{field}", shape, tf.int32, stacked=False)
         note_per_shard(variable, shape.ndims, fill=fills.get(field))
         fields[field] = variable
     return ReplicaState(**fields)
+
+
+def after_step(
+    before: ReplicaState,
+    steps: mtf.Tensor,
+    came: mtf.Tensor,
+    count: mtf.Tensor,
+    made: mtf.Tensor,
+) -> ReplicaState:
+    """The values after a step.
+
+    Args:
+      before: the variables.
+      steps: the local steps that this step's gradients are for.
+      came: which replicas contributed, int32 `[shards...]`.
+      count: contributions since the last update, these included.
+      made: whether an update is due, int32.
+
+    Returns:
+      What the variables hold next.
+    """
+    update_step = before.update_step.value + made
+    return ReplicaState(
+        local_step=steps * (1 - made) + mtf.broadcast(update_step * made, came.shape),
+        made=before.made.value + came,
+        dropped=before.dropped.value + (1 - came),
+        missed=(before.missed.value + 1) * (1 - came),
+        count=count * (1 - made),
+        update_step=update_step,
+        waiting=(before.waiting.value + 1) * (1 - made),
+    )
 
 
 class Limit(mtf.Operation):
@@ -132,7 +162,8 @@ class ReplicaSummaries(mtf.Operation):
         (counts,) = self.inputs
         values = tf.unstack(tf.reshape(whole(lowering, counts), [-1]), counts.shape.size)
         for number, value in enumerate(values):
-            tf.add_to_collection(_SUMMARIES, (f"{self.name}/replica_{number}", value))
+            summary = (f"{self.name}/replica_{number}", value)
+            tf.add_to_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY, summary)
 
 
 def whole(lowering: mtf.Lowering, x: mtf.Tensor) -> tf.Tensor:

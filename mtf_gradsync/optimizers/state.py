@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 from mtf_gradsync._tf_compat import mtf, tf
 
@@ -46,7 +47,7 @@ class UncheckpointedVariable(mtf.Variable):
             mesh,
             name,
             mtf.Shape([]),
-            _unstacked(dtype),
+            unstacked(dtype),
             tf.zeros_initializer(),
             False,
             collections=[tf.GraphKeys.LOCAL_VARIABLES],
@@ -82,12 +83,16 @@ class UncheckpointedVariable(mtf.Variable):
         return tf.no_op()
 
 
-def _unstacked(dtype: tf.DType) -> mtf.VariableDType:
+def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
     """A dtype that Mesh-TF's autostack takes for different from every other.
 
     Stacked variables need masters; autostack (0.1.21) compares the attributes of dtypes.
+
+    Args:
+      dtype: of master and slices.
+      activation_dtype: of the value; None takes dtype.
     """
-    result = mtf.VariableDType(dtype, dtype, dtype)
+    result = mtf.VariableDType(dtype, dtype, activation_dtype or dtype)
     result.unstacked = id(result)
     return result
 
@@ -116,6 +121,14 @@ def claim_name(graph: mtf.Graph, name: str, owner: Any) -> None:
     owners[name] = weakref.ref(owner)
 
 
+@contextlib.contextmanager
+def root_scope() -> Iterator[None]:
+    """Within it, names of variables are whole names: the current variable scope does not count."""
+    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
+    with tf.variable_scope(root, auxiliary_name_scope=False):
+        yield
+
+
 def counter(
     mesh: mtf.Mesh, name: str, checkpointed: bool = True, stacked: bool = True
 ) -> mtf.Variable:
@@ -131,8 +144,7 @@ def counter(
     Returns:
       An `mtf.Variable` of dtype int32.
     """
-    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
-    with tf.variable_scope(root, auxiliary_name_scope=False):
+    with root_scope():
         return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed, stacked)
 
 
@@ -159,7 +171,7 @@ def state_variable(
       An `mtf.Variable`.
     """
     if checkpointed:
-        kind = dtype if stacked else _unstacked(dtype)
+        kind = dtype if stacked else unstacked(dtype)
         return mtf.get_variable(
             mesh, name, shape, kind, initializer=tf.zeros_initializer(), trainable=False
         ).operation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from typing import Any, Sequence
 
@@ -11,12 +12,14 @@ from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.gradients import per_shard, shards_not_finite
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.accumulators import Accumulators, Direct
-from mtf_gradsync.optimizers.averages import check_decay, moving_average, updated_averages
+from mtf_gradsync.optimizers.averages import MovingAverages, check_decay, moving_average
+from mtf_gradsync.optimizers.contributes import check_contributes, mask_on_mesh
 from mtf_gradsync.optimizers.leave_out import LeaveOut
 from mtf_gradsync.optimizers.replica_state import (
     Limit,
     ReplicaState,
     ReplicaSummaries,
+    after_step,
     make_state,
 )
 from mtf_gradsync.optimizers.state import claim_name
@@ -46,12 +49,14 @@ class SyncReplicasOptimizer(Wrapper):
 
     Attributes:
       leaves_out_not_finite: True: a loss that is not finite need not end training.
+      skips_updates: True: some steps bring no update.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
 
     leaves_out_not_finite = True
+    skips_updates = True
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class SyncReplicasOptimizer(Wrapper):
           max_steps_without_update: largest number of steps in a row without an update; one more
             raises an error that lists the replicas that did not contribute. On SIMD meshes it
             takes the hook of `make_session_run_hook`.
-          learning_rate: only with a class or factory as opt: passed on untouched.
+          learning_rate: only with a class or factory as opt.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
@@ -119,6 +124,7 @@ class SyncReplicasOptimizer(Wrapper):
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
                 f"for {self.axes!r}, got {total_num_replicas!r}."
             )
+        check_contributes(contributes, self.axes)
         del use_locking
         self._to_aggregate = int(replicas_to_aggregate)
         self._decay, self._averaged = decay, averaged
@@ -160,7 +166,11 @@ class SyncReplicasOptimizer(Wrapper):
                 "A global step is required to tell stale gradients: give apply_gradients "
                 "global_step, a scalar mtf or tf variable that counts updates, or use apply_grads."
             )
-        return super().apply_gradients(grads_and_vars, global_step, name)
+        pairs = checks.check_pairs(grads_and_vars)
+        if all(grad is None for grad, _ in pairs):
+            checks.check_step(global_step)
+            return []
+        return super().apply_gradients(pairs, global_step, name)
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Makes a hook for the session.
@@ -199,7 +209,7 @@ class SyncReplicasOptimizer(Wrapper):
         """
         self._check_applied("get_init_tokens_op")
         needed = self._to_aggregate - self.axes.num_shards
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < -1:
+        if not _is_whole(num_tokens) or num_tokens < -1:
             raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
         if num_tokens != -1 and num_tokens < needed:
             raise ValueError(
@@ -252,17 +262,38 @@ class SyncReplicasOptimizer(Wrapper):
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + list(self._state or ())
 
+    def _check_inner_stack(self) -> None:
+        for inner in self.inner_stack():
+            if getattr(inner, "skips_updates", False):
+                raise ValueError(
+                    f"{type(inner).__name__} cannot stand inside SyncReplicasOptimizer, which "
+                    "decides itself when there is an update. For K passes an update, give "
+                    "replicas_to_aggregate=K * num_shards."
+                )
+        super()._check_inner_stack()
+
     def _check_shapes(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> None:
         super()._check_shapes(grads, variables)
-        for variable in variables:
-            if self._has_own_copy(variable):
+        for grad, variable in zip(grads, variables):
+            if grad is not None and self._has_own_copy(variable):
                 raise ValueError(
                     f"Variable {variable.name!r} of shape {variable.shape.to_string} has the "
                     "shard dims, a copy for each replica: SyncReplicasOptimizer averages the "
                     "gradients of variables that replicas share."
                 )
+        if not variables:
+            return
+        mesh = variables[0].mesh
+        if isinstance(self._contributes, mtf.Tensor) and self._contributes.mesh is not mesh:
+            raise ValueError(f"contributes={self._contributes!r} is on another mesh.")
+        elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
+        if elsewhere:
+            raise ValueError(
+                f"variables_to_average {elsewhere} are on another mesh, or in another graph, than "
+                "the variables that gradients are applied to; make an optimizer for each graph."
+            )
 
     def _local_steps(self) -> mtf.Tensor:
         """The step that each replica's gradient is for, whole on every processor."""
@@ -274,7 +305,9 @@ class SyncReplicasOptimizer(Wrapper):
         graph, mesh = variables[0].graph, variables[0].mesh
         if is_ungated(graph):
             raise ValueError(
-                "SyncReplicasOptimizer cannot stand inside an optimizer that skips updates."
+                "SyncReplicasOptimizer cannot stand inside an optimizer that skips updates: it "
+                "counts contributions by itself. In place of K passes around it, give it "
+                "replicas_to_aggregate=K * num_shards."
             )
         if graph not in self._state_of:
             claim_name(graph, self.name, self)
@@ -312,13 +345,11 @@ class SyncReplicasOptimizer(Wrapper):
             divisor = mtf.cast(count, tf.float32) / self.axes.num_shards
             mean = self._totals(sums, accumulators.dtypes, variables, divisor)
             operations = self._apply_inner(mean, variables)
-            if self._decay is None:
-                return operations
-            return [*operations, *updated_averages(self._decay, self._averaged, operations)]
+            return [*operations, *([self._move_averages(operations)] if self._averaged else [])]
 
         gate, updates = accumulators.when_due(due, update, direct)
         self._made = mtf.cast(due, tf.int32)
-        now = _after_step(before, steps, came, count, self._made)
+        now = after_step(before, steps, came, count, self._made)
         self._limit = Limit(before, now, self._max_steps) if self._max_steps else None
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         settle(gate)
@@ -330,6 +361,11 @@ class SyncReplicasOptimizer(Wrapper):
         self._report(now)
         return [*updates, *writes]
 
+    def _move_averages(self, updates: list[mtf.Operation]) -> mtf.Operation:
+        averages = [moving_average(variable) for variable in self._averaged]
+        self._slots.record(averages, self._averaged)
+        return MovingAverages(self._decay, self._averaged, averages, updates)
+
     def _fresh(self, shards: Sequence[mtf.Tensor | None], steps: mtf.Tensor) -> mtf.Tensor:
         """Which replicas contribute in this step, boolean `[shard dims...]`."""
         present = [g for g in shards if g is not None]
@@ -340,11 +376,7 @@ class SyncReplicasOptimizer(Wrapper):
         fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
         if self._contributes is None:
             return fresh
-        mask = self._contributes
-        if not isinstance(mask, mtf.Tensor):
-            mask = tf.reshape(tf.cast(mask, tf.int32), bad.shape.to_integer_list)
-            mask = mtf.greater(mtf.import_tf_tensor(bad.mesh, mask, bad.shape), 0)
-        return mtf.logical_and(fresh, mask)
+        return mtf.logical_and(fresh, mask_on_mesh(self._contributes, bad.mesh, bad.shape))
 
     def _report(self, now: ReplicaState) -> None:
         self._progress = {
@@ -357,34 +389,10 @@ class SyncReplicasOptimizer(Wrapper):
         ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
 
 
-def _after_step(
-    before: ReplicaState,
-    steps: mtf.Tensor,
-    came: mtf.Tensor,
-    count: mtf.Tensor,
-    made: mtf.Tensor,
-) -> ReplicaState:
-    """The values after a step.
-
-    Args:
-      before: the variables.
-      steps: the local steps that this step's gradients are for.
-      came: which replicas contributed, int32 `[shards...]`.
-      count: contributions since the last update, these included.
-      made: whether an update is due, int32.
-    """
-    update_step = before.update_step.value + made
-    return ReplicaState(
-        local_step=steps * (1 - made) + mtf.broadcast(update_step * made, came.shape),
-        made=before.made.value + came,
-        dropped=before.dropped.value + (1 - came),
-        missed=(before.missed.value + 1) * (1 - came),
-        count=count * (1 - made),
-        update_step=update_step,
-        waiting=(before.waiting.value + 1) * (1 - made),
-    )
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not _is_whole(value) or value < 1:
         raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}.")
