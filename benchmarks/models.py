@@ -9,10 +9,12 @@ from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 
 import mtf_gradsync as gs
+from benchmarks import report, timing
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.train.transformer import transformer_models
 
 BARE, WRAPPED, FLOOR = "bare", "wrapped", "floor"
+_STEPS_IN_A_ROW = {"dense": 4, "lm": 2}
 
 
 class Model(NamedTuple):
@@ -272,6 +274,36 @@ def running(
         session.run(to_slices)
         run = session.make_callable([program.loss, program.update], feed_list=[program.x])
         yield lambda: run(model.batch)[0]
+
+
+def time_steps(
+    model: Model,
+    programs: dict[str, Program],
+    grappler: bool,
+    options: report.Options,
+) -> dict[str, list[float]]:
+    """Seconds per step of programs of a model, in turns, in a session each.
+
+    Args:
+      model: the model.
+      programs: by name; all but `FLOOR` have to train alike.
+      grappler: as for `session_config`.
+      options: has the number of rounds.
+
+    Returns:
+      For each program the seconds per step of each round.
+    """
+    config = session_config(model, grappler)
+    with contextlib.ExitStack() as stack:
+        steps = {
+            name: stack.enter_context(running(model, program, config))
+            for name, program in programs.items()
+        }
+        # The first steps are slow: TensorFlow places and rewrites the graph.
+        losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
+        check_same_training({n: v for n, v in losses.items() if n != FLOOR})
+        in_a_row = _STEPS_IN_A_ROW[model.name]
+        return timing.interleave(steps, options.rounds, in_a_row, f"{model.name} step")
 
 
 def check_same_training(losses: dict[str, list[float]], tolerance: float = 0.01) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import mtf_gradsync as gs
@@ -12,7 +11,6 @@ from mtf_gradsync._tf_compat import mtf
 # What a step may take, as a share of CrossShardOptimizer's.
 TARGET = 1.1
 CROSS_SHARD, SYNC_REPLICAS = "cross-shard", "sync-replicas"
-STEPS = {"dense": 4, "lm": 2}
 
 
 def measure(options: report.Options) -> report.Table:
@@ -24,7 +22,7 @@ def measure(options: report.Options) -> report.Table:
         programs = {name: models.build(m, models.BARE) for name, m in variants.items()}
         programs[models.BARE] = models.build(model, models.BARE)
         for grappler in (True, False):
-            seconds = _time(model, programs, grappler, options)
+            seconds = models.time_steps(model, programs, grappler, options)
             ratio = timing.ratio(seconds, SYNC_REPLICAS, CROSS_SHARD)
             rows.append(
                 {
@@ -60,24 +58,6 @@ def _maker(model: models.Model, kind: str):
         mtf.convert_to_shape(model.mesh_shape), mtf.convert_to_layout_rules(model.layout)
     ).num_shards
     return lambda: KINDS[kind](model.make_optimizer(), model, size)
-
-
-def _time(
-    model: models.Model,
-    programs: dict[str, models.Program],
-    grappler: bool,
-    options: report.Options,
-) -> dict[str, list[float]]:
-    config = models.session_config(model, grappler)
-    with contextlib.ExitStack() as stack:
-        steps = {
-            name: stack.enter_context(models.running(model, program, config))
-            for name, program in programs.items()
-        }
-        # The first steps are slow: TensorFlow places and rewrites the graph.
-        losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
-        models.check_same_training(losses)
-        return timing.interleave(steps, options.rounds, STEPS[model.name], f"{model.name} step")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from benchmarks import models, report, timing
 MESH = "wrapped+mesh"
 # What a step may take, as a share of the bare one; Grappler off.
 TARGETS = {models.WRAPPED: {"dense": 0.5, "lm": 0.93}, MESH: {"dense": 0.5, "lm": 0.85}}
-STEPS = {"dense": 4, "lm": 2}
 
 
 def measure(options: report.Options) -> report.Table:
@@ -26,7 +25,7 @@ def measure(options: report.Options) -> report.Table:
         floor = models.build(model, models.FLOOR)
         for grappler in (True, False):
             measured = programs if grappler else {**programs, models.FLOOR: floor}
-            seconds = _time(model, measured, grappler, options)
+            seconds = models.time_steps(model, measured, grappler, options)
             row: dict[str, Any] = {
                 "model": model.name,
                 "parameters": programs[models.BARE].parameters,
@@ -60,24 +59,6 @@ def measure(options: report.Options) -> report.Table:
 
 def _mesh(model: models.Model) -> Any:
     return contextlib.nullcontext(models.placement_mesh(model, gs.placement_mesh_impl))
-
-
-def _time(
-    model: models.Model,
-    programs: dict[str, models.Program],
-    grappler: bool,
-    options: report.Options,
-) -> dict[str, list[float]]:
-    config = models.session_config(model, grappler)
-    with contextlib.ExitStack() as stack:
-        steps = {
-            name: stack.enter_context(models.running(model, program, config))
-            for name, program in programs.items()
-        }
-        # The first steps are slow: TensorFlow places and rewrites the graph.
-        losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
-        models.check_same_training({n: v for n, v in losses.items() if n != models.FLOOR})
-        return timing.interleave(steps, options.rounds, STEPS[model.name], f"{model.name} step")
 
 
 def _plot(axes: Any, rows: list[report.Row]) -> None:

@@ -5,7 +5,7 @@ from mtf_gradsync.gradients.clipping import (
     clip_by_global_norm,
     clip_by_shard_norm,
     global_norm,
-    num_not_finite,
+    not_finite,
     shards_not_finite,
 )
 from mtf_gradsync.gradients.copies import (
@@ -36,7 +36,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "global_norm",
-    "num_not_finite",
+    "not_finite",
     "on_present",
     "per_shard",
     "shard_dims_in",

@@ -40,16 +40,11 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
 SumFn = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
 
 
-def _sum_of(entry_fn: Callable[[tf.Tensor], tf.Tensor]) -> SumFn:
-    """The sum of a function of the entries."""
-
-    def add_up(
-        slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
-    ) -> tf.Tensor:
-        sums = [tf.reduce_sum(entry_fn(tf.cast(x, dtype)), dims) for x, dims in zip(slices, over)]
-        return ordered_add_n([_flat(x) for x in sums])
-
-    return add_up
+def _sum_of_squares(
+    slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
+) -> tf.Tensor:
+    sums = [tf.reduce_sum(tf.square(tf.cast(x, dtype)), dims) for x, dims in zip(slices, over)]
+    return ordered_add_n([_flat(x) for x in sums])
 
 
 def _any_not_finite(
@@ -66,9 +61,6 @@ def _flat(x: tf.Tensor) -> tf.Tensor:
     return x if x.shape.rank < 2 else tf.reshape(x, [-1])
 
 
-_SUM_OF_SQUARES = _sum_of(tf.square)
-
-
 class SumOverGradients(StageOperation):
     """Sums something over all gradients: of each shard, or one sum for all."""
 
@@ -78,7 +70,7 @@ class SumOverGradients(StageOperation):
         shard_dims: Sequence[mtf.Dimension],
         axes: ReplicaAxes | None,
         reducer: Strategy,
-        sum_fn: SumFn = _SUM_OF_SQUARES,
+        sum_fn: SumFn = _sum_of_squares,
     ):
         self._sum_fn = sum_fn
         self._shard_dims = list(shard_dims)
@@ -207,22 +199,18 @@ def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) ->
     return mtf.sqrt(SumOverGradients(list(grads), [], None, reducer).outputs[0])
 
 
-def _not_finite(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.logical_not(tf.math.is_finite(x)), x.dtype)
-
-
-def num_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """How many entries of all gradients are NaN or infinite, as a float mtf scalar.
+def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+    """Whether a gradient has a NaN or an infinity.
 
     Args:
       grads: as for `global_norm`.
       reducer: as for `global_norm`.
 
     Returns:
-      An mtf scalar, the same on all processors.
+      A float mtf scalar, the same on all processors: 0 where all entries are finite, else more.
     """
     reducer = FusedAllReduce() if reducer is None else reducer
-    return SumOverGradients(list(grads), [], None, reducer, _sum_of(_not_finite)).outputs[0]
+    return SumOverGradients(list(grads), [], None, reducer, _any_not_finite).outputs[0]
 
 
 def shards_not_finite(

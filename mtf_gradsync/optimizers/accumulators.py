@@ -6,6 +6,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.gradients import StageOperation
+from mtf_gradsync.optimizers.leave_out import zeros_where
 from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.optimizers.state import ACCUMULATOR, note_per_shard, state_variable
 from mtf_gradsync.update import Branch, Conditional, Gate, after, kept_in_place
@@ -157,44 +158,23 @@ class _AddUnless(StageOperation):
         def add(*tensors: Any) -> tuple[tf.Tensor, ...]:
             grads, left_out, direct = tensors[:count], tensors[count], tensors[count + 1]
 
-            def added(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            def alone() -> list[tf.Tensor]:
+                return [tf.identity(grad) for grad in grads]
+
+            def added() -> list[tf.Tensor]:
                 skip, sums = tf.reshape(left_out, []), []
                 for grad, variable in zip(grads, tensors[count + 2 :]):
-                    counted = tf.where_v2(skip, tf.zeros_like(grad), grad)
-                    with tf.control_dependencies([tf.assign_add(variable, counted)]):
+                    add = tf.assign_add(variable, zeros_where(skip, grad))
+                    with tf.control_dependencies([add]):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums
 
-            return tuple(choose(tf.reshape(direct, []), grads, added))
+            return tuple(tf.cond(tf.reshape(direct, []), alone, added, strict=True))
 
         mesh_impl = lowering.mesh_impl(self)
-        is_simd = isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
-        choose = _unless_by_cond if is_simd else _unless
         tensors = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
         slices = [lowering.variables[v].laid_out_tensor for v in self.accumulators]
         self.set_outputs(lowering, list(mesh_impl.slicewise(add, *tensors, *slices)))
-
-
-def _unless_by_cond(
-    direct: tf.Tensor,
-    values: Sequence[tf.Tensor],
-    other: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
-) -> list[tf.Tensor]:
-    """The values where `direct` holds, otherwise what `other` makes of them."""
-    return tf.cond(
-        direct, lambda: [tf.identity(x) for x in values], lambda: other(values), strict=True
-    )
-
-
-def _unless(
-    direct: tf.Tensor,
-    values: Sequence[tf.Tensor],
-    other: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]],
-) -> list[tf.Tensor]:
-    """`_unless_by_cond` with half its operations on the way of each value."""
-    switched = [tf.raw_ops.Switch(data=x, pred=direct) for x in values]
-    others = other([x.output_false for x in switched])
-    return [tf.raw_ops.Merge(inputs=[x, y.output_true]).output for x, y in zip(others, switched)]
 
 
 class _ClearUnless(mtf.Operation):

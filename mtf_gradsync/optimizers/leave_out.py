@@ -8,6 +8,11 @@ from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.gradients import StageOperation
 
 
+def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """Zeros if skip is true, even in place of NaNs."""
+    return tf.where_v2(skip, tf.zeros_like(x), x)
+
+
 class LeaveOut(StageOperation):
     """Zeros in place of gradients where they are left out: everywhere, or shard by shard."""
 
@@ -35,7 +40,4 @@ class LeaveOut(StageOperation):
         *grads, skip = (lowering.tensors[x].to_laid_out_tensor() for x in self.inputs)
         skip = mesh_impl.slicewise(lambda x: tf.reshape(x, []), skip)
 
-        def leave_out(x: tf.Tensor, skip: tf.Tensor) -> tf.Tensor:
-            return tf.where_v2(skip, tf.zeros_like(x), x)
-
-        self.set_outputs(lowering, [mesh_impl.slicewise(leave_out, g, skip) for g in grads])
+        self.set_outputs(lowering, [mesh_impl.slicewise(zeros_where, skip, g) for g in grads])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._tf_compat import mtf, tf
 from mtf_gradsync.optimizers.state import counter, note_per_shard, root_scope, state_variable
+from mtf_gradsync.reduce.mesh_kind import is_simd
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
@@ -114,7 +115,7 @@ class Limit(mtf.Operation):
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        if isinstance(lowering.mesh_impl(self), mtf.simd_mesh_impl.SimdMeshImpl):
+        if is_simd(lowering.mesh_impl(self)):
             self._done[lowering] = tf.no_op()
             for name in ("waiting", "missed"):
                 variable = lowering.variables[getattr(self._state, name)]

@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 import gin
 
 from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.gradients import global_norm, num_not_finite
+from mtf_gradsync.gradients import global_norm, not_finite
 
 SkipFn = Callable[[Sequence[mtf.Tensor]], mtf.Tensor]
 
@@ -25,7 +25,7 @@ def skip_not_finite(grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
     References:
       optax.skip_not_finite
     """
-    return mtf.greater(num_not_finite(grads), 0.0)
+    return mtf.greater(not_finite(grads), 0.0)
 
 
 skip_not_finite.leaves_out_not_finite = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync.reduce.devices import process_of
 
 _NOT_INLINED = {"_noinline": True}
 
@@ -26,8 +27,7 @@ def can_call(lowering: mtf.Lowering) -> bool:
         for device in getattr(mesh_impl, "devices", None) or [None]:
             if not isinstance(device, str):  # a SIMD mesh, or devices chosen by a function
                 return False
-            spec = tf.DeviceSpec.from_string(device)
-            processes.add((spec.job, spec.replica, spec.task))
+            processes.add(process_of(device))
     if len(processes) != 1 or not _takes_attributes():
         return False
     return not any(
