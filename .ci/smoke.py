@@ -14,7 +14,7 @@ import tensorflow as tf2
 
 import mtf_gradsync as gs
 from mtf_gradsync._configs import configs_dir
-from mtf_gradsync._tf_compat import ESTIMATOR_AVAILABLE, mtf, tf
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
 
 
 def check(condition, message):

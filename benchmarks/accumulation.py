@@ -13,7 +13,7 @@ import numpy as np
 import mtf_gradsync as gs
 from benchmarks import models, report, timing
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 
 K = 8
 # Mean micro step against bare; a micro step without update against forward, backward and one pass

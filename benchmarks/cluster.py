@@ -172,7 +172,7 @@ def bytes_to_peers(ports: set[int]) -> int | None:
 def main(addresses: str, task: str, devices: str) -> None:
     """Serves devices until standard input ends."""
     from mtf_gradsync import session_config
-    from mtf_gradsync._tf_compat import tf
+    from mtf_gradsync._private.libraries import tf
 
     tasks = json.loads(addresses)
     config = session_config(num_cpu_devices=int(devices), collective_group_leader=LEADER)

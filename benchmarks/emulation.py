@@ -15,8 +15,8 @@ import numpy as np
 import mtf_gradsync as gs
 from benchmarks import models, report, timing
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.train import gin_files
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.config import gin_files
 from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
 
 CONFIG = "lm_cpu_mesh.gin"

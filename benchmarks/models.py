@@ -10,7 +10,7 @@ import numpy as np
 
 import mtf_gradsync as gs
 from benchmarks import report, timing
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.transformer import transformer_models
 
 BARE, WRAPPED, FLOOR = "bare", "wrapped", "floor"

@@ -13,7 +13,7 @@ from typing import Any, Callable
 import numpy as np
 
 from benchmarks import models, report, timing
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SgdOptimizer": lambda: mtf.optimize.SgdOptimizer(0.5),

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from benchmarks import models
 from mtf_gradsync import session_config
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import ProcessorGroups
 
 FLOAT_BYTES = 4

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import reductions_plot, report, timing
 from benchmarks.reduction_profiles import PROFILES, AllReduceFn, Profile, Sums, build, running
 from mtf_gradsync import reduce
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
 
 DEVICES = (2, 4, 8)
 BARE, BEST, LIMIT = "Mesh-TF's ring", "choose_the_best", "limit"

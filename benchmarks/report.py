@@ -14,8 +14,8 @@ from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence
 import absl.flags
 
 from benchmarks.timing import Spread
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.train.session import enable_mesh_defaults
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.session import enable_mesh_defaults
 
 Row = Dict[str, Any]
 

@@ -8,8 +8,8 @@ from typing import Any, Iterator
 
 from benchmarks import models, report
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.reduce import fused
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce.strategies import fused
 
 # What stands between a collective and the gradient that it sums.
 _CARRIERS = ("Cast", "Identity", "Reshape", "Split", "SplitV")

@@ -6,7 +6,7 @@ import sys
 
 import mtf_gradsync as gs
 from benchmarks import models, report, timing
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 
 # What a step may take, as a share of CrossShardOptimizer's.
 TARGET = 1.1

@@ -14,7 +14,7 @@ import mtf_gradsync as gs
 from benchmarks import models, report, timing
 from benchmarks.cluster import LocalCluster
 from mtf_gradsync import reduce, simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 
 TASKS, EACH = 2, 4
 RING, TWO_LEVELS, COMPRESSED = "flat ring", "two levels", "two levels, bfloat16"

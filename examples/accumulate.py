@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import trange
 
 import mtf_gradsync as gs
-from mtf_gradsync.train.schedules import update_step
+from mtf_gradsync.optimizers.state.schedules import update_step
 
 # isort: split
 # After mtf_gradsync, which makes it importable on TensorFlow 2.13 and later.

@@ -3,15 +3,15 @@
 Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and later.
 """
 
-from mtf_gradsync import _tf_compat as _tf_compat  # first: it repairs Mesh-TF's imports
 from mtf_gradsync import reduce
-from mtf_gradsync.axes import ReplicaAxes
+from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
     clip_by_shard_norm,
     per_shard,
     sum_shards,
 )
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers import (
     ClipByGlobalNormOptimizer,
     CrossShardOptimizer,
@@ -21,10 +21,10 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
+from mtf_gradsync.optimizers.state.resharding import ReshardingSaver
+from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
-from mtf_gradsync.train.resharding import ReshardingSaver
-from mtf_gradsync.train.schedules import adafactor_decay_rate_per_update, per_update
-from mtf_gradsync.train.session import session_config
+from mtf_gradsync.session import session_config
 
 __all__ = [
     "ClipByGlobalNormOptimizer",

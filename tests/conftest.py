@@ -3,8 +3,8 @@
 import absl.flags
 import pytest
 
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.update import reset_warnings
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.step import reset_warnings
 
 tf.disable_v2_behavior()
 tf.enable_resource_variables()

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple
 import numpy as np
 
 from mtf_gradsync import session_config, simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 
 ONE = ("one:1", "")
 # Mesh, layout and batch dimensions; the model below splits "hidden" where it can.

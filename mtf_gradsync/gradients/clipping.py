@@ -9,8 +9,7 @@ from typing import Any, Callable, Sequence, Union
 
 import numpy as np
 
-from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.axes import ReplicaAxes
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.partial_sums import (
     PartialSum,
     StageOperation,
@@ -26,8 +25,9 @@ from mtf_gradsync.gradients.stages import (
     shard_dims_in,
     sum_shards,
 )
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.reduce.algorithms import ordered_add_n
+from mtf_gradsync.reduce.sums.algorithms import ordered_add_n
 
 ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
 

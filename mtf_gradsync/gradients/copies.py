@@ -6,7 +6,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.partial_sums import StageOperation, whole_values
 from mtf_gradsync.reduce import ProcessorGroups, Strategy
 

@@ -6,7 +6,7 @@ import collections
 import functools
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.reduce import ProcessorGroups, Strategy
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.axes import ReplicaAxes
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.partial_sums import (
     PartialSum,
     StageOperation,
@@ -14,6 +13,7 @@ from mtf_gradsync.gradients.partial_sums import (
     reduce_partial_sums,
     whole_values,
 )
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 
 MaybeGradients = Sequence[Optional[mtf.Tensor]]

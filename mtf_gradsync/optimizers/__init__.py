@@ -1,13 +1,13 @@
 """The wrappers: Mesh-TF optimizers around other optimizers."""
 
-from mtf_gradsync.optimizers.accumulation import (
+from mtf_gradsync.optimizers.accumulation.optimizer import (
     GradientAccumulationOptimizer,
     get_update_step,
 )
+from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
-from mtf_gradsync.optimizers.skipping import skip_large_updates, skip_not_finite
-from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
+from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import check_gradients
 
 GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]

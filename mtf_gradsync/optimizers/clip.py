@@ -6,7 +6,7 @@ from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.axes import as_dim_names, resolve_axes
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import SumGradients, on_present
+from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.slots import SlotBook
+from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.update import advance_step, gated_update, restored_on_error
+from mtf_gradsync.step import advance_step, gated_update, restored_on_error
 
 _NOT_GIVEN = object()
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.reduce.mesh_kind import is_simd
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_aggregation(aggregation: Any) -> bool:

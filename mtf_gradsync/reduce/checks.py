@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
 
 
 def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.reduce.devices import canonical_device, process_of
-from mtf_gradsync.reduce.mesh_kind import is_simd
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.devices import canonical_device, process_of
+from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 from typing import Any, Sequence
 
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.groups import ProcessorGroups, check_groups, check_mesh
+from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.aggregation import check_aggregation, check_divisible, divide
 from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.destinations import (
@@ -15,9 +17,7 @@ from mtf_gradsync.reduce.destinations import (
     copies,
     spread,
 )
-from mtf_gradsync.reduce.groups import ProcessorGroups, check_groups, check_mesh
-from mtf_gradsync.reduce.mesh_kind import is_simd
-from mtf_gradsync.reduce.sums import simd_wire_dtype
+from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
 
 class Strategy(abc.ABC):

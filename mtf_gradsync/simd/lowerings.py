@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Iterator, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
-from mtf_gradsync.simd import _replicate
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.simd import replicated
+from mtf_gradsync.simd.emulator.session import PreparedGraph, Session
 from mtf_gradsync.simd.lowerings import lowerings_in
-from mtf_gradsync.simd.session import PreparedGraph, Session
 
 
 class Program:
@@ -61,7 +61,7 @@ class Program:
                 f"per_replica got tensors of different dtypes or shapes: {sorted(kinds)}; give "
                 "all cores one dtype and shape."
             )
-        return _replicate.replicated_input(tensors, name)
+        return replicated.replicated_input(tensors, name)
 
     def session(
         self,
@@ -146,8 +146,8 @@ def replicas(
     impl = mtf.simd_mesh_impl.SimdMeshImpl(
         shape,
         mtf.convert_to_layout_rules(layout),
-        device_assignment=_replicate.made_up_device_assignment(shape.size),
+        device_assignment=replicated.made_up_device_assignment(shape.size),
         logical_to_physical=logical_to_physical,
     )
-    with _replicate.replicated_program(shape.size) as name:
+    with replicated.replicated_program(shape.size) as name:
         yield Program(tf.get_default_graph(), impl, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any, Iterable
 
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
 
 
 class VariableAccess:

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.resharding import ReshardingSaver, changes
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.resharding import ReshardingSaver, changes
 
 # More differences than these are counted, not listed.
 _MAX_LISTED = 4

@@ -6,8 +6,9 @@ import contextlib
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.train import data, settings
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.config import settings
+from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.model import (
     ModelSettings,
     TrainGraph,

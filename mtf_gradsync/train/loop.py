@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.checkpoint import Checkpointer, check_fits, latest_checkpoint
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.model import TrainGraph

@@ -6,9 +6,9 @@ import contextlib
 import re
 from typing import Any, Callable, ContextManager, NamedTuple, Union
 
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.train.config.settings import LearningRate, MeshSettings
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.settings import LearningRate, MeshSettings
 from mtf_gradsync.train.transformer import transformer_models, transformer_utils
 
 MODEL_TYPES = ("lm", "aligned", "bitransformer")

@@ -8,17 +8,19 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.train import checkpoint, data, settings
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.session import session_config
+from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.config import settings
+from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluate import Score
-from mtf_gradsync.train.held_out import METRICS_FILE, HeldOut
+from mtf_gradsync.train.evaluation.evaluate import Score
+from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
+from mtf_gradsync.train.evaluation.plot import check_matplotlib
 from mtf_gradsync.train.job import TrainingJob, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.model import TrainGraph, VariableFilter
-from mtf_gradsync.train.plot import check_matplotlib
 from mtf_gradsync.train.progress import MetricsFile
-from mtf_gradsync.train.session import session_config
 
 CONFIG_FILE = "operative_config.gin"
 

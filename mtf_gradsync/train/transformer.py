@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from mtf_gradsync import _tf_compat as _tf_compat
 from mtf_gradsync.train.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync import reduce, simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import models
 from tests.reduce import on_mesh
 

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any, Tuple
 
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
 from tests.cluster.processes import Processes
 
 START = (10.0, -10.0)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.cluster import reserved_ports
 from mtf_gradsync import reduce, session_config, simd
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 from tests import models, reference
 from tests.cluster import mesh_program as program
 from tests.cluster.processes import Processes

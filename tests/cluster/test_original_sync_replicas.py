@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests.cluster.sync_replicas_worker import (
     LEARNING_RATE,
     START,
@@ -13,7 +13,7 @@ from tests.cluster.sync_replicas_worker import (
     center,
     original_trajectory,
 )
-from tests.optimizers.sync_replicas_reference import SyncReplicas
+from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
 from tests.properties.settable_program import program
 
 CASES = pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import absl.flags
 
 from benchmarks import report, two_processes
 from benchmarks.cluster import LocalCluster
-from mtf_gradsync._tf_compat import tf
-from mtf_gradsync.train.session import enable_mesh_defaults
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.session import enable_mesh_defaults
 
 # Tensors that the ring cuts into parts, and some that it sends whole: too small, not divisible.
 SHAPES = [[32, 64], [], [3], [41, 33]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import SumCopies, check_group_assignment, check_groups_cover
 from tests import harness
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 from tests import harness, models, reference
 
 STEPS = 4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps

@@ -13,7 +13,7 @@ from typing import Any, Callable
 import numpy as np
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"

@@ -4,7 +4,7 @@ import gin
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 
 
 @gin.configurable(module="tests.pipelines")

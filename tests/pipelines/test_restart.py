@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, STEPS, K

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from mtf_gradsync import session_config, simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
 Build = Callable[[mtf.Mesh, "dict[str, tf.Tensor]"], Sequence[mtf.Operation]]

@@ -8,7 +8,7 @@ from typing import Iterator, NamedTuple
 import numpy as np
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.properties import settable_program
 from tests.properties.sync_replicas_schedules import Schedule

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests import models, reference
-from tests.optimizers.sync_replicas_reference import SyncReplicas
+from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
 
 VARIABLES = tuple(models.mlp_values())
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))

@@ -9,7 +9,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from mtf_gradsync import session_config, simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
 MESHES = {name: mesh[0] for name, mesh in harness.MESHES.items()}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import reduction_profiles, reductions, report
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync import reduce, simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce.choice import GPU_BUCKET_BYTES
 from tests import harness, models
+from tests.mesh.test_topology import cpus, gpu, placement
 from tests.reduce import on_mesh
-from tests.reduce.test_topology import cpus, gpu, placement
 
 LINKED = [gpu(i, [(i + 1) % 4, (i - 1) % 4]) for i in range(4)]
 UNLINKED = [gpu(i) for i in range(4)]

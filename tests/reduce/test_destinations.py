@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf2
 
 from mtf_gradsync import reduce
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests.reduce import on_mesh
-from tests.reduce.test_strategies import SHAPES, STRATEGIES, arrays, check
+from tests.reduce.strategies.test_strategies import SHAPES, STRATEGIES, arrays, check
 
 SUM, MEAN = tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN
 MESH = "rows:4;cols:2"

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 
 # name -> mesh shape, layout, logical_to_physical
 MESHES = {

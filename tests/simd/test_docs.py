@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from mtf_gradsync._tf_compat import tf
+from mtf_gradsync._private.libraries import tf
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "simd.md"
 

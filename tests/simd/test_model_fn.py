@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import ESTIMATOR_AVAILABLE, mtf, tf
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
 
 from .programs import EPS
 

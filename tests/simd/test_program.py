@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync
 from mtf_gradsync import simd
-from mtf_gradsync._tf_compat import mtf, tf
+from mtf_gradsync._private.libraries import mtf, tf
 
 from . import programs
 from .programs import EPS, MESHES, SGD, Regression

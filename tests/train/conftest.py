@@ -3,9 +3,9 @@ from pathlib import Path
 import gin
 import pytest
 
-from mtf_gradsync.train import gin_files
+from mtf_gradsync.session import enable_mesh_defaults
+from mtf_gradsync.train.config import gin_files
 from mtf_gradsync.train.run import run
-from mtf_gradsync.train.session import enable_mesh_defaults
 
 TINY = str(Path(__file__).with_name("tiny.gin"))
 

@@ -3,7 +3,7 @@
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._tf_compat import mtf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.train.loop import _Patience
 
 NAN = float("nan")

@@ -1,0 +1,1 @@
+"""What a mesh is made of: replica axes, groups of processors, devices, memories."""

@@ -1,0 +1,203 @@
+"""Replica axes: the mesh axes that the batch is split over."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf
+
+MeshShapeLike = Any
+LayoutLike = Any
+
+
+def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns dimension names as a tuple; a string holds names separated by commas.
+
+    Args:
+      batch_dims: one name, several separated by commas, or a sequence of names.
+
+    Returns:
+      The names, in the order given.
+
+    Raises:
+      ValueError: a name stands there twice, or something is not a name.
+    """
+    if isinstance(batch_dims, str):
+        batch_dims = [name.strip() for name in batch_dims.split(",") if name.strip()]
+    try:
+        names = tuple(batch_dims)
+    except TypeError:
+        names = (None,)
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"batch_dims must be names of tensor dimensions such as ('batch',), got "
+                f"{batch_dims!r}."
+            )
+    if len(set(names)) != len(names):
+        raise ValueError(f"batch_dims must name each dimension once, got {names!r}.")
+    return names
+
+
+def _as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
+    try:
+        shape = mtf.convert_to_shape(mesh_shape)
+    except (ValueError, TypeError, AttributeError) as error:
+        shape, cause = None, error
+    else:
+        cause = None
+    if shape is None:
+        raise ValueError(
+            "mesh_shape must be a mesh shape such as 'batch:4;model:2' or an mtf.Shape, got "
+            f"{mesh_shape!r}."
+        ) from cause
+    if len(set(shape.dimension_names)) != len(shape.dimension_names):
+        raise ValueError(f"mesh_shape names a mesh dimension twice: {shape.to_string}.")
+    for dim in shape.dims:
+        if dim.size < 1:
+            raise ValueError(f"Mesh dimension {dim.name!r} must have size 1 or more, got {dim}.")
+    return shape
+
+
+def _as_layout(layout: LayoutLike) -> mtf.LayoutRules:
+    try:
+        if not isinstance(layout, (str, mtf.LayoutRules)):
+            # Mesh-TF looks at the pairs only when they are used.
+            layout = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in layout]
+        rules = mtf.convert_to_layout_rules(layout)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "layout must map tensor dimensions to mesh dimensions, such as "
+            f"'batch:batch;heads:model' or an mtf.LayoutRules, got {layout!r}."
+        ) from error
+    return rules
+
+
+@gin.configurable(module="mtf_gradsync")
+class ReplicaAxes:
+    """The mesh axes that a batch is split over, and the shards that they make.
+
+    A shard is one coordinate along the replica axes; shards are numbered in row-major order
+    over `shard_dims`.
+
+    Attributes:
+      mesh_shape: `mtf.Shape` of the mesh.
+      layout: `mtf.LayoutRules`.
+      batch_dims: names of the tensor dimensions that the batch is split along.
+      mesh_axes: the replica axes, as indices into `mesh_shape`.
+      shard_dims: one `mtf.Dimension` per replica axis. Its name is the batch dimension's, so
+        that the layout splits it over the replica axis; its size is the axis's.
+      num_shards: product of the sizes of `shard_dims`.
+    """
+
+    def __init__(
+        self,
+        mesh_shape: MeshShapeLike,
+        layout: LayoutLike,
+        batch_dims: str | Sequence[str] = ("batch",),
+    ):
+        """Finds the replica axes.
+
+        Args:
+          mesh_shape: anything that `mtf.convert_to_shape` takes ("batch:4;model:2").
+          layout: anything that `mtf.convert_to_layout_rules` takes ("batch:batch;heads:model").
+          batch_dims: names of the tensor dimensions whose mesh axes are the replica axes. A name
+            that the layout does not split adds no axis. An empty sequence says that the batch
+            is not split at all.
+
+        Raises:
+          ValueError: mesh_shape or layout cannot be read, a batch dimension is split over two
+            mesh axes, two batch dimensions share one, or a mesh of several processors splits
+            none of them.
+        """
+        self.mesh_shape = _as_mesh_shape(mesh_shape)
+        self.layout = _as_layout(layout)
+        self.batch_dims = as_dim_names(batch_dims)
+        axes, dims = [], []
+        for name in self.batch_dims:
+            try:
+                axis = self.layout.tensor_dimension_to_mesh_axis(
+                    mtf.Dimension(name, 1), self.mesh_shape
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"Batch dimension {name!r} is split over several mesh dimensions of "
+                    f"{self.mesh_shape.to_string} by {self.layout}; give it one."
+                ) from error
+            if axis is None:
+                continue
+            if axis in axes:
+                raise ValueError(
+                    f"Batch dimensions {dims[axes.index(axis)].name!r} and {name!r} are both "
+                    f"split over mesh dimension {self.mesh_shape[axis].name!r} by {self.layout}; "
+                    "name only one of them in batch_dims."
+                )
+            axes.append(axis)
+            dims.append(mtf.Dimension(name, self.mesh_shape[axis].size))
+        if self.batch_dims and not axes and self.mesh_shape.size > 1:
+            raise ValueError(
+                f"None of the batch dimensions {self.batch_dims} is split over the mesh "
+                f"{self.mesh_shape.to_string} by {self.layout}. Name the dimensions that are in "
+                "batch_dims, or give batch_dims=() if every processor sees the whole batch."
+            )
+        self.mesh_axes: tuple[int, ...] = tuple(axes)
+        self.shard_dims: tuple[mtf.Dimension, ...] = tuple(dims)
+        self.num_shards: int = mtf.Shape(dims).size
+
+    def free_shard_dims(self, shape: mtf.Shape) -> tuple[mtf.Dimension, ...]:
+        """Shard dims whose mesh axis a tensor of this shape is not split over itself."""
+        used = set(self.layout.tensor_layout(shape, self.mesh_shape))
+        return tuple(d for d, axis in zip(self.shard_dims, self.mesh_axes) if axis not in used)
+
+    def check_mesh_impl(self, mesh_impl: mtf.MeshImpl) -> None:
+        """Raises ValueError when a mesh does not have the axes that this object describes."""
+        for dim, axis in zip(self.shard_dims, self.mesh_axes):
+            found = mesh_impl.tensor_dimension_to_mesh_axis(dim)
+            if mesh_impl.shape != self.mesh_shape or found != axis:
+                raise ValueError(
+                    f"The replica axes were given for mesh {self.mesh_shape.to_string} with "
+                    f"{self.layout}, but dimension {dim.name!r} is lowered on mesh "
+                    f"{mesh_impl.shape.to_string} with {mesh_impl.layout_rules}. Give the "
+                    "optimizer the mesh_shape and layout of the mesh that the program is lowered "
+                    "on."
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"ReplicaAxes(mesh_shape={self.mesh_shape.to_string!r}, layout={self.layout!r}, "
+            f"batch_dims={self.batch_dims!r}, num_shards={self.num_shards})"
+        )
+
+
+def resolve_axes(
+    axes: ReplicaAxes | None = None,
+    mesh_shape: MeshShapeLike | None = None,
+    layout: LayoutLike | None = None,
+    batch_dims: str | Sequence[str] = ("batch",),
+) -> ReplicaAxes | None:
+    """Replica axes from either form that the wrappers take; None when neither is given.
+
+    Raises:
+      ValueError: both forms are given, or mesh_shape without layout or the reverse.
+      TypeError: axes is not a ReplicaAxes.
+    """
+    if axes is not None:
+        if not isinstance(axes, ReplicaAxes):
+            raise TypeError(f"axes must be a ReplicaAxes, got {axes!r}.")
+        if mesh_shape is not None or layout is not None:
+            raise ValueError(
+                "Give either axes or mesh_shape and layout, not both: got "
+                f"axes={axes!r}, mesh_shape={mesh_shape!r}, layout={layout!r}."
+            )
+        return axes
+    if mesh_shape is None and layout is None:
+        return None
+    if mesh_shape is None or layout is None:
+        missing = "mesh_shape" if mesh_shape is None else "layout"
+        raise ValueError(
+            f"mesh_shape and layout go together, but {missing} is missing: got "
+            f"mesh_shape={mesh_shape!r}, layout={layout!r}."
+        )
+    return ReplicaAxes(mesh_shape, layout, batch_dims)

@@ -1,0 +1,12 @@
+"""The two kinds of meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtf_gradsync._private.libraries import mtf
+
+
+def is_simd(mesh_impl: Any) -> bool:
+    """Whether one program stands for all processors, so that tensors have a single slice."""
+    return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)

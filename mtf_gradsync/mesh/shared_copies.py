@@ -1,0 +1,151 @@
+"""What processors of one memory hold in common is kept and computed once."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.devices import full_name
+from mtf_gradsync.mesh.topology import memories
+
+# Stateful as TensorFlow sees it, but a second read gives what the first one gave.
+_REPEATABLE = ("ReadVariableOp", "VarHandleOp")
+
+
+def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    """Calls a function once for all processors of a memory that would call it with the same.
+
+    Args:
+      mesh_impl: the mesh.
+      fn: a function of tf tensors. If it makes operations with state, as random numbers have, it
+        is called for each processor.
+      inputs: lists of what each processor gives the function.
+
+    Returns:
+      The result for each processor.
+    """
+    result: list[Any] = [None] * mesh_impl.size
+    for memory in memories(mesh_impl.devices):
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for processor in memory:
+            alike.setdefault(tuple(id(x[processor]) for x in inputs), []).append(processor)
+        for members in alike.values():
+            arguments = [x[members[0]] for x in inputs]
+            first = _home(mesh_impl, members, arguments)
+            made_before = tf.get_default_graph().version
+            result[first] = _call(mesh_impl, first, fn, inputs)
+            shared = len(members) == 1 or not _has_state(made_before)
+            for member in members:
+                if member != first:
+                    result[member] = (
+                        result[first] if shared else _call(mesh_impl, member, fn, inputs)
+                    )
+    return result
+
+
+def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
+    """Finds groups that would combine the very same tensors in the same memories.
+
+    Processors that differ only along a dimension that a tensor is not split over have copies of
+    it, which are one tensor where copies are shared.
+
+    Args:
+      mesh_impl: the mesh.
+      slices: what each processor has.
+      groups: lists of processor numbers.
+
+    Returns:
+      For each group the first one that is like it, itself perhaps.
+    """
+    memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
+    first: dict[Any, list[int]] = {}
+    return [first.setdefault(tuple((id(slices[p]), memory[p]) for p in g), g) for g in groups]
+
+
+def _call(mesh_impl: Any, processor: int, fn: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    return mtf.parallel([mesh_impl.devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
+
+
+def _home(mesh_impl: Any, members: list[int], arguments: Sequence[Any]) -> int:
+    """The member whose device holds an argument, so that chains of operations stay on a device."""
+    if len(members) > 1:
+        devices = {full_name(mesh_impl.devices[member]): member for member in members}
+        for argument in arguments:
+            if isinstance(argument, (tf.Tensor, tf.Variable)):
+                home = devices.get(full_name(argument.device))
+                if home is not None:
+                    return home
+    return members[0]
+
+
+def _has_state(made_before: int) -> bool:
+    """Whether one of the graph's operations but the first so many has a state of its own."""
+    made = tf.get_default_graph().get_operations()[made_before:]
+    return any(op.op_def.is_stateful and op.type not in _REPEATABLE for op in made)
+
+
+class SharedVariable(mtf.placement_mesh_impl.PlacementMeshImpl.LaidOutVariable):
+    """A laid-out variable that has each slice once in each memory.
+
+    Processors of one memory that hold the same slice have one tf variable together, on the device
+    of one of them, the devices taking turns. It is written once.
+    """
+
+    # Read on Mesh-TF 0.1.21: the attributes below are those that its LaidOutVariable has.
+    def __init__(self, variable: mtf.Variable, mesh_impl: Any):
+        self._variable, self._mesh_impl = variable, mesh_impl
+        shape = variable.outputs[0].shape
+        self._owners: list[int] = []
+        if self.slice_is_master:
+            super().__init__(variable, mesh_impl)
+            self._owners = [0]
+            return
+        slices: list[Any] = [None] * mesh_impl.size
+        turn = mesh_impl.next_turn()
+        for memory in memories(mesh_impl.devices):
+            holders: dict[tuple[int, ...], list[int]] = {}
+            for processor in memory:
+                begin = tuple(mesh_impl.slice_begin(shape, processor))
+                holders.setdefault(begin, []).append(processor)
+            for members in holders.values():
+                owner = members[turn % len(members)]
+                self._owners.append(owner)
+                with tf.device(mesh_impl.devices[owner]):
+                    value = tf.get_variable(
+                        f"{variable.name}_slice_{owner}",
+                        mesh_impl.slice_shape(shape),
+                        dtype=variable.slice_dtype,
+                        collections=[],
+                    )
+                for member in members:
+                    slices[member] = value
+        self._laid_out_tensor = mesh_impl.LaidOutTensor(slices)
+        self._copy_master_to_slices = self.assign_to_slices(
+            mtf.assign_slice, mesh_impl.make_slices(variable.get_master(), shape)
+        )
+        to_master = [tf.cast(value, variable.master_dtype) for value in slices]
+        self._copy_slices_to_master = variable.assign_to_master(
+            mesh_impl.combine_slices(to_master, shape)
+        )
+
+    def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """Assigns to each tf variable once.
+
+        Args:
+          assign_fn: a function of the mtf variable, a tf variable and its new value.
+          values: the new value of each processor's slice.
+
+        Returns:
+          A tf operation.
+        """
+        owners = self._owners
+        slices = self._laid_out_tensor.all_slices
+        return tf.group(
+            mtf.parallel(
+                [self._mesh_impl.devices[owner] for owner in owners],
+                assign_fn,
+                [self._variable] * len(owners),
+                [slices[owner] for owner in owners],
+                [values[owner] for owner in owners],
+            )
+        )

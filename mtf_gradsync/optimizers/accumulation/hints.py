@@ -1,0 +1,56 @@
+"""Hints about optimizers whose schedules would count micro steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from mtf_gradsync._private.libraries import tf
+
+_logger = logging.getLogger("mtf_gradsync")
+
+
+def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
+    """Logs a hint when settings of an optimizer are made from the TF global step.
+
+    The training loop advances the global step on every micro step. Learning-rate schedules, and
+    Adafactor's default decay rate and learning rate, are functions of it.
+
+    Args:
+      opt: the optimizer that does the updates.
+      name: name of the wrapper that accumulates.
+
+    Returns:
+      The names of the settings found.
+    """
+    global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
+    if not global_steps:
+        return []
+    handle = getattr(global_steps[0], "handle", global_steps[0])
+    found = [
+        key.lstrip("_")
+        for key, value in sorted(getattr(opt, "__dict__", {}).items())
+        if isinstance(value, tf.Tensor) and _depends_on(value, handle.op)
+    ]
+    if found:
+        _logger.info(
+            "%s: %s of %s follow the TF global step, which counts micro steps, not updates. Base "
+            "them on the update step: see docs/accumulation.md, per_update and update_step.",
+            name,
+            " and ".join(found),
+            type(opt).__name__,
+        )
+    return found
+
+
+def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:
+    seen, todo = set(), [tensor.op]
+    while todo:
+        op = todo.pop()
+        if op is source:
+            return True
+        if op not in seen:
+            seen.add(op)
+            # A step divided by a whole number, as `per_update` does it, counts updates.
+            todo.extend(t.op for t in op.inputs if op.type != "FloorDiv")
+    return False

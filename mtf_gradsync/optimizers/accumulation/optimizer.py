@@ -1,0 +1,249 @@
+"""GradientAccumulationOptimizer: one update, and one communication, for several micro steps."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import per_shard
+from mtf_gradsync.optimizers.accumulation import hints
+from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
+from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip, check_skip_fn
+from mtf_gradsync.optimizers.state.accumulators import Accumulators
+from mtf_gradsync.optimizers.state.leave_out import LeaveOut
+from mtf_gradsync.optimizers.state.variables import claim_name, counter
+from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import after, is_ungated, settle
+
+LOCAL, SYNCED = "local", "synced"
+_NESTED = (
+    "A GradientAccumulationOptimizer inside another one would count the outer's updates as micro "
+    "steps; use one, with the product of both backward_passes_per_step."
+)
+
+
+class _Counters(NamedTuple):
+    """Integer scalars: mtf variables, or their values after a step."""
+
+    mini_step: Any
+    update_step: Any
+    skipped: Any
+
+
+@gin.configurable(module="mtf_gradsync")
+class GradientAccumulationOptimizer(Wrapper):
+    """Adds up the gradients of several micro steps, then applies another optimizer once.
+
+    On the micro steps in between nothing crosses the mesh for the gradients, the inner
+    optimizer's arithmetic does not run, and variables and slots keep their bits.
+
+    Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
+    and the mesh is crossed once an update; takes the mesh when the graph is built. "synced":
+    gradients are summed over the mesh on each micro step; takes nothing.
+
+    State, by name: `<variable>/gradient_accumulator` for each variable, and
+    `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`.
+
+    References:
+      horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        backward_passes_per_step: Passes = gin.REQUIRED,
+        average_aggregated_gradients: bool = False,
+        should_skip_update_fn: SkipFn | None = None,
+        accumulator_dtype: tf.DType | None = None,
+        checkpoint_accumulators: bool = True,
+        accumulate: str | None = None,
+        sparse_as_dense: bool = False,
+        name: str = "GradientAccumulationOptimizer",
+        learning_rate: Any = _NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          backward_passes_per_step: micro steps for each update: a whole number of 1 or more, or a
+            function from the update step (mtf int32 scalar) to one. A function is asked when an
+            update begins: the number never changes in the middle of an accumulation.
+          average_aggregated_gradients: divide the sum by the number of micro steps in it.
+          should_skip_update_fn: says which micro steps are left out, from the list of their
+            gradients: `skip_not_finite`, `skip_large_updates(norm)`, or a function of yours that
+            returns a boolean mtf scalar. A micro step that is left out does not count. None
+            leaves out nothing: a NaN then stays in the sum until the update.
+          accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
+            fresh accumulation, and local sums need no master copy on the host.
+          accumulate: "local", "synced", or None for "local" where the mesh is given.
+          sparse_as_dense: gradients of mesh variables are always dense; has no effect on them.
+          name: name of the wrapper, prefix of its counters.
+          learning_rate: only with a class or factory as opt: passed on untouched.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+        Raises:
+          ValueError: an argument is out of range, or arguments contradict each other.
+          TypeError: an argument has the wrong type, or opt is a Keras or TensorFlow optimizer.
+        """
+        check_passes(backward_passes_per_step)
+        check_skip_fn(should_skip_update_fn)
+        dtype = None if accumulator_dtype is None else _floating(accumulator_dtype)
+        if accumulate not in (None, LOCAL, SYNCED):
+            raise ValueError(
+                f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
+            )
+        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        if accumulate == LOCAL and self.axes is None:
+            raise ValueError(
+                "accumulate='local' keeps a sum on each shard, so it has to know the mesh: give "
+                "mesh_shape and layout (or axes), or accumulate='synced'."
+            )
+        self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
+        self._passes = backward_passes_per_step
+        self._average = bool(average_aggregated_gradients)
+        self._skip_fn = should_skip_update_fn
+        # A loss that is not finite need not end training then.
+        self.leaves_out_not_finite = getattr(should_skip_update_fn, "leaves_out_not_finite", False)
+        # Whether some steps bring no update.
+        self.skips_updates = self._passes != 1 or self._skip_fn is not None
+        self._dtype = dtype
+        self._checkpointed = bool(checkpoint_accumulators)
+        # An optimizer may serve several graphs; the last one is what its properties tell of.
+        self._counters_of: Any = weakref.WeakKeyDictionary()
+        self._counters: _Counters | None = None
+        self._progress: dict[str, mtf.Tensor] = {}
+        hints.hint_if_micro_steps_are_counted(self.innermost(), name)
+
+    @property
+    def mini_step(self) -> mtf.Variable | None:
+        """Micro steps in the sum so far; None before gradients were applied, or without any."""
+        return self._counters and self._counters.mini_step
+
+    @property
+    def update_step(self) -> mtf.Variable | None:
+        """Updates made so far (int32); None before gradients were applied."""
+        return self._counters and self._counters.update_step
+
+    @property
+    def skipped(self) -> mtf.Variable | None:
+        """Micro steps left out so far (int32); None before gradients were applied."""
+        return self._counters and self._counters.skipped
+
+    def progress_fields(self) -> dict[str, mtf.Tensor]:
+        """Scalars that tell how training goes: micro step, update step, micro steps left out.
+
+        They count the step that they are fetched with.
+        """
+        return dict(self._progress)
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + list(self._counters or ())
+
+    def _to_inner(
+        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        if not self.skips_updates:
+            return self._apply_inner(grads, variables)
+        graph, mesh = variables[0].graph, variables[0].mesh
+        if is_ungated(graph):
+            raise ValueError(_NESTED)
+        if graph not in self._counters_of:
+            claim_name(graph, self.name, self)
+            self._counters_of[graph] = self._make_counters(mesh)
+        self._counters = self._counters_of[graph]
+        mini_step, update_step, skipped = (c.value for c in self._counters)
+        for state in self._counters:
+            mtf.scalar_summary(f"summary/{state.name}", state.value)
+        micro = self._micro_gradients(grads, variables)
+        counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
+        if self._skip_fn is not None:
+            skip = check_skip(self._skip_fn([g for g in micro if g is not None]), self._skip_fn)
+            micro = LeaveOut.apply(micro, skip)
+            counted -= mtf.cast(skip, tf.int32)
+        accumulators = Accumulators(micro, variables, self._slots, self._dtype, self._checkpointed)
+        count = mini_step + counted
+        due = mtf.greater_equal(count, passes_at(self._passes, update_step))
+        if self._skip_fn is not None:
+            # A checkpoint may hold more micro steps than are asked for now; what was left out
+            # brings no update even then.
+            due = mtf.logical_and(due, mtf.greater(counted, 0))
+
+        divisor = count if self._average else None
+
+        def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
+            totals = self._totals(sums, accumulators.dtypes, variables, divisor)
+            return self._apply_inner(totals, variables)
+
+        gate, updates = accumulators.when_due(due, update)
+        made = mtf.cast(due, tf.int32)
+        after_step = _Counters(count * (1 - made), update_step + made, skipped + (1 - counted))
+        self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
+        if self._skip_fn is not None:
+            self._progress["skipped"] = after_step.skipped
+        counts = graph.combine_assignments(
+            [mtf.assign(c, value) for c, value in zip(self._counters, after_step)]
+        )
+        settle(gate)
+        after(counts, lambda lowering: [gate.barrier(lowering)])
+        return [*updates, *counts]
+
+    def _check_inner_stack(self) -> None:
+        if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
+            raise ValueError(_NESTED)
+
+    def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
+        return _Counters(
+            counter(mesh, f"{self.name}/mini_step", self._checkpointed),
+            get_update_step(mesh, self.name).operation,
+            counter(mesh, f"{self.name}/skipped"),
+        )
+
+    def _micro_gradients(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """The gradients to add up: one a shard, or summed over the mesh now."""
+        if self.accumulate == LOCAL:
+            return per_shard(grads, self.axes, self.reducer)
+        return self._summed(grads, variables)
+
+
+def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
+    """The number of updates made so far, for schedules of the inner optimizer.
+
+    It can be had before the wrapper exists, and is the same counter, in any variable scope.
+
+    Args:
+      mesh: the mesh that is trained on.
+      name: name of the wrapper.
+
+    Returns:
+      An int32 mtf scalar.
+    """
+    return counter(mesh, f"{name}/update_step").value
+
+
+def _floating(dtype: Any) -> tf.DType:
+    try:
+        result = tf.as_dtype(dtype)
+    except TypeError:
+        result = None
+    if result is None or not result.is_floating:
+        raise ValueError(
+            f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
+        )
+    return result

@@ -1,0 +1,114 @@
+"""How many micro steps make an update: a number, or a schedule over update steps."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Union
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import StageOperation
+
+Passes = Union[int, Callable[[Any], Any]]
+
+
+def check_passes(passes: Any) -> None:
+    """Raises ValueError if passes is neither a whole number of at least 1 nor a function."""
+    if callable(passes) and not isinstance(passes, type):
+        return
+    if isinstance(passes, bool) or not isinstance(passes, (int, np.integer)) or passes < 1:
+        raise ValueError(
+            "backward_passes_per_step must be a whole number of 1 or more, or a function from "
+            f"the update step to one, got {passes!r}."
+        )
+
+
+class _Schedule(StageOperation):
+    """Evaluates a function of TensorFlow scalars on every processor."""
+
+    def __init__(self, step: mtf.Tensor, fn: Callable[[tf.Tensor], Any]):
+        self._fn = fn
+        super().__init__([step], [step.shape], "passes_schedule", [tf.int32])
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        value = lowering.tensors[self.inputs[0]]
+
+        def evaluate(step: tf.Tensor) -> tf.Tensor:
+            try:
+                passes = tf.convert_to_tensor(self._fn(step))
+            except Exception as error:
+                raise ValueError(
+                    f"backward_passes_per_step {self._fn!r} failed for the update step as an mtf "
+                    f"scalar and as a tf scalar: {error}"
+                ) from error
+            if not passes.dtype.is_integer or passes.shape.rank not in (0, None):
+                raise ValueError(
+                    f"backward_passes_per_step {self._fn!r} must return a whole number, got "
+                    f"{passes!r}."
+                )
+            return tf.reshape(tf.cast(passes, tf.int32), [])
+
+        self.set_outputs(lowering, [mesh_impl.slicewise(evaluate, value)])
+
+
+class _Probe:
+    """An update step that refuses to be decided on in Python."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("decided in Python")
+
+    __eq__ = __ne__ = __bool__ = __hash__ = __index__ = __int__ = _refuse
+
+
+def _check_constant(passes: Callable[[Any], Any], result: Any) -> None:
+    """Raises ValueError if a number came from comparing the tensor itself, not its value."""
+    try:
+        same = passes(_Probe()) == result
+    except Exception:
+        same = False
+    if not same:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} decides in Python, when the graph is built and "
+            "the update step is not known; write it in mtf or tf operations, such as "
+            "lambda step: tf.where(step < 100, 2, 8)."
+        )
+
+
+def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
+    """The number of micro steps of the update that comes after update_step updates.
+
+    Args:
+      passes: a number, or a function. A function is called with the update step as an mtf int32
+        scalar; if it is written in TensorFlow's operations and cannot take that, it gets tf
+        scalars instead. It returns an int, an mtf scalar or a tf scalar.
+      update_step: int32 mtf scalar.
+
+    Returns:
+      An int or an int32 mtf scalar.
+
+    Raises:
+      ValueError: the function returns something else, or an int below 1, or decides in Python.
+        What a schedule gives while it runs cannot raise: less than 1 counts as 1.
+    """
+    if not callable(passes):
+        return int(passes)
+    graph = update_step.graph
+    before = list(graph.operations)
+    try:
+        result = passes(update_step)
+    except (TypeError, ValueError, AttributeError):
+        result = None
+        graph.operations[:] = before
+    if isinstance(result, mtf.Tensor):
+        if result.shape.ndims or not result.dtype.is_integer:
+            raise ValueError(
+                f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
+            )
+        return mtf.cast(result, tf.int32)
+    if isinstance(result, (int, float, np.number)):
+        _check_constant(passes, result)
+        check_passes(result)
+        return int(result)
+    return _Schedule(update_step, passes).outputs[0]

@@ -1,0 +1,85 @@
+"""Which micro steps are left out of an accumulation."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import global_norm, not_finite
+
+SkipFn = Callable[[Sequence[mtf.Tensor]], mtf.Tensor]
+
+
+@gin.configurable(module="mtf_gradsync")
+def skip_not_finite(grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
+    """Says to skip a micro step when a gradient of any shard holds a NaN or an infinity.
+
+    Args:
+      grads: the gradients of the micro step, per shard or summed.
+
+    Returns:
+      A boolean mtf scalar, the same on all processors.
+
+    References:
+      optax.skip_not_finite
+    """
+    return mtf.greater(not_finite(grads), 0.0)
+
+
+skip_not_finite.leaves_out_not_finite = True
+
+
+@gin.configurable(module="mtf_gradsync")
+class skip_large_updates:
+    """Says to skip a micro step whose gradients are larger than a norm, or not finite.
+
+    With gradients per shard (local accumulation) the norm is the root of the sum over shards of
+    the squares of their gradients: only a scalar crosses the mesh. It is not the norm of the
+    summed gradient, which is at most sqrt(num_shards) times as large, and smaller where shards
+    cancel: choose max_norm for the place where gradients accumulate.
+
+    References:
+      optax.skip_large_updates
+    """
+
+    leaves_out_not_finite = True
+
+    def __init__(self, max_norm: float):
+        """Sets the norm.
+
+        Args:
+          max_norm: largest norm that is not skipped, greater than 0.
+
+        Raises:
+          ValueError: max_norm is not greater than 0.
+        """
+        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+        if not number or not max_norm > 0:
+            raise ValueError(f"max_norm must be greater than 0, got {max_norm!r}.")
+        self.max_norm = max_norm
+
+    def __call__(self, grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        """See `skip_not_finite`."""
+        # Not "greater": a norm that is NaN is to be skipped too.
+        return mtf.logical_not(mtf.less_equal(global_norm(grads), self.max_norm))
+
+
+def check_skip_fn(fn: Any) -> None:
+    """Raises TypeError if fn is neither None nor a function."""
+    if fn is not None and (not callable(fn) or isinstance(fn, type)):
+        raise TypeError(
+            "should_skip_update_fn must be None or a function from a list of gradients to a "
+            "boolean mtf scalar, such as mtf_gradsync.skip_not_finite or "
+            f"mtf_gradsync.skip_large_updates(100.0), got {fn!r}."
+        )
+
+
+def check_skip(skip: Any, fn: Any) -> mtf.Tensor:
+    """Returns what fn said, or raises ValueError if it is no boolean scalar."""
+    if not isinstance(skip, mtf.Tensor) or skip.dtype != tf.bool or skip.shape.ndims:
+        raise ValueError(
+            f"should_skip_update_fn {fn!r} must return a boolean mtf scalar, got {skip!r}."
+        )
+    return skip

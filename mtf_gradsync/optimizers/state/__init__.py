@@ -1,0 +1,1 @@
+"""State that wrappers keep from step to step: names, slots, accumulators, resharding, schedules."""

@@ -1,0 +1,134 @@
+"""Schedules that count updates, in loops whose global step counts micro steps."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence, Union
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.variables import counter
+
+Schedule = Callable[..., Any]
+Factor = Union[float, Schedule]
+
+
+@gin.configurable(module="mtf_gradsync")
+def per_update(
+    schedule: Factor | Sequence[Factor] = gin.REQUIRED,
+    backward_passes_per_step: int = gin.REQUIRED,
+) -> Schedule:
+    """Turns a learning-rate schedule into one that counts updates instead of micro steps.
+
+    Under `GradientAccumulationOptimizer` with a constant K and nothing skipped, update
+    `step // K` is the one that micro step `step` belongs to. Where K changes or micro steps are
+    left out, base the schedule on `update_step` instead.
+
+    In gin, with parentheses:
+
+        train.run.learning_rate_schedule = @per_update()
+        per_update.schedule = [0.02, @learning_rate_schedules.linear_warmup]
+        per_update.backward_passes_per_step = 4
+
+    Args:
+      schedule: a function of `step` and `total_train_steps` as in
+        `mesh_tensorflow.transformer.learning_rate_schedules`, a number, or a list of both to be
+        multiplied. Its own lengths (warm-up steps and the like) count updates.
+      backward_passes_per_step: K, micro steps for each update.
+
+    Returns:
+      A function of `step` and `total_train_steps`, which both count micro steps.
+
+    Raises:
+      TypeError: schedule is neither a function, a number nor a list of them.
+      ValueError: backward_passes_per_step is not a whole number of 1 or more.
+    """
+    passes = _check_passes(backward_passes_per_step)
+    factors = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
+    for factor in factors:
+        if not (callable(factor) or _is_number(factor)):
+            raise TypeError(
+                "schedule must be a function of step and total_train_steps, a number, or a list "
+                f"of both, got {schedule!r}."
+            )
+
+    def learning_rate(step: Any, total_train_steps: Any = None) -> Any:
+        update_step = step // passes
+        updates = None if total_train_steps is None else total_train_steps // passes
+        rate = 1.0
+        for factor in factors:
+            if callable(factor):
+                factor = factor(update_step, updates)
+            rate = rate * factor
+        return rate
+
+    return learning_rate
+
+
+@gin.configurable(module="mtf_gradsync")
+def adafactor_decay_rate_per_update(
+    backward_passes_per_step: int = gin.REQUIRED, exponent: float = 0.8, offset: int = 0
+) -> tf.Tensor:
+    """Adafactor's decay rate, growing with updates instead of micro steps.
+
+    Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step: with K micro
+    steps for each update the second moments would remember K times as many updates as intended.
+
+    In gin, with parentheses:
+
+        AdafactorOptimizer.decay_rate = @adafactor_decay_rate_per_update()
+        adafactor_decay_rate_per_update.backward_passes_per_step = 4
+
+    Args:
+      backward_passes_per_step: K, micro steps for each update.
+      exponent: how fast the memory grows: as (number of updates)^exponent.
+      offset: updates to leave out of the count, the first one's number when fine-tuning.
+
+    Returns:
+      A float32 tf scalar, 1 - (t + 1)^-exponent for t updates made.
+
+    Raises:
+      ValueError: backward_passes_per_step is not a whole number of 1 or more.
+
+    References:
+      Shazeer and Stern, "Adafactor", 2018, section 7.2
+    """
+    passes = _check_passes(backward_passes_per_step)
+    update_step = tf.train.get_or_create_global_step() // passes - offset
+    return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
+
+
+def update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
+    """The number of updates that a `GradientAccumulationOptimizer` has made.
+
+    To be asked for before the optimizer exists, so that its learning rate or decay rate can follow
+    it, whatever the number of micro steps and whichever are left out:
+
+        rate = 0.1 * mtf.rsqrt(mtf.cast(gs.update_step(mesh), tf.float32) + 1.0)
+        opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(rate), ...)
+
+    With `backward_passes_per_step=1` and nothing to skip the optimizer counts nothing: then the
+    global step counts updates.
+
+    Args:
+      mesh: the mesh of the variables.
+      name: the optimizer's `name`. Call this in the variable scope that `apply_grads` is called in.
+
+    Returns:
+      An int32 mtf scalar: the value of the variable "<name>/update_step", as it is when a step
+      begins.
+    """
+    return counter(mesh, f"{name}/update_step").value
+
+
+def _check_passes(passes: Any) -> int:
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(
+            "backward_passes_per_step must be a whole number of 1 or more, got "
+            f"{passes!r}. Where it changes, base the schedule on update_step."
+        )
+    return passes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,56 @@
+"""Which variables an optimizer made for which variable."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from mtf_gradsync._private.libraries import mtf
+
+
+class SlotBook:
+    """Keeps the slots of an optimizer that does not tell them itself, as Mesh-TF's do not.
+
+    A slot is a variable named after the one that it belongs to: "w/adam_m" and "w_slot_v" are the
+    slots "adam_m" and "slot_v" of "w".
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, str], mtf.Variable] = {}
+        self._variables: list[mtf.Variable] = []
+
+    def record(
+        self, made: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
+    ) -> None:
+        """Adds the variables that an update of `variables` made in a variable scope."""
+        owners = {v.name for v in variables}
+        for variable in made:
+            if variable in self._variables:
+                continue
+            self._variables.append(variable)
+            name = variable.name
+            if scope and name.startswith(scope + "/"):
+                name = name[len(scope) + 1 :]
+            owner = _owner(name, owners)
+            if owner is not None:
+                slot = name[len(owner) :].lstrip("/_")
+                self._slots[(owner, slot)] = variable
+
+    def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:
+        """The slot of a variable, or None."""
+        return self._slots.get((variable.name, name))
+
+    def names(self) -> list[str]:
+        """Names of all slots, sorted."""
+        return sorted({name for _, name in self._slots})
+
+    def variables(self) -> list[mtf.Variable]:
+        """Every variable that was made, slot or not, in the order of creation."""
+        return list(self._variables)
+
+
+def _owner(name: str, owners: set[str]) -> str | None:
+    """The longest of the names that `name` extends by a "/" or "_"."""
+    for end in range(len(name) - 1, 0, -1):
+        if name[end] in "/_" and name[:end] in owners:
+            return name[:end]
+    return None

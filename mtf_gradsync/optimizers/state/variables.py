@@ -1,0 +1,190 @@
+"""Variables in which wrappers keep their state. Their names are a checkpoint format."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Iterator, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf, tf
+
+ACCUMULATOR = "gradient_accumulator"
+# tf.Graph collection of `PerShard`, so that a checkpoint can be read on another number of shards.
+PER_SHARD_COLLECTION = "mtf_gradsync/per_shard_state"
+
+
+class PerShard(NamedTuple):
+    """A variable whose first dims number the shards, and what it holds on other shards.
+
+    Attributes:
+      name: its name.
+      num_shard_dims: how many dims number the shards; 0 for a sum that is whole.
+      is_share: whether each shard's value is 1/num_shards of what it stands for, as the gradient
+        of a mean over all shards is.
+      fill: what every shard gets, a number or the name of a scalar variable; None for sums, which
+        keep their total.
+    """
+
+    name: str
+    num_shard_dims: int
+    is_share: bool = False
+    fill: int | str | None = None
+
+
+class UncheckpointedVariable(mtf.Variable):
+    """A mesh variable without a master: zeros at the start of every session, in no checkpoint.
+
+    Mesh-TF keeps a master copy of each variable on the host; a local accumulator's is as large as
+    all shards' slices together. On a mesh of one processor the master is the only copy, and is
+    kept as a local variable.
+    """
+
+    def __init__(self, mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType):
+        # Mesh-TF 0.1.21 makes the master in its constructor; a scalar stands in for it.
+        self._whole_shape = shape.to_integer_list
+        self._alone = False
+        super().__init__(
+            mesh,
+            name,
+            mtf.Shape([]),
+            unstacked(dtype),
+            tf.zeros_initializer(),
+            False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        )
+        self._outputs = [mtf.Tensor(self, shape, dtype)]
+        self._stand_in = self._master
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        self._alone = lowering.mesh_impl(self).size == 1
+        if self._alone and self._whole_shape:
+            with tf.device(self._stand_in.device), tf.control_dependencies(None):
+                self._master = tf.get_variable(
+                    self.name + "_whole",
+                    self._whole_shape,
+                    self.master_dtype,
+                    tf.zeros_initializer(),
+                    trainable=False,
+                    collections=[tf.GraphKeys.LOCAL_VARIABLES],
+                )
+        super().lower(lowering)
+
+    def get_master(self) -> Any:
+        """Zeros, made when slices are filled; the variable itself on one processor."""
+        if self._alone:
+            return self._master
+        with tf.device(self._stand_in.device):
+            return tf.zeros(self._whole_shape, self.master_dtype)
+
+    def assign_to_master(self, val: tf.Tensor) -> tf.Operation:
+        """Does nothing: the slices are the only copy."""
+        del val
+        return tf.no_op()
+
+
+def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
+    """A dtype that Mesh-TF's autostack takes for different from every other.
+
+    Stacked variables need masters; autostack (0.1.21) compares the attributes of dtypes.
+
+    Args:
+      dtype: of master and slices.
+      activation_dtype: of the value; None takes dtype.
+    """
+    result = mtf.VariableDType(dtype, dtype, activation_dtype or dtype)
+    result.unstacked = id(result)
+    return result
+
+
+_owners: Any = weakref.WeakKeyDictionary()
+
+
+def claim_name(graph: mtf.Graph, name: str, owner: Any) -> None:
+    """Reserves the names of a wrapper's counters in a graph.
+
+    Args:
+      graph: the mtf graph.
+      name: name of the wrapper.
+      owner: the wrapper.
+
+    Raises:
+      ValueError: another wrapper of that name has its counters there already.
+    """
+    owners = _owners.setdefault(graph, {})
+    other = owners.get(name)
+    if other is not None and other() is not None and other() is not owner:
+        raise ValueError(
+            f"Two {type(owner).__name__}s named {name!r} in one graph would share their counters; "
+            "give each a name= of its own."
+        )
+    owners[name] = weakref.ref(owner)
+
+
+@contextlib.contextmanager
+def root_scope() -> Iterator[None]:
+    """Within it, names of variables are whole names: the current variable scope does not count."""
+    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
+    with tf.variable_scope(root, auxiliary_name_scope=False):
+        yield
+
+
+def counter(
+    mesh: mtf.Mesh, name: str, checkpointed: bool = True, stacked: bool = True
+) -> mtf.Variable:
+    """An integer scalar that starts at 0.
+
+    Args:
+      mesh: the mesh.
+      name: its whole name: the current variable scope does not count, so that a schedule made in
+        a scope of its own finds the same counter.
+      checkpointed: whether savers of global variables write it.
+      stacked: as for `state_variable`.
+
+    Returns:
+      An `mtf.Variable` of dtype int32.
+    """
+    with root_scope():
+        return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed, stacked)
+
+
+def state_variable(
+    mesh: mtf.Mesh,
+    name: str,
+    shape: mtf.Shape,
+    dtype: tf.DType,
+    checkpointed: bool = True,
+    stacked: bool = True,
+) -> mtf.Variable:
+    """A variable that is zero at the start of training and does not train.
+
+    Args:
+      mesh: the mesh.
+      name: name in the current variable scope.
+      shape: its shape.
+      dtype: its dtype, of master, slices and activations.
+      checkpointed: whether savers of global variables write it. If not, it is zero again in
+        every new session and has no master copy on the host.
+      stacked: whether Mesh-TF's autostack may put it into one variable with others.
+
+    Returns:
+      An `mtf.Variable`.
+    """
+    if checkpointed:
+        kind = dtype if stacked else unstacked(dtype)
+        return mtf.get_variable(
+            mesh, name, shape, kind, initializer=tf.zeros_initializer(), trainable=False
+        ).operation
+    return UncheckpointedVariable(mesh, name, shape, dtype)
+
+
+def note_per_shard(
+    variable: mtf.Variable,
+    num_shard_dims: int,
+    is_share: bool = False,
+    fill: int | str | None = None,
+) -> None:
+    """Records that the first dims of a variable number the shards; see `PerShard`."""
+    tf.add_to_collection(
+        PER_SHARD_COLLECTION, PerShard(variable.name, num_shard_dims, is_share, fill)
+    )

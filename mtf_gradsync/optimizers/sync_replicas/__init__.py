@@ -1,0 +1,5 @@
+"""An update when enough shards have contributed a fresh gradient."""
+
+from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
+
+__all__ = ["SyncReplicasOptimizer"]

@@ -1,0 +1,402 @@
+"""SyncReplicasOptimizer: an update when enough shards have contributed a fresh gradient."""
+
+from __future__ import annotations
+
+import numbers
+import weakref
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import per_shard, shards_not_finite
+from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.state.accumulators import Accumulators, Direct
+from mtf_gradsync.optimizers.state.leave_out import LeaveOut
+from mtf_gradsync.optimizers.state.variables import claim_name
+from mtf_gradsync.optimizers.sync_replicas.averages import (
+    MovingAverages,
+    check_decay,
+    moving_average,
+)
+from mtf_gradsync.optimizers.sync_replicas.contributes import check_contributes, mask_on_mesh
+from mtf_gradsync.optimizers.sync_replicas.hooks import NothingToQueue, SyncReplicasHook
+from mtf_gradsync.optimizers.sync_replicas.replica_state import (
+    Limit,
+    ReplicaState,
+    ReplicaSummaries,
+    after_step,
+    make_state,
+)
+from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import after, is_ungated, settle, warn_once
+
+
+@gin.configurable(module="mtf_gradsync")
+class SyncReplicasOptimizer(Wrapper):
+    """Averages gradients of fresh replicas and applies them once enough have come.
+
+    The replicas are the shards of the mesh, in lock step. A replica contributes unless its
+    gradient is stale (its local step is less than the update step), holds a NaN or an infinity,
+    or the caller's mask leaves it out. When `replicas_to_aggregate` contributions have come, over
+    one step or several, their average is applied once and every replica's local step becomes the
+    new update step. Until then variables and slots stand still.
+
+    The loss is the mean over the replicas' losses, a number or, with the shard dims, one for each
+    replica; `compute_gradients` makes the mean then. What a replica adds to the gradient of the
+    mean, pending or per shard, is 1/num_shards of its contribution: when all contribute, the
+    update is that of the whole batch.
+
+    State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
+    `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
+
+    Attributes:
+      leaves_out_not_finite: True: a loss that is not finite need not end training.
+      skips_updates: True: some steps bring no update.
+
+    References:
+      https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
+    """
+
+    leaves_out_not_finite = True
+    skips_updates = True
+
+    def __init__(
+        self,
+        opt: Any,
+        replicas_to_aggregate: int = gin.REQUIRED,
+        total_num_replicas: int | None = None,
+        variable_averages: Any = None,
+        variables_to_average: Sequence[mtf.Variable] | None = None,
+        use_locking: bool = False,
+        name: str = "sync_replicas",
+        contributes: Any = None,
+        max_steps_without_update: int | None = None,
+        learning_rate: Any = _NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          replicas_to_aggregate: contributions that an update takes, 1 or more. Fewer than there
+            are replicas leave room for ones that sit out; more make several steps an update.
+          total_num_replicas: number of shards; None takes the mesh's.
+          variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
+          variables_to_average: what is averaged; only with variable_averages.
+          use_locking: updates of a mesh never overlap; has no effect.
+          name: name of the wrapper, prefix of its state.
+          contributes: which replicas may contribute in this step: a boolean mtf tensor of shape
+            `[shard dims...]`, a tf tensor of shape `[num_shards]`, or None for all.
+          max_steps_without_update: largest number of steps in a row without an update; one more
+            raises an error that lists the replicas that did not contribute. On SIMD meshes it
+            takes the hook of `make_session_run_hook`.
+          learning_rate: only with a class or factory as opt.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+        Raises:
+          ValueError: an argument is out of range, or the mesh is not given.
+          TypeError: an argument has the wrong type, or opt is a Keras or TensorFlow optimizer.
+        """
+        _check_whole("replicas_to_aggregate", replicas_to_aggregate)
+        if max_steps_without_update is not None:
+            _check_whole("max_steps_without_update", max_steps_without_update)
+        decay = check_decay(variable_averages)
+        if (decay is None) != (variables_to_average is None):
+            raise ValueError(
+                "variable_averages and variables_to_average go together, got "
+                f"{variable_averages!r} and {variables_to_average!r}."
+            )
+        averaged = checks.check_variables(variables_to_average or ())
+        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        if self.axes is None:
+            raise ValueError(
+                "SyncReplicasOptimizer has to know the replicas when the graph is built: give "
+                "mesh_shape and layout (or axes)."
+            )
+        if total_num_replicas not in (None, self.axes.num_shards):
+            raise ValueError(
+                f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
+                f"for {self.axes!r}, got {total_num_replicas!r}."
+            )
+        check_contributes(contributes, self.axes)
+        del use_locking
+        self._to_aggregate = int(replicas_to_aggregate)
+        self._decay, self._averaged = decay, averaged
+        self._contributes = contributes
+        self._max_steps = max_steps_without_update
+        self._state_of: Any = weakref.WeakKeyDictionary()
+        self._state: ReplicaState | None = None
+        self._made: mtf.Tensor | None = None
+        self._limit: Limit | None = None
+        self._progress: dict[str, mtf.Tensor] = {}
+
+    @property
+    def state(self) -> ReplicaState | None:
+        """The replicas' mesh variables; None before gradients were applied."""
+        return self._state
+
+    def apply_gradients(
+        self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
+    ) -> list[mtf.Operation]:
+        """Takes this step's contributions, and applies their average if enough have come.
+
+        Args:
+          grads_and_vars: pairs as `compute_gradients` returns them.
+          global_step: an mtf or tf variable to add one to after an update is applied, and only
+            then. Required, as TensorFlow's optimizer has it; `apply_grads` goes without.
+          name: name of the operation that advances global_step; None takes the wrapper's name.
+
+        Returns:
+          A flat list of mtf operations.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: there is no variable or no global step, or a gradient does not fit.
+        """
+        if hasattr(grads_and_vars, "__len__") and not len(grads_and_vars):
+            raise ValueError("Must supply at least one variable: grads_and_vars is empty.")
+        if global_step is None:
+            raise ValueError(
+                "A global step is required to tell stale gradients: give apply_gradients "
+                "global_step, a scalar mtf or tf variable that counts updates, or use apply_grads."
+            )
+        pairs = checks.check_pairs(grads_and_vars)
+        if all(grad is None for grad, _ in pairs):
+            checks.check_step(global_step)
+            return []
+        return super().apply_gradients(pairs, global_step, name)
+
+    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
+        """Makes a hook for the session.
+
+        When the session is there, it checks that the variables are initialized. On SIMD meshes it
+        reads after each run whether more than max_steps_without_update steps went by without an
+        update, and raises RuntimeError then.
+
+        Args:
+          is_chief: whether num_tokens is checked.
+          num_tokens: as for `get_init_tokens_op`.
+
+        Returns:
+          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
+          before, or tokens are too few.
+        """
+        return SyncReplicasHook(self, is_chief, num_tokens)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> tf.Operation:
+        """An operation that does nothing: replicas in lock step need no tokens to begin.
+
+        A token lets a replica of TensorFlow's optimizer begin its next step. On a mesh all
+        replicas take every step together, and get their token, the new local step, with the
+        update.
+
+        Args:
+          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. Checked as TensorFlow's
+            optimizer does.
+
+        Returns:
+          A tf operation.
+
+        Raises:
+          ValueError: gradients were not applied before, or num_tokens is less than
+            replicas_to_aggregate - total_num_replicas.
+        """
+        self._check_applied("get_init_tokens_op")
+        needed = self._to_aggregate - self.axes.num_shards
+        if not _is_whole(num_tokens) or num_tokens < -1:
+            raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
+        if num_tokens != -1 and num_tokens < needed:
+            raise ValueError(
+                f"Too few tokens to finish the first step: num_tokens={num_tokens}, and "
+                f"replicas_to_aggregate - total_num_replicas is {needed}."
+            )
+        return tf.no_op(name="init_tokens")
+
+    def get_chief_queue_runner(self) -> tf.train.QueueRunner:
+        """A queue runner without threads: the update is part of the training step.
+
+        Raises:
+          ValueError: gradients were not applied before.
+        """
+        self._check_applied("get_chief_queue_runner")
+        return NothingToQueue()
+
+    @property
+    def limit(self) -> Limit | None:
+        """The check of max_steps_without_update; None without any, or before gradients came."""
+        return self._limit
+
+    def _check_applied(self, method: str) -> None:
+        if self._state is None:
+            raise ValueError(
+                f"{method} has to be called after apply_gradients (or apply_grads) of "
+                f"{type(self).__name__}."
+            )
+
+    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
+        dims = self._shard_dims(loss.shape)
+        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
+
+    def _step_made(self) -> mtf.Tensor | None:
+        return self._made
+
+    def average(self, var: mtf.Variable) -> mtf.Variable | None:
+        """The moving average of a variable, or None if it is not averaged."""
+        (variable,) = checks.check_variables([var])
+        return moving_average(variable) if variable in self._averaged else None
+
+    def progress_fields(self) -> dict[str, mtf.Tensor]:
+        """Update step, and contributions made and dropped of each replica.
+
+        They count the step that they are fetched with.
+        """
+        return dict(self._progress)
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that the stack made: the inner optimizer's, then the wrapper's."""
+        return super().variables() + list(self._state or ())
+
+    def _check_inner_stack(self) -> None:
+        for inner in self.inner_stack():
+            if getattr(inner, "skips_updates", False):
+                raise ValueError(
+                    f"{type(inner).__name__} cannot stand inside SyncReplicasOptimizer, which "
+                    "decides itself when there is an update. For K passes an update, give "
+                    "replicas_to_aggregate=K * num_shards."
+                )
+        super()._check_inner_stack()
+
+    def _check_shapes(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        super()._check_shapes(grads, variables)
+        for grad, variable in zip(grads, variables):
+            if grad is not None and self._has_own_copy(variable):
+                raise ValueError(
+                    f"Variable {variable.name!r} of shape {variable.shape.to_string} has the "
+                    "shard dims, a copy for each replica: SyncReplicasOptimizer averages the "
+                    "gradients of variables that replicas share."
+                )
+        if not variables:
+            return
+        mesh = variables[0].mesh
+        if isinstance(self._contributes, mtf.Tensor) and self._contributes.mesh is not mesh:
+            raise ValueError(f"contributes={self._contributes!r} is on another mesh.")
+        elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
+        if elsewhere:
+            raise ValueError(
+                f"variables_to_average {elsewhere} are on another mesh, or in another graph, than "
+                "the variables that gradients are applied to; make an optimizer for each graph."
+            )
+
+    def _local_steps(self) -> mtf.Tensor:
+        """The step that each replica's gradient is for, whole on every processor."""
+        return self._state.local_step.value
+
+    def _to_inner(
+        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        graph, mesh = variables[0].graph, variables[0].mesh
+        if is_ungated(graph):
+            raise ValueError(
+                "SyncReplicasOptimizer cannot stand inside an optimizer that skips updates: it "
+                "counts contributions by itself. In place of K passes around it, give it "
+                "replicas_to_aggregate=K * num_shards."
+            )
+        if graph not in self._state_of:
+            claim_name(graph, self.name, self)
+            self._state_of[graph] = make_state(mesh, self.name, self.axes.shard_dims)
+        self._state = before = self._state_of[graph]
+
+        def warn_of_summed(indices: list[int]) -> None:
+            warn_once(
+                "gradients summed before",
+                "SyncReplicasOptimizer: the gradients of %s were summed over the replicas before "
+                "the optimizer sees them (the model casts, negates or scales these variables, or "
+                "the gradient is made without the batch). A replica that is left out is in them "
+                "all the same, and its NaN drops all replicas.",
+                [variables[index].name for index in indices],
+            )
+
+        shards = per_shard(grads, self.axes, self.reducer, warn_of_summed)
+        steps = self._local_steps()
+        fresh = self._fresh(shards, steps)
+        left_out = mtf.logical_not(fresh)
+        # Where one step can be enough, accumulators are for the steps that are not.
+        one_step = self._to_aggregate <= self.axes.num_shards
+        if not one_step:
+            shards = LeaveOut.apply(shards, left_out)
+        accumulators = Accumulators(shards, variables, self._slots, is_share=True)
+        # The only thing but gradients that crosses the replica axes.
+        came = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        count = before.count.value + mtf.reduce_sum(came)
+        due = mtf.greater_equal(count, self._to_aggregate)
+        all_came = mtf.equal(mtf.reduce_min(came) - before.count.value, 1)
+        direct = Direct(all_came, left_out) if one_step else None
+
+        def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
+            # The terms are 1/num_shards of what replicas contribute.
+            divisor = mtf.cast(count, tf.float32) / self.axes.num_shards
+            mean = self._totals(sums, accumulators.dtypes, variables, divisor)
+            operations = self._apply_inner(mean, variables)
+            return [*operations, *([self._move_averages(operations)] if self._averaged else [])]
+
+        gate, updates = accumulators.when_due(due, update, direct)
+        self._made = mtf.cast(due, tf.int32)
+        now = after_step(before, steps, came, count, self._made)
+        self._limit = Limit(before, now, self._max_steps) if self._max_steps else None
+        writes = [mtf.assign(v, x) for v, x in zip(before, now)]
+        settle(gate)
+
+        def wait(lowering: mtf.Lowering) -> list[tf.Operation]:
+            return [gate.barrier(lowering), *([self._limit.done(lowering)] if self._limit else [])]
+
+        after(writes, wait)
+        self._report(now)
+        return [*updates, *writes]
+
+    def _move_averages(self, updates: list[mtf.Operation]) -> mtf.Operation:
+        averages = [moving_average(variable) for variable in self._averaged]
+        self._slots.record(averages, self._averaged)
+        return MovingAverages(self._decay, self._averaged, averages, updates)
+
+    def _fresh(self, shards: Sequence[mtf.Tensor | None], steps: mtf.Tensor) -> mtf.Tensor:
+        """Which replicas contribute in this step, boolean `[shard dims...]`."""
+        present = [g for g in shards if g is not None]
+        bad = shards_not_finite(present, self.axes, self.reducer)
+        behind = mtf.broadcast(self._state.update_step.value, steps.shape) - steps
+        # Each processor takes its own of what all of them have: nothing crosses the mesh.
+        behind = mtf.reshape(behind, bad.shape)
+        fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
+        if self._contributes is None:
+            return fresh
+        return mtf.logical_and(fresh, mask_on_mesh(self._contributes, bad.mesh, bad.shape))
+
+    def _report(self, now: ReplicaState) -> None:
+        self._progress = {
+            "update step": now.update_step,
+            "made": now.made,
+            "dropped": now.dropped,
+        }
+        mtf.scalar_summary(f"summary/{self.name}/update_step", now.update_step)
+        ReplicaSummaries(f"summary/{self.name}/made", now.made)
+        ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not _is_whole(value) or value < 1:
+        raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}.")

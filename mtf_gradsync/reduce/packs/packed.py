@@ -1,0 +1,149 @@
+"""The way that all strategies share: plan, pack, sum each pack, unpack."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import Any, Callable, Iterator, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.mesh.shared_copies import slicewise
+from mtf_gradsync.reduce.checks import check_values
+from mtf_gradsync.reduce.packs import packing
+from mtf_gradsync.reduce.packs.planning import Packs, Piece, Planner, whole
+from mtf_gradsync.reduce.sums.one_level import SumFn
+
+# Devices of one memory that read one sum can unpack it each, or one for all, which sends them the
+# tensors one by one. Measured on CPU devices: a message costs as much as copying so many bytes.
+MESSAGE_BYTES = 32 * 1024
+
+
+def alone(sizes: Sequence[int], itemsize: int) -> Packs:
+    """A `Planner` that packs nothing."""
+    del itemsize
+    return whole([[i] for i in range(len(sizes))], sizes)
+
+
+def packed_all_reduce(
+    mesh_impl: Any,
+    values: Sequence[Any],
+    groups: ProcessorGroups,
+    sum_fn: SumFn,
+    planner: Planner = alone,
+    turns: Iterator[int] | None = None,
+) -> list[Any]:
+    """Sums values over groups, in packs of one dtype each.
+
+    Args:
+      mesh_impl: the mesh.
+      values: `LaidOutTensor`s.
+      groups: the processors that sum with each other.
+      sum_fn: sums one pack.
+      planner: which parts of which tensors make a pack.
+      turns: counts the packs up; None begins at 0.
+
+    Returns:
+      `LaidOutTensor`s of the same shapes and dtypes, in the same order. Tensors without elements
+      and groups of one processor come back as they are.
+
+    Raises:
+      ValueError: a value is no dense tensor of numbers of known shape.
+    """
+    values = list(values)
+    check_values(values)
+    if groups.group_size == 1:
+        return values
+    turns = itertools.count() if turns is None else turns
+    results = list(values)
+    by_dtype: dict[tf.DType, list[int]] = collections.OrderedDict()
+    for index, value in enumerate(values):
+        # The sum of nothing is nothing, and collectives refuse empty tensors.
+        if mtf.list_product(value.slice_shape) > 0:
+            by_dtype.setdefault(value.tensor_list[0].dtype.base_dtype, []).append(index)
+    for dtype, indices in by_dtype.items():
+        # Neighbours of one shape are packed without being made flat.
+        indices.sort(key=lambda i: tuple(values[i].slice_shape))
+        packs = planner([mtf.list_product(values[i].slice_shape) for i in indices], dtype.size)
+        summed = _sum_packs(mesh_impl, [values[i] for i in indices], packs, groups, sum_fn, turns)
+        for index, value in zip(indices, summed):
+            results[index] = value
+    return results
+
+
+def _sum_packs(
+    mesh_impl: Any,
+    values: Sequence[Any],
+    packs: Packs,
+    groups: ProcessorGroups,
+    sum_fn: SumFn,
+    turns: Iterator[int],
+) -> list[Any]:
+    """Sums values of one dtype in the packs of a plan."""
+    pieces: dict[int, list[Piece]] = collections.defaultdict(list)
+    for piece in itertools.chain.from_iterable(packs):
+        pieces[piece.tensor].append(piece)
+    parts: dict[Piece, Any] = {}
+    for index, value in enumerate(values):
+        parts.update(zip(pieces[index], _cut(mesh_impl, value, pieces[index])))
+    for pack in packs:
+        summed = _sum_pack(mesh_impl, [parts[p] for p in pack], groups, sum_fn, next(turns))
+        parts.update(zip(pack, summed))
+    return [
+        _join(mesh_impl, [parts[p] for p in pieces[index]], value.slice_shape)
+        for index, value in enumerate(values)
+    ]
+
+
+def _sum_pack(
+    mesh_impl: Any, members: Sequence[Any], groups: ProcessorGroups, sum_fn: SumFn, turn: int
+) -> Sequence[Any]:
+    if len(members) == 1:
+        return [sum_fn(members[0], groups, turn)]
+    shapes = [x.slice_shape for x in members]
+    packed = mesh_impl.slicewise(lambda *slices: packing.pack(slices), *members)
+    total = sum_fn(packed, groups, turn)
+    return _on_sums(mesh_impl, lambda x: packing.unpack(x, shapes), [total], len(members))
+
+
+def _cut(mesh_impl: Any, value: Any, pieces: Sequence[Piece]) -> Sequence[Any]:
+    if len(pieces) == 1:
+        return [value]
+    sizes = [piece.stop - piece.start for piece in pieces]
+    return mesh_impl.slicewise(lambda x: tuple(tf.split(tf.reshape(x, [-1]), sizes)), value)
+
+
+def _join(mesh_impl: Any, parts: Sequence[Any], shape: Sequence[int]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(*flat: tf.Tensor) -> tuple[tf.Tensor]:
+        return (tf.reshape(tf.concat(flat, 0), shape),)
+
+    return _on_sums(mesh_impl, join, parts, 1)[0]
+
+
+def _on_sums(
+    mesh_impl: Any,
+    fn: Callable[..., tuple[tf.Tensor, ...]],
+    sums: Sequence[Any],
+    num_results: int,
+) -> Sequence[Any]:
+    """Applies a function that copies sums, which processors may share, to each processor's.
+
+    Args:
+      mesh_impl: the mesh.
+      fn: from slices to a tuple of so many slices with the same elements.
+      sums: `LaidOutTensor`s.
+      num_results: how many.
+
+    Returns:
+      So many `LaidOutTensor`s.
+    """
+    itemsize = sums[0].tensor_list[0].dtype.size
+    num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)
+    if is_simd(mesh_impl) or num_bytes < MESSAGE_BYTES * num_results:
+        return mesh_impl.slicewise(fn, *sums)
+    results = slicewise(mesh_impl, fn, [x.tensor_list for x in sums])
+    return [mesh_impl.LaidOutTensor(list(slices)) for slices in zip(*results)]

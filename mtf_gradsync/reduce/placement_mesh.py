@@ -1,0 +1,231 @@
+"""A placement mesh whose collectives go by a strategy, those of activations included."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.devices import canonical_device
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.shared_copies import SharedVariable, slicewise
+from mtf_gradsync.mesh.topology import memories
+from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
+from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+
+_MeshTfPlacementMesh = mtf.placement_mesh_impl.PlacementMeshImpl
+_EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}
+
+
+@gin.configurable(module="mtf_gradsync")
+def placement_mesh_impl(
+    shape: Any,
+    layout: Any,
+    devices: Sequence[str],
+    reducer: Strategy | None = None,
+    share_copies: bool = True,
+) -> PlacementMeshImpl:
+    """Makes a placement mesh on which every sum crosses by a strategy.
+
+    Wherever a program says ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)``,
+    this says the same. Optimizer wrappers reduce gradients by the strategy that they were given;
+    this mesh is for all else that is reduced: activations split over the model's dimensions, the
+    loss, statistics that an optimizer sums.
+
+    Args:
+      shape: an input to `mtf.convert_to_shape`, for example "batch:4;model:2".
+      layout: an input to `mtf.convert_to_layout_rules`, for example "batch:batch;heads:model".
+      devices: a device string for each processor of the mesh.
+      reducer: how sums cross the mesh; None is `FusedAllReduce()`, which adds up on one device,
+        the devices taking turns.
+      share_copies: whether CPU devices of one process that hold the same slice of a variable, or
+        would compute the same from the same tensors, have it once and share it. A variable that
+        is split along one of two mesh axes is then updated once for each part of it, and not once
+        for each processor. False keeps a copy for each, as other kinds of devices do.
+
+    Returns:
+      The mesh implementation.
+
+    Raises:
+      ValueError: there are more or fewer devices than processors, or a string names none.
+      TypeError: devices is no list of strings, or reducer is no strategy.
+    """
+    return PlacementMeshImpl(shape, layout, devices, reducer, share_copies)
+
+
+class PlacementMeshImpl(_MeshTfPlacementMesh):
+    """Mesh-TF's placement mesh with collectives that use what processors have in common.
+
+    Mesh-TF passes tensors around rings, as is right for devices that each see two neighbours. CPU
+    devices of one process share its memory: there a result that is computed once is everywhere.
+
+    - Sums: by the strategy; bfloat16 and float16 are summed in float32 by those of this package.
+    - MAX, MIN and allconcat: once in each memory, on the group's devices there in turn. Groups
+      of devices that share nothing keep Mesh-TF's ring.
+    - alltoall: straight from each processor to each.
+    - Coordinates of processors are numbers when the graph is built.
+    - Copies: see `share_copies`.
+
+    All that is left is Mesh-TF's. See `placement_mesh_impl` for the arguments.
+    """
+
+    def __init__(
+        self,
+        shape: Any,
+        layout: Any,
+        devices: Sequence[str],
+        reducer: Strategy | None = None,
+        share_copies: bool = True,
+    ):
+        if not isinstance(devices, (list, tuple)) or not all(isinstance(d, str) for d in devices):
+            raise TypeError(f"devices must be a list of device strings, got {devices!r}.")
+        for device in filter(None, devices):
+            canonical_device(device, "A device of devices")
+        shape = mtf.convert_to_shape(shape)
+        if len(devices) != shape.size:
+            raise ValueError(
+                f"devices must name one device for each of the {shape.size} processors of the "
+                f"mesh {shape.to_string}, got {len(devices)}."
+            )
+        self.reducer: Strategy = FusedAllReduce() if reducer is None else check_strategy(reducer)
+        super().__init__(shape, layout, list(devices))
+        self._share_copies = share_copies
+        if share_copies:
+            self.LaidOutVariable = SharedVariable
+        self._turn = 0
+
+    def slicewise(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Calls a function on the slices of each processor.
+
+        Args:
+          fn: a function from tf tensors to a tf tensor or a tuple of tf tensors.
+          *inputs: LaidOutTensors, lazy sums, or what all processors are given.
+
+        Returns:
+          A LaidOutTensor, or a tuple of them.
+        """
+        if not self._share_copies:
+            return super().slicewise(fn, *inputs)
+        results = slicewise(
+            self,
+            fn,
+            [
+                x.tensor_list if isinstance(x, self.LaidOutTensor) else [x] * self.size
+                for x in mtf.convert_args_to_laid_out_tensors(inputs)
+            ],
+        )
+        if isinstance(results[0], tuple):
+            return tuple(self.LaidOutTensor(list(one)) for one in zip(*results))
+        return self.LaidOutTensor(results)
+
+    def allreduce(self, x: Any, mesh_axes: Sequence[int], reduction_fn_string: str) -> Any:
+        """Reduces over the processors that differ along mesh_axes only.
+
+        Args:
+          x: a LaidOutTensor, or a lazy sum.
+          mesh_axes: mesh dimensions by number.
+          reduction_fn_string: "SUM", "MAX" or "MIN".
+
+        Returns:
+          A LaidOutTensor with the slice shape of x.
+        """
+        if not mesh_axes:
+            return x
+        if reduction_fn_string == "SUM":
+            groups = ProcessorGroups.along(self, mesh_axes)
+            # Turned alike in all groups: processors that hold the same also add it up alike, so
+            # that copies of a tensor stay copies to the bit.
+            start = self.next_turn() % groups.group_size
+            turned = [group[start:] + group[:start] for group in groups.groups]
+            value = x.to_laid_out_tensor()
+            return self.reducer.all_reduce(
+                self, [value], ProcessorGroups(turned, groups.mesh_axes)
+            )[0]
+        if reduction_fn_string not in _EXTREMES:
+            return super().allreduce(x, mesh_axes, reduction_fn_string)
+        combine = functools.partial(functools.reduce, _EXTREMES[reduction_fn_string])
+        ring = functools.partial(
+            mtf.placement_mesh_impl.allreduce_ring, reduction_fn_string=reduction_fn_string
+        )
+
+        def extreme(xs: list[tf.Tensor], devices: list[str]) -> list[tf.Tensor]:
+            sharing = memories(devices)
+            if len(sharing) == len(devices):
+                return ring(xs, devices)
+            # What goes from one memory to another is one tensor, not one for each device.
+            partial = self._once_per_memory(
+                devices, lambda members: combine([xs[i] for i in members])
+            )
+            if len(sharing) == 1:
+                return partial
+            firsts = [partial[members[0]] for members in sharing]
+            return self._once_per_memory(devices, lambda members: combine(firsts))
+
+        return self._collective_with_groups(x, mesh_axes, extreme)
+
+    def allconcat(self, x: Any, mesh_axis: int, concat_axis: int) -> Any:
+        """Gives each processor of a group the slices of all, concatenated.
+
+        Args:
+          x: a LaidOutTensor, or a lazy sum.
+          mesh_axis: the mesh dimension that a group runs along.
+          concat_axis: the tensor axis.
+
+        Returns:
+          A LaidOutTensor.
+        """
+
+        def concat(xs: list[tf.Tensor], devices: list[str]) -> list[tf.Tensor]:
+            if len(memories(devices)) == len(devices):
+                return mtf.placement_mesh_impl.allconcat_ring(xs, devices, concat_axis)
+            return self._once_per_memory(devices, lambda members: tf.concat(xs, concat_axis))
+
+        return self._collective_with_groups(x, [mesh_axis], concat)
+
+    def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
+        """Splits each slice over its group, and concatenates what comes from the others.
+
+        Args:
+          x: a LaidOutTensor, or a lazy sum.
+          mesh_axis: the mesh dimension that a group runs along.
+          split_axis: the tensor axis that is split.
+          concat_axis: the tensor axis that is concatenated.
+
+        Returns:
+          A LaidOutTensor.
+        """
+        # The name is misspelled in Mesh-TF 0.1.21.
+        straight = functools.partial(
+            mtf.placement_mesh_impl.alltoall_pointtwise,
+            split_axis=split_axis,
+            concat_axis=concat_axis,
+        )
+        return self._collective_with_groups(x, [mesh_axis], straight)
+
+    def laid_out_pcoord(self, mesh_axis: int) -> Any:
+        """Each processor's coordinate along a mesh dimension, as a Python integer."""
+        coordinates = [
+            mtf.pnum_to_processor_coordinates(self.shape, pnum)[mesh_axis]
+            for pnum in range(self.size)
+        ]
+        return self.LaidOutTensor(coordinates)
+
+    def _once_per_memory(
+        self, devices: Sequence[str], compute: Callable[[list[int]], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Calls compute with the positions in `devices` that share a memory, for each memory."""
+        turn = self.next_turn()
+        result: list[Any] = [None] * len(devices)
+        for members in memories(devices):
+            with tf.device(devices[members[turn % len(members)]]):
+                value = compute(members)
+            for member in members:
+                result[member] = value
+        return result
+
+    def next_turn(self) -> int:
+        """Counts up: whose turn it is to do what one member of a group does for all."""
+        self._turn += 1
+        return self._turn - 1

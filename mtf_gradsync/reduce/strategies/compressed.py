@@ -1,0 +1,173 @@
+"""Narrower numbers on the wire."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce.checks import check_values
+from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
+from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+from mtf_gradsync.reduce.sums.overflow import say_where_sums_overflow
+
+_WIRE_DTYPES = ("bfloat16", "float16")
+# What float32 holds as normal numbers: with others all that is sent would be 0, infinite or NaN.
+_SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
+
+
+@gin.configurable(module="mtf_gradsync")
+class CompressedAllReduce(Strategy):
+    """Sends float32 and float64 as bfloat16 or float16, by any strategy.
+
+    Each processor multiplies its values by `prescale` and rounds them to the wire dtype; they are
+    summed in float32, the sum is rounded to the wire dtype, sent out, and restored to the dtype
+    that the values had, divided by `prescale`. Other dtypes are left as they are.
+
+    **Error.** With u the unit roundoff of the wire dtype (2**-8 for bfloat16, 2**-11 for
+    float16), v = 2**-24 that of float32, t the smallest number above 0 that the wire dtype has
+    (2**-24 for float16; 2**-126 for bfloat16, where subnormal numbers may become 0), n processors
+    in a group and L levels (1; 2 for the two levels of `HierarchicalAllReduce`), the sum of x_i
+    on a placement mesh is off by at most
+
+        ((1 + u)**(L + 1) * (1 + v)**(n + 1) - 1) * sum |x_i| + (L * n + 1) * t / prescale,
+
+    about (L + 1) * u * sum |x_i|: each value is rounded once on its way in, and each sum once on
+    its way out of a level. A SIMD mesh adds bfloat16 up as bfloat16: L + 1 becomes n + 1. float16
+    has three more bits than bfloat16 and a small range: below 2**-14 its steps are 2**-24 wide,
+    which the second term counts and a prescale > 1 cures, and beyond 65504 is infinity. bfloat16
+    has float32's range. What float32 itself does not hold is outside of the bound: numbers below
+    2**-126, before or after scaling, may become 0, and those beyond 3.4e38 infinite.
+
+    **Overflow.** Where float16 makes a sum infinite or NaN although every value that went in was
+    finite, the session prints that to the standard error, each time that it happens; the sum is
+    left as it is. Looking for it reads the sums once; the values are read only after a hit.
+
+    **Where it does nothing.** Mesh-TF sends bfloat16 over a SIMD mesh as float32 in groups of
+    more than 8 cores, and float16 always; its ring sends both as float32 here. Compression
+    would cost precision and save nothing there, so that values go as they are, and a warning
+    says so.
+    """
+
+    def __init__(
+        self,
+        reducer: Strategy | None = None,
+        wire_dtype: Any = "bfloat16",
+        prescale: float = 1.0,
+    ):
+        """Sets what is sent and how.
+
+        Args:
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          wire_dtype: "bfloat16", "float16", or the tf dtype; None compresses nothing.
+          prescale: values are multiplied by it before they are rounded, and sums are divided by
+            it. A power of two adds no rounding.
+
+        Raises:
+          TypeError: reducer is no strategy.
+          ValueError: wire_dtype is something else, or prescale is not a number from 2**-126 to
+            2**127.
+        """
+        self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+        self.compressed_dtype: tf.DType | None = _check_wire_dtype(wire_dtype)
+        number = isinstance(prescale, numbers.Real) and not isinstance(prescale, bool)
+        if not number or not _SMALLEST_PRESCALE <= prescale <= _LARGEST_PRESCALE:
+            raise ValueError(
+                "prescale must be a number from 2**-126 to 2**127, which float32 holds, got "
+                f"{prescale!r}."
+            )
+        self.prescale = float(prescale)
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
+        values = list(values)
+        check_values(values)
+        wide = [i for i, value in enumerate(values) if _is_wide(value)]
+        if groups.group_size == 1 or not wide or not self._narrows(mesh_impl, groups):
+            return self.reducer.all_reduce(mesh_impl, values, groups)
+        wire = self.compressed_dtype
+
+        def compress(x: tf.Tensor) -> tf.Tensor:
+            return tf.cast(x if self.prescale == 1 else x * self.prescale, wire)
+
+        narrow = list(values)
+        for index in wide:
+            narrow[index] = mesh_impl.slicewise(compress, values[index])
+        results = self.reducer.all_reduce(mesh_impl, narrow, groups)
+        sums = [results[i] for i in wide]
+        for index in wide:
+            dtype = values[index].tensor_list[0].dtype.base_dtype
+
+            def restore(x: tf.Tensor, dtype: tf.DType = dtype) -> tf.Tensor:
+                x = tf.cast(x, dtype)
+                return x if self.prescale == 1 else x / self.prescale
+
+            results[index] = mesh_impl.slicewise(restore, results[index])
+        if wire == tf.float16:
+            restored = say_where_sums_overflow(
+                mesh_impl, [values[i] for i in wide], sums, [results[i] for i in wide], groups
+            )
+            for index, value in zip(wide, restored):
+                results[index] = value
+        return results
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`; what the reducer cannot do is no better compressed."""
+        super().check(mesh_impl, groups)
+        # A reducer that is none of this package's may have no such method.
+        getattr(self.reducer, "check", super().check)(mesh_impl, groups)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`."""
+        inner = self._sent_as(mesh_impl, dtype, groups)
+        if self.compressed_dtype is None or dtype not in (tf.float32, tf.float64):
+            return inner
+        compressed = self._sent_as(mesh_impl, self.compressed_dtype, groups)
+        return compressed if compressed == self.compressed_dtype else inner
+
+    def _sent_as(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        # A reducer that is none of this package's has to be taken at its word.
+        wire_dtype = getattr(self.reducer, "wire_dtype", lambda mesh_impl, dtype, groups: dtype)
+        return wire_dtype(mesh_impl, dtype, groups)
+
+    def _narrows(self, mesh_impl: Any, groups: ProcessorGroups) -> bool:
+        wire = self.compressed_dtype
+        if wire is None:
+            return False
+        sent = self._sent_as(mesh_impl, wire, groups)
+        if sent != wire:
+            warn_once(
+                f"{wire.name} sent as {sent.name} by {type(self.reducer).__name__}",
+                "wire_dtype=%r has no effect: %s sends %s as %s on this mesh, in groups of %d. The "
+                "values are sent as they are.",
+                wire.name,
+                type(self.reducer).__name__,
+                wire.name,
+                sent.name,
+                groups.group_size,
+            )
+        return sent == wire
+
+
+def _is_wide(value: Any) -> bool:
+    dtype = value.tensor_list[0].dtype.base_dtype
+    return dtype in (tf.float32, tf.float64) and mtf.list_product(value.slice_shape) > 0
+
+
+def _check_wire_dtype(wire_dtype: Any) -> tf.DType | None:
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = tf.as_dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _WIRE_DTYPES:
+        raise ValueError(f"wire_dtype must be one of {_WIRE_DTYPES} or None, got {wire_dtype!r}.")
+    return dtype

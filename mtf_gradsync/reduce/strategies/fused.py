@@ -1,0 +1,70 @@
+"""The default strategy: small tensors cross the mesh together in buckets."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.reduce.checks import check_count
+from mtf_gradsync.reduce.packs.packed import packed_all_reduce
+from mtf_gradsync.reduce.packs.planning import Packs, plan_buckets, whole
+from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
+
+# Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
+# one process a sum moves no bytes but a packed one is copied twice, so only tensors that cost less
+# to copy than to launch are packed, and at least four of them.
+PLACEMENT_BUCKET_BYTES = 64 * 1024
+PLACEMENT_PACKED_BYTES = 16 * 1024
+# On TPU every collective pays a latency, while packing costs one copy in HBM; the bucket bounds
+# the extra memory.
+SIMD_BUCKET_BYTES = 32 * 1024 * 1024
+
+
+@gin.configurable(module="mtf_gradsync")
+class FusedAllReduce(Strategy):
+    """Packs tensors of one dtype into buckets and sums each bucket at once.
+
+    On a SIMD mesh each bucket is one CrossReplicaSum. On a placement mesh each bucket is added
+    up on one device, the devices taking turns.
+    """
+
+    def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
+        """Sets the size of buckets.
+
+        Args:
+          bucket_bytes: most bytes per processor that a bucket of several tensors holds; larger
+            tensors go alone, 0 packs nothing. None takes a default measured for the kind of
+            mesh.
+          packed_bytes: the largest tensor, in bytes per processor, that shares a bucket. None
+            takes whatever fits where bucket_bytes is given, and a measured default where not.
+
+        Raises:
+          ValueError: a number is negative or not whole.
+        """
+        what = "a number of bytes, or None for a default"
+        for argument, value in (("bucket_bytes", bucket_bytes), ("packed_bytes", packed_bytes)):
+            if value is not None:
+                check_count(argument, value, what)
+        self.bucket_bytes = bucket_bytes
+        self.packed_bytes = packed_bytes
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        self.check(mesh_impl, groups)
+        bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
+        if bucket_bytes is None:
+            bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
+            if packed_bytes is None and not is_simd(mesh_impl):
+                packed_bytes = PLACEMENT_PACKED_BYTES
+
+        def buckets(sizes: Sequence[int], itemsize: int) -> Packs:
+            num_bytes = [size * itemsize for size in sizes]
+            return whole(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
+
+        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl), buckets)

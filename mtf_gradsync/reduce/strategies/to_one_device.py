@@ -1,0 +1,98 @@
+"""Sums on one device of the mesh, from which the others read them."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.devices import canonical_device, place_of
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.reduce.packs.packed import packed_all_reduce
+from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.sums.algorithms import sum_on_one_device
+from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
+
+
+@gin.configurable(module="mtf_gradsync")
+class ReductionToOneDevice(Strategy):
+    """Adds each tensor up on one device, and lets all read the sum from there.
+
+    On a SIMD mesh no device stands out: each tensor is summed by the mesh's all-reduce instead,
+    and a warning says so.
+
+    References:
+      TensorFlow 1's `ReductionToOneDeviceCrossTowerOps`, whose arguments these are.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[Sequence[tf.Tensor]], tf.Tensor] = tf.add_n,
+    ):
+        """Sets where and how to add up.
+
+        Args:
+          reduce_to_device: one of the mesh's devices, such as "/device:GPU:0"; it adds up for
+            every group of processors. None lets the devices of a group take turns, tensor by
+            tensor.
+          accumulation_fn: adds up a list of tensors of one shape and dtype. Its sums must be
+            repeatable: tf.add_n is if its sum is what the function returns. bfloat16 and float16
+            come to it as float32.
+
+        Raises:
+          ValueError: reduce_to_device is no device string.
+          TypeError: accumulation_fn cannot be called.
+        """
+        if reduce_to_device is not None:
+            canonical_device(reduce_to_device, "reduce_to_device")
+        if not callable(accumulation_fn):
+            raise TypeError(
+                f"accumulation_fn must be a function of a list of tensors, such as tf.add_n, got "
+                f"{accumulation_fn!r}."
+            )
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`.
+
+        Raises:
+          ValueError: reduce_to_device is not on the mesh.
+        """
+        self.check(mesh_impl, groups)
+        if is_simd(mesh_impl):
+            warn_once(
+                "one device on SIMD",
+                "ReductionToOneDevice: a SIMD mesh runs one program on all cores and cannot sum "
+                "on one of them; its own all-reduce is used instead.",
+            )
+            return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
+        device = None if self.reduce_to_device is None else self._device_on(mesh_impl)
+
+        def group_sum(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
+            total = sum_on_one_device(slices, device or devices[root], self.accumulation_fn)
+            return [total] * len(slices)
+
+        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl, group_sum))
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`."""
+        super().check(mesh_impl, groups)
+        if self.reduce_to_device is not None and not is_simd(mesh_impl):
+            self._device_on(mesh_impl)
+
+    def _device_on(self, mesh_impl: Any) -> str:
+        wanted = place_of(self.reduce_to_device)
+        for device in mesh_impl.devices:
+            if device and place_of(device) == wanted:
+                return device
+        raise ValueError(
+            f"reduce_to_device must be on the mesh, got {self.reduce_to_device!r}; the mesh has "
+            f"the devices {list(mesh_impl.devices)}."
+        )

@@ -1,0 +1,115 @@
+"""How the devices of a placement mesh sum: the algorithms that strategies name."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+
+# Sums of these are kept in float32 until the last addition is done.
+NARROW_FLOATS = (tf.bfloat16, tf.float16)
+
+#: Sums the slices of one group: (slices, their devices, root) -> the sum for each member. `root`
+#: is the member that adds up, where only one does.
+GroupSum = Callable[[Sequence[Any], Sequence[str], int], Sequence[Any]]
+
+# What users of other packages' all-reduces may ask for.
+_ELSEWHERE = {
+    "nccl": "NCCL runs through TensorFlow's collective operations: use CollectiveAllReduce",
+    "hierarchical_copy": "use HierarchicalAllReduce",
+    "pscpu": "a sum on one device is 'add_n'",
+    "psgpu": "a sum on one device is 'add_n'",
+    "rechd": "use 'ring', or 'add_n' with several packs or shards",
+    "xring": "the ring is 'ring'",
+}
+
+
+# `OpKernelContext::Params::kNeverForward` of TensorFlow (read on 2.12 to 2.21): the kernel writes
+# this output into memory of its own.
+_NEVER_FORWARD = -2
+
+
+def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    """`tf.add_n` that adds its inputs in their order, run after run, at no cost of its own."""
+    return in_order(tf.add_n(list(inputs)))
+
+
+def in_order(total: tf.Tensor) -> tf.Tensor:
+    """Makes an AddN add its inputs in their order.
+
+    TensorFlow's kernel adds up in the memory of the first input that nobody else holds at that
+    moment, and begins with that input: `docs/races.md`.
+
+    Args:
+      total: a tensor that has just been made; nothing happens unless it comes from an AddN.
+
+    Returns:
+      The same tensor.
+    """
+    # Two inputs give the same sum either way round.
+    if total.op.type == "AddN" and len(total.op.inputs) > 2:
+        pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])  # which input to which output
+        total.op._set_attr("_forward_input", tf.AttrValue(list=pairs))
+    return total
+
+
+def sum_on_one_device(
+    slices: Sequence[tf.Tensor], device: str, accumulation_fn: Callable[[Any], Any] = tf.add_n
+) -> tf.Tensor:
+    """Adds up slices on one device, in their order.
+
+    One addition over all slices is one pass over memory, where a ring takes a step per device;
+    bfloat16 and float16 are summed in float32. TensorFlow itself sends the sum once to each
+    device that reads it.
+    """
+    dtype = slices[0].dtype
+    narrow = dtype in NARROW_FLOATS
+    with tf.device(device):
+        wide = [tf.cast(x, tf.float32) if narrow else x for x in slices]
+        total = in_order(accumulation_fn(wide))
+        return tf.cast(total, dtype) if narrow else total
+
+
+def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
+    """A `GroupSum`: one member adds up and the others read its sum."""
+    return [sum_on_one_device(slices, devices[root])] * len(slices)
+
+
+def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
+    """A `GroupSum`: Mesh-TF's ring. Narrow floats go round it as float32.
+
+    Mesh-TF cuts a tensor of 1024 elements or more that divides by the size of the group into as
+    many parts, which go round from different members; other tensors go whole.
+    """
+    del root  # every member adds
+    dtype = slices[0].dtype
+    devices = list(devices)
+    if dtype not in NARROW_FLOATS:
+        return mtf.placement_mesh_impl.allreduce_ring(list(slices), devices)
+    wide = mtf.parallel(devices, lambda x: tf.cast(x, tf.float32), list(slices))
+    sums = mtf.placement_mesh_impl.allreduce_ring(wide, devices)
+    return mtf.parallel(devices, lambda x: tf.cast(x, dtype), list(sums))
+
+
+#: The algorithms that sum a group on a placement mesh.
+ALGORITHMS: dict[str, GroupSum] = {"add_n": add_n, "ring": ring}
+
+
+def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
+    """The dtype in which an algorithm sends values of a dtype."""
+    return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
+
+
+def check_algorithm(name: Any, argument: str = "algorithm") -> str:
+    """Returns the name of an algorithm.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        hint = _ELSEWHERE.get(name) if isinstance(name, str) else None
+        raise ValueError(
+            f"{argument} must be one of {sorted(ALGORITHMS)}, got {name!r}"
+            + (f"; {hint}." if hint else ".")
+        )
+    return name

@@ -1,0 +1,88 @@
+"""One sum over groups of processors, on a placement mesh and on a SIMD mesh."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.mesh.shared_copies import first_alike
+from mtf_gradsync.reduce.sums.algorithms import GroupSum, add_n
+
+#: Sums a value over groups: (`LaidOutTensor`, groups, turn) -> `LaidOutTensor`. Calls that count
+#: `turn` up spread the work over the devices.
+SumFn = Callable[[Any, ProcessorGroups, int], Any]
+
+
+def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+    """The dtype in which values cross a SIMD mesh; a rule of Mesh-TF's all-reduce.
+
+    Only float32 crosses as it is, and bfloat16 in groups of at most 8 processors (a flag of
+    Mesh-TF) along mesh axes; all else is cast to float32 on the way, so float64 keeps float32's
+    precision and integers are exact up to 2**24.
+    """
+    # Read on Mesh-TF 0.1.21, which keeps the flag's value in this attribute.
+    largest = getattr(mesh_impl, "_allreduce_in_bfloat16_max_group_size", 8)
+    if dtype == tf.bfloat16 and groups.mesh_axes is not None and groups.group_size <= largest:
+        return tf.bfloat16
+    return tf.float32
+
+
+def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
+    """Sums over groups by one CrossReplicaSum, in `simd_wire_dtype`."""
+    if groups.mesh_axes is not None:
+        return mesh_impl.allreduce(value, list(groups.mesh_axes), "SUM")
+    physical = [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
+
+    def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
+        wire = x if x.dtype == tf.float32 else tf.cast(x, tf.float32)
+        return tf.cast(tf.tpu.cross_replica_sum(wire, physical), x.dtype)
+
+    return mesh_impl.slicewise(cross_replica_sum, value)
+
+
+def placement_all_reduce(
+    mesh_impl: Any, value: Any, groups: ProcessorGroups, turn: int, group_sum: GroupSum = add_n
+) -> Any:
+    """Sums over groups of a placement mesh.
+
+    Groups that sum the very same tensors in the same memories, as copies of a tensor are on a mesh
+    that shares them, sum them once, and their sums are one tensor too.
+
+    Args:
+      mesh_impl: a `PlacementMeshImpl`.
+      value: a `LaidOutTensor`.
+      groups: the processors that sum with each other.
+      turn: which member of the group adds up, counted round; calls that count up spread the
+        work over the devices.
+      group_sum: how a group sums.
+
+    Returns:
+      A `LaidOutTensor`.
+    """
+    slices = value.tensor_list
+    result: list[Any] = [None] * len(slices)
+    first = first_alike(mesh_impl, slices, groups.groups)
+    for number, group in enumerate(groups.groups):
+        if first[number] is not group:
+            for processor, twin in zip(group, first[number]):
+                result[processor] = result[twin]
+            continue
+        sums = group_sum(
+            [slices[p] for p in group],
+            [mesh_impl.devices[p] for p in group],
+            (turn + number) % len(group),
+        )
+        for processor, total in zip(group, sums):
+            result[processor] = total
+    return mesh_impl.LaidOutTensor(result)
+
+
+def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n) -> SumFn:
+    """The function that sums on this kind of mesh; SIMD meshes have one way only."""
+    if is_simd(mesh_impl):
+        return lambda value, groups, turn: simd_all_reduce(mesh_impl, value, groups)
+    return lambda value, groups, turn: placement_all_reduce(
+        mesh_impl, value, groups, turn, group_sum
+    )

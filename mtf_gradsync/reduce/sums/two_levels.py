@@ -1,0 +1,143 @@
+"""Sums in two levels, so that little crosses the slow links between inner groups."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.shared_copies import first_alike
+from mtf_gradsync.reduce.sums.algorithms import GroupSum
+from mtf_gradsync.reduce.sums.levels import Axis, inner_groups, level_groups
+from mtf_gradsync.reduce.sums.one_level import SumFn, simd_all_reduce
+
+
+def placement_two_levels(
+    mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
+) -> SumFn:
+    """Sums within inner groups, then the sums over them, and hands the result back inside.
+
+    Between inner groups goes one tensor for each of them and one back, instead of one for each
+    processor: only one member takes part in the outer sum, and the others read from it. Groups
+    that sum the same tensors, as copies of a tensor are on a mesh that shares them, sum them once.
+
+    Args:
+      mesh_impl: a `PlacementMeshImpl`.
+      inner_sum: sums an inner group.
+      outer_sum: sums over the inner groups.
+      outer_axes: as for `levels.inner_groups`.
+
+    Returns:
+      The function that sums a value.
+    """
+
+    def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
+        slices = value.tensor_list
+        result: list[Any] = [None] * len(slices)
+        first = first_alike(mesh_impl, slices, groups.groups)
+        for number, group in enumerate(groups.groups):
+            if first[number] is not group:
+                for processor, twin in zip(group, first[number]):
+                    result[processor] = result[twin]
+                continue
+            inners = inner_groups(mesh_impl, group, outer_axes)
+            start = turn + number
+            roots = [inner[start % len(inner)] for inner in inners]
+            sums = []
+            for inner, root in zip(inners, roots):
+                members = [slices[p] for p in inner]
+                devices = [mesh_impl.devices[p] for p in inner]
+                at = inner.index(root)
+                sums.append(members if len(inner) == 1 else inner_sum(members, devices, at))
+            if len(inners) > 1:
+                partial = [s[inner.index(root)] for s, inner, root in zip(sums, inners, roots)]
+                devices = [mesh_impl.devices[root] for root in roots]
+                totals = outer_sum(partial, devices, start % len(roots))
+                sums = [
+                    _hand_out(total, device, len(inner))
+                    for total, device, inner in zip(totals, devices, inners)
+                ]
+            for inner, totals in zip(inners, sums):
+                for processor, total in zip(inner, totals):
+                    result[processor] = total
+        return mesh_impl.LaidOutTensor(result)
+
+    return sum_fn
+
+
+def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
+    """A sum for each member of an inner group, fetched by one of them for all."""
+    if size > 1:
+        with tf.device(device):
+            total = tf.identity(total)
+    return [total] * size
+
+
+def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool) -> SumFn:
+    """Sums along the inner axes, then along the outer ones.
+
+    All cores run one program, so that each of them takes part in the outer sum. With `scatter`
+    each takes a part of the tensor only: what crosses the outer axes is divided by the size of
+    an inner group, for one more sum along the inner axes that puts the parts together.
+
+    Args:
+      mesh_impl: a `SimdMeshImpl`.
+      outer_axes: as for `levels.inner_groups`.
+      scatter: whether cores of an inner group share the outer sum.
+
+    Returns:
+      The function that sums a value.
+    """
+
+    def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
+        del turn
+        levels = level_groups(mesh_impl, groups, outer_axes)
+        if levels is None:
+            warn_once(
+                "uneven levels on SIMD",
+                "The groups %s have inner groups of different sizes, which a SIMD mesh cannot sum "
+                "apart; they are summed in one level.",
+                groups.groups,
+            )
+            return simd_all_reduce(mesh_impl, value, groups)
+        inner, outer = levels
+        if inner.group_size == 1 or outer.group_size == 1:
+            return simd_all_reduce(mesh_impl, value, groups)
+        value = simd_all_reduce(mesh_impl, value, inner)
+        outer_sum = functools.partial(simd_all_reduce, mesh_impl, groups=outer)
+        if scatter and mtf.list_product(value.slice_shape) >= inner.group_size:
+            return _share_out(mesh_impl, value, inner, outer_sum)
+        return outer_sum(value)
+
+    return sum_fn
+
+
+def _share_out(
+    mesh_impl: Any, value: Any, inner: ProcessorGroups, outer_sum: Callable[[Any], Any]
+) -> Any:
+    """Applies outer_sum to parts of a value that is the same within each inner group."""
+    shape = value.slice_shape
+    size, parts = mtf.list_product(shape), inner.group_size
+    part = -(-size // parts)
+    positions = [0] * mesh_impl.size
+    for group in inner.groups:
+        for position, processor in enumerate(group):
+            positions[processor] = position
+    mine = mesh_impl.slicewise(lambda p: tf.gather(positions, p), mesh_impl.laid_out_pnum())
+
+    def take(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+        padded = tf.pad(tf.reshape(x, [-1]), [[0, part * parts - size]])
+        return tf.slice(padded, [position * part], [part])
+
+    def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+        # A choice and not a product: an infinity times zero would spoil the other parts.
+        here = tf.expand_dims(tf.equal(tf.range(parts), position), 1)
+        return tf.where_v2(here, tf.expand_dims(x, 0), tf.zeros([parts, part], x.dtype))
+
+    summed = mesh_impl.slicewise(put, outer_sum(mesh_impl.slicewise(take, value, mine)), mine)
+    together = simd_all_reduce(mesh_impl, summed, inner)
+    return mesh_impl.slicewise(
+        lambda x: tf.reshape(tf.slice(tf.reshape(x, [-1]), [0], [size]), shape), together
+    )

@@ -1,0 +1,89 @@
+"""Sessions in which the same program on the same data gives the same bits."""
+
+from __future__ import annotations
+
+import gin
+
+from mtf_gradsync._private.libraries import tf
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def session_config(
+    num_cpu_devices: int | None = None,
+    allow_soft_placement: bool = False,
+    repeatable: bool = True,
+    inter_op_threads: int = 0,
+    intra_op_threads: int = 0,
+    collective_group_leader: str | None = None,
+) -> tf.ConfigProto:
+    """Session options for a mesh program.
+
+    Two defaults differ from TensorFlow's. Placement is strict: with soft placement a device
+    string that names nothing (``cpu:9`` where there are eight) runs on another device without a
+    word. And Grappler's arithmetic optimizer is off: it regroups sums differently from one
+    session to the next, so that two runs of one program drift apart by about 1e-7 a step, enough
+    to make a restarted run another run. The price is that algebraic simplifications (hoisted
+    common factors, merged reshapes and transposes) are not made; the package's benchmarks have a
+    table of what that costs.
+
+    Args:
+      num_cpu_devices: how many virtual CPU devices the session has, ``/device:CPU:0`` and so on.
+        None leaves TensorFlow's default of one.
+      allow_soft_placement: whether operations may move to another device than the one asked for.
+        Some programs on GPUs need it, for operations without a GPU kernel.
+      repeatable: keep Grappler's arithmetic optimizer off.
+      inter_op_threads: threads that run operations side by side; 0 is one for each core.
+      intra_op_threads: threads inside one operation; 0 is one for each core.
+      collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
+        cluster meet for `CollectiveAllReduce`: the same for all, given to ``tf.train.Server``.
+        Without it, each process waits for its own devices alone, until a timeout.
+
+    Returns:
+      A ConfigProto for ``tf.Session(config=...)`` and ``tf.train.Server(config=...)``.
+
+    Raises:
+      ValueError: if num_cpu_devices is less than 1, or collective_group_leader names no task.
+    """
+    if num_cpu_devices is not None and num_cpu_devices < 1:
+        raise ValueError(
+            f"num_cpu_devices must be at least 1, or None for TensorFlow's default; "
+            f"got {num_cpu_devices!r}"
+        )
+    leader = None if collective_group_leader is None else _task_name(collective_group_leader)
+    config = tf.ConfigProto(
+        allow_soft_placement=allow_soft_placement,
+        inter_op_parallelism_threads=inter_op_threads,
+        intra_op_parallelism_threads=intra_op_threads,
+    )
+    if num_cpu_devices is not None:
+        config.device_count["CPU"] = num_cpu_devices
+    if repeatable:
+        rewrites = config.graph_options.rewrite_options
+        rewrites.arithmetic_optimization = type(rewrites).OFF
+    if leader is not None:
+        config.experimental.collective_group_leader = leader
+    return config
+
+
+def _task_name(task: str) -> str:
+    """A task as TensorFlow's servers call themselves; they compare names as text."""
+    try:
+        spec = tf.DeviceSpec.from_string(task)
+    except (AttributeError, TypeError, ValueError):
+        spec = tf.DeviceSpec()
+    if spec.job is None or spec.task is None:
+        raise ValueError(
+            f'collective_group_leader must be a task such as "/job:worker/task:0", got {task!r}'
+        )
+    return f"/job:{spec.job}/replica:{spec.replica or 0}/task:{spec.task}"
+
+
+def enable_mesh_defaults() -> None:
+    """Switches TensorFlow to what a Mesh-TensorFlow program needs; for entry points only.
+
+    Graph mode and control flow v1, as every Mesh-TensorFlow program has them, and resource
+    variables: with ref variables an update may overtake a read of the same step. These are
+    switches of the whole process, so no module of the package calls this while it is imported.
+    """
+    tf.disable_v2_behavior()
+    tf.enable_resource_variables()

@@ -1,0 +1,1 @@
+"""TPU programs on CPU replicas: every core's part as TensorFlow operations."""

@@ -1,0 +1,98 @@
+"""The result of the rewriting, and how names before it map to names after it."""
+
+from __future__ import annotations
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.emulator.agreement import Agreement
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
+
+
+def clone_name(prefix: str, name: str, core: int) -> str:
+    """What a core's copy of an operation or tensor is called.
+
+    Args:
+      prefix: the prefix that the rewriting chose.
+      name: name of an operation or tensor of a program.
+      core: physical core number.
+
+    Returns:
+      Its name in the rewritten graph.
+    """
+    return f"{prefix}_{core}/{name}"
+
+
+class EmulatedGraph:
+    """A graph whose TPU programs run on CPU replicas.
+
+    Attributes:
+      graph_def: the rewritten graph. It has no TPU operations and no device names.
+      num_replicas: name of each TPU program -> its number of cores.
+      done: name of each TPU program -> the operation that runs all of it, on all cores.
+      agreements: name of each comparing operation -> what it compares.
+    """
+
+    def __init__(
+        self,
+        facts: GraphFacts,
+        graph_def: tf.GraphDef,
+        prefix: str,
+        done: dict[str, str],
+        agreements: dict[str, Agreement],
+    ):
+        self._facts = facts
+        self._prefix = prefix
+        self.graph_def = graph_def
+        self.num_replicas = dict(facts.num_replicas)
+        self.done = done
+        self.agreements = agreements
+
+    def program_of(self, name: str) -> str:
+        """The TPU program that an operation or tensor belongs to.
+
+        Args:
+          name: name of an operation or tensor in the graph before the rewriting.
+
+        Returns:
+          The program's name, or "" for what stands outside.
+
+        Raises:
+          KeyError: when the graph has no such operation.
+        """
+        node = split_input(name)[0]
+        op = self._facts.node[node].op
+        if op == "TPUReplicatedOutput":
+            node = self._facts.inputs(node)[0][0]
+        elif op == "TPUReplicatedInput":
+            node = self._facts.consumers(node)[0][0]
+        return self._facts.cluster.get(node, "")
+
+    def names_on_replicas(self, name: str) -> list[str]:
+        """What an operation or tensor is called after the rewriting.
+
+        Args:
+          name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
+
+        Returns:
+          One name per core, or a single one for what stands outside every program.
+
+        Raises:
+          KeyError: when the graph has no such operation.
+          ValueError: when it stands in a loop or branch, or is an input of the program.
+        """
+        node_name, number = split_input(name)
+        node = self._facts.node[node_name]
+        if node.op == "TPUReplicatedOutput":
+            source, source_number = self._facts.inputs(node_name)[0]
+            return [f"{clone_name(self._prefix, source, number)}:{source_number}"]
+        if node.op == "TPUReplicatedInput":
+            sources = self._facts.inputs(node_name)
+            return [f"{n}:{k}" for n, k in sources if k != CONTROL]
+        if node_name not in self._facts.cluster:
+            return [name]
+        if self._facts.context_of_output(node_name, number):
+            raise ValueError(
+                f"{name!r} cannot be fetched: it stands inside a loop or conditional of the "
+                "program. Fetch what the loop or conditional returns."
+            )
+        cores = self.num_replicas[self._facts.cluster[node_name]]
+        return [clone_name(self._prefix, name, core) for core in range(cores)]

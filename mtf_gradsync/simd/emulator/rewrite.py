@@ -1,0 +1,356 @@
+"""Rewrites a graph that holds TPU programs into one that runs them on CPU replicas.
+
+Every operation of a program is cloned once per core. What the cores exchange becomes ordinary
+operations between the clones:
+
+    TPUReplicatedInput      core i takes the i-th tensor
+    TPUReplicatedOutput     output i is core i's tensor
+    CrossReplicaSum         one AddN per group, which all its cores read
+    AllToAll                every core splits once; each concatenates the pieces meant for it
+    CollectivePermute       the source's tensor, or zeros
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.emulator.agreement import Agreement, find_agreements
+from mtf_gradsync.simd.emulator.emulated_graph import EmulatedGraph, clone_name
+from mtf_gradsync.simd.graph.collective_ops import Collective, connected, find_collectives
+from mtf_gradsync.simd.graph.effects import find_effects
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, Loop, join_input, split_input
+from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
+
+# Any large odd number: clones of one random operation must not draw the same numbers.
+_SEED_STRIDE = 0x9E3779B1
+
+
+def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
+    """Rewrites every TPU program of a graph so that it runs on CPU replicas.
+
+    The programs may come from `mtf_gradsync.simd.replicas` or from ``tf.tpu.replicate``. The graph
+    itself stays as it is.
+
+    Args:
+      graph: a graph, or its ``GraphDef``.
+
+    Returns:
+      The rewritten graph.
+
+    Raises:
+      UnsupportedProgramError: when the graph holds what cannot be emulated; the error names it.
+    """
+    graph_def = graph.as_graph_def() if isinstance(graph, tf.Graph) else graph
+    facts = GraphFacts(graph_def)
+    check_can_be_emulated(facts)
+    return _Rewriter(facts).run()
+
+
+class _Rewriter:
+    """The state of one rewriting."""
+
+    def __init__(self, facts: GraphFacts):
+        self._facts = facts
+        self._collectives = find_collectives(facts)
+        self._effects = find_effects(facts)
+        self._checks = find_agreements(facts, self._collectives)
+        self._agreed: dict[tuple[str, int], str] = {}  # (predicate, core) -> compared predicate
+        self._agreements: dict[str, Agreement] = {}
+        self._leaders = _frame_leaders(self._collectives)
+        self._out = tf.GraphDef()
+        self._out.library.CopyFrom(facts.graph_def.library)
+        self._out.versions.CopyFrom(facts.graph_def.versions)
+        tops = {n.split("/", 1)[0] for n in facts.node}
+        cores = max(facts.num_replicas.values())
+        self._prefix = "replica"
+        while any(clone_name(self._prefix, "", i)[:-1] in tops for i in range(cores)):
+            self._prefix += "_"
+        self._done = {c: self._free_name(c + "_done") for c in facts.num_replicas}
+
+    def run(self) -> EmulatedGraph:
+        for name in self._facts.order:
+            node = self._facts.node[name]
+            if node.op in ("TPUReplicatedInput", "TPUReplicatedOutput"):
+                continue
+            if name not in self._facts.cluster:
+                self._copy_outside(node)
+            elif name in self._collectives:
+                self._exchange(node, self._collectives[name])
+            else:
+                for core in self._cores(name):
+                    self._copy_to_core(node, core)
+        self._add_done()
+        for predicate, agreements in self._checks.items():
+            self._compare(predicate, agreements)
+        return EmulatedGraph(self._facts, self._out, self._prefix, self._done, self._agreements)
+
+    def _free_name(self, name: str) -> str:
+        while name in self._facts.node:
+            name += "_"
+        return name
+
+    def _cores(self, name: str) -> range:
+        return range(self._facts.num_replicas[self._facts.cluster[name]])
+
+    def _name(self, name: str, core: int) -> str:
+        return clone_name(self._prefix, name, core)
+
+    def _add(self, name: str, op: str, inputs: Iterable[str], **types: int) -> tf.NodeDef:
+        node = self._out.node.add()
+        node.name, node.op = name, op
+        node.input.extend(_data_first(inputs))
+        for attr, value in types.items():
+            node.attr[attr].type = value
+        return node
+
+    def _add_int(self, name: str, value: Any, beside: str) -> str:
+        """A constant that lives in the same loop and branch as the node ``beside``."""
+        node = self._add(name, "Const", ["^" + beside], dtype=tf.int32.as_datatype_enum)
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+        return name
+
+    # Inputs, seen from each side of the program's boundary.
+
+    def _outside_input(self, source: str, number: int) -> list[str]:
+        """An input of a node that stands outside, or that comes from outside."""
+        facts, node = self._facts, self._facts.node[source]
+        if node.op == "TPUReplicatedOutput":
+            inner, inner_number = facts.inputs(source)[0]
+            done = "^" + self._done[facts.cluster[inner]]
+            if number == CONTROL:
+                return [done]
+            return [join_input(self._name(inner, number), inner_number), done]
+        if source in facts.cluster:
+            if node.op == "TPUReplicateMetadata":
+                # It stands at the start of the program: waiting for it is not waiting for the end.
+                return ["^" + self._name(source, core) for core in self._cores(source)]
+            return ["^" + self._done[facts.cluster[source]]]
+        return [join_input(source, number)]
+
+    def _core_input(self, source: str, number: int, core: int) -> list[str]:
+        """An input of a node inside a program, on one core."""
+        node = self._facts.node[source]
+        if source in self._facts.cluster:
+            return [join_input(self._name(source, core), number)]
+        if node.op == "TPUReplicatedInput":
+            sources = self._facts.inputs(source)
+            if number == CONTROL:
+                return [join_input(s, CONTROL) for s, _ in sources]
+            picked = sources[0] if node.attr["is_packed"].b else sources[core]
+            return self._outside_input(*picked)
+        return self._outside_input(source, number)
+
+    def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
+        """The data inputs or the control inputs of a node on one core."""
+        found = [
+            text
+            for source, number in self._facts.inputs(name)
+            if (number == CONTROL) == control
+            for text in self._core_input(source, number, core)
+        ]
+        found.sort(key=lambda text: text.startswith("^"))
+        if control:
+            found += ["^" + self._name(n, core) for n in self._effects.after.get(name, ())]
+            for earlier in self._effects.after_all_cores.get(name, ()):
+                found += ["^" + self._name(earlier, c) for c in self._cores(name)]
+        return found
+
+    # The nodes themselves.
+
+    def _copy_outside(self, node: tf.NodeDef) -> None:
+        if node.op == "TPUCompilationResult":
+            result = self._add(node.name, "Const", [], dtype=tf.string.as_datatype_enum)
+            result.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(b""))
+            return
+        copy = self._out.node.add()
+        copy.CopyFrom(node)
+        _clean(copy)
+        del copy.input[:]
+        inputs = [t for s, k in self._facts.inputs(node.name) for t in self._outside_input(s, k)]
+        copy.input.extend(_data_first(inputs))
+
+    def _copy_to_core(self, node: tf.NodeDef, core: int) -> None:
+        facts, name = self._facts, self._name(node.name, core)
+        data = self._core_inputs(node.name, core, control=False)
+        control = self._core_inputs(node.name, core, control=True)
+        if node.op == "TPUReplicateMetadata":
+            self._add(name, "NoOp", control)
+            return
+        if core and node.name in self._effects.shared_writes:
+            # Every core would write the same value: the first one does, the others only wait.
+            waits = ["^" + split_input(text)[0] for text in data] + control
+            self._add(name, "NoOp", waits)
+            return
+        if node.op == "LoopCond":
+            data = [self._compared(data[0], node.input[0], core)]
+        elif facts.is_conditional_switch(node.name):
+            data = [
+                data[0],
+                self._compared(data[1], facts.predicate_of(node.name), core),
+                *data[2:],
+            ]
+        copy = self._out.node.add()
+        copy.CopyFrom(node)
+        copy.name = name
+        _clean(copy)
+        if node.op in ("LoopCond", "Enter"):
+            frame = facts.context[node.name][-1].frame
+            leader = self._leaders.get((frame, core), core)
+            if node.op == "Enter":
+                copy.attr["frame_name"].s += f"_replica_{leader}".encode()
+            elif core != leader:
+                # TensorFlow wants one LoopCond in a frame.
+                copy.op = "Identity"
+                copy.attr["T"].type = tf.bool.as_datatype_enum
+        if core and "seed" in copy.attr and "seed2" in copy.attr:
+            seed, seed2 = copy.attr["seed"], copy.attr["seed2"]
+            if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
+                seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
+        del copy.input[:]
+        copy.input.extend(_data_first(data + control))
+
+    def _exchange(self, node: tf.NodeDef, collective: Collective) -> None:
+        kind = node.attr["T"].type
+        sent = {c: self._core_inputs(node.name, c, False)[0] for c in self._cores(node.name)}
+        control = {c: self._core_inputs(node.name, c, True) for c in self._cores(node.name)}
+        if node.op == "CrossReplicaSum":
+            for number, group in enumerate(collective.groups):
+                # Named after the first core, so that it cannot collide with another clone.
+                total = self._name(node.name, group[0]) + f"/sum_of_group_{number}"
+                waits = [text for c in group for text in control[c]]
+                add = self._add(total, "AddN", [sent[c] for c in group] + waits, T=kind)
+                add.attr["N"].i = len(group)
+                for core in group:
+                    self._add(self._name(node.name, core), "Identity", [total], T=kind)
+        elif node.op == "CollectivePermute":
+            source_of = {b: a for a, b in collective.pairs}
+            for core in self._cores(node.name):
+                op = "Identity" if core in source_of else "ZerosLike"
+                received = sent[source_of.get(core, core)]
+                self._add(self._name(node.name, core), op, [received] + control[core], T=kind)
+        else:
+            self._all_to_all(node, collective, sent, control)
+
+    def _all_to_all(
+        self,
+        node: tf.NodeDef,
+        collective: Collective,
+        sent: dict[int, str],
+        control: dict[int, list[str]],
+    ) -> None:
+        kind, parts = node.attr["T"].type, node.attr["split_count"].i
+        for core in self._cores(node.name):
+            name, beside = self._name(node.name, core), split_input(sent[core])[0]
+            axis = self._add_int(name + "/split_axis", node.attr["split_dimension"].i, beside)
+            split = self._add(name + "/split", "Split", [axis, sent[core]] + control[core], T=kind)
+            split.attr["num_split"].i = parts
+            group = collective.group_of(core)
+            pieces = [
+                join_input(self._name(node.name, other) + "/split", group.index(core))
+                for other in group
+            ]
+            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, beside)
+            concat = self._add(name, "ConcatV2", pieces + [axis], T=kind)
+            concat.attr["N"].i = parts
+            concat.attr["Tidx"].type = tf.int32.as_datatype_enum
+
+    def _add_done(self) -> None:
+        """One operation per program that waits for everything with an effect, on all cores."""
+        facts = self._facts
+        last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
+        for name in facts.order:
+            if name in facts.cluster:
+                continue
+            for source, number in facts.inputs(name):
+                # Someone outside waits for this operation, so it has to run.
+                if number != CONTROL or source not in facts.cluster:
+                    continue
+                if not facts.context_of_output(source, number):
+                    last[facts.cluster[source]].add(source)
+        for cluster, names in last.items():
+            waits = [
+                "^" + self._name(n, core)
+                for n in sorted(names)
+                for core in range(facts.num_replicas[cluster])
+            ]
+            self._add(self._done[cluster], "NoOp", waits)
+
+    # Predicates that a group has to agree on.
+
+    def _compared(self, text: str, predicate: str, core: int) -> str:
+        """The predicate that a core may use: itself, or what comes after its group compared it."""
+        if not any(core in a.group for a in self._checks.get(predicate, ())):
+            return text
+        return self._agreed.setdefault((predicate, core), self._compared_name(predicate, core))
+
+    def _compared_name(self, predicate: str, core: int) -> str:
+        source, number = split_input(predicate)
+        return self._name(f"{source}/agreed_{number}", core)
+
+    def _compare(self, predicate: str, agreements: Sequence[Agreement]) -> None:
+        source, number = split_input(predicate)
+        checks: dict[int, list[str]] = {}
+        for agreement in agreements:
+            group = agreement.group
+            values = [self._core_input(source, number, c)[0] for c in group]
+            stem = self._compared_name(predicate, group[0]) + "_by_" + "_".join(map(str, group))
+            boolean = tf.bool.as_datatype_enum
+            pack = self._add(stem + "/values", "Pack", values, T=boolean)
+            pack.attr["N"].i = len(group)
+            axis = self._add_int(stem + "/axis", [0], beside=pack.name)
+            index = tf.int32.as_datatype_enum
+            self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
+            self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
+            self._add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=boolean)
+            check = self._add(stem, "Assert", [stem + "/same", pack.name])
+            check.attr["T"].list.type.append(boolean)
+            check.attr["summarize"].i = len(group)
+            self._agreements[stem] = agreement
+            for core in group:
+                checks.setdefault(core, []).append(stem)
+        for (compared, core), name in self._agreed.items():
+            if compared == predicate:
+                value = self._core_input(source, number, core)
+                waits = ["^" + c for c in checks[core]]
+                self._add(name, "Identity", value + waits, T=tf.bool.as_datatype_enum)
+
+
+def _frame_leaders(collectives: dict[str, Collective]) -> dict[tuple[str, int], int]:
+    """(loop, core) -> the core whose frame it shares, where cores talk inside the loop.
+
+    Cores that talk inside a loop turn together, so their clones have to be in one frame. Other
+    cores have to be in another one: in a branch that only some groups take, a frame is either
+    alive or dead as a whole.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for collective in collectives.values():
+        for around in collective.context:
+            if isinstance(around, Loop):
+                groups.setdefault(around.frame, []).extend(collective.groups)
+    return {
+        (frame, core): cores[0]
+        for frame, found in groups.items()
+        for cores in connected(found)
+        for core in cores
+    }
+
+
+def _data_first(inputs: Iterable[str]) -> list[str]:
+    """Data inputs in their order, then each control input once."""
+    data: list[str] = []
+    control: set[str] = set()
+    for text in inputs:
+        if text.startswith("^"):
+            control.add(text)
+        else:
+            data.append(text)
+    return data + sorted(control)
+
+
+def _clean(node: tf.NodeDef) -> None:
+    """Takes out what ties a node to a device or to a TPU program."""
+    node.device = ""
+    for attr in list(node.attr):
+        if attr == "_class" or attr == "_XlaCompile" or attr.startswith(("_tpu", "_xla")):
+            del node.attr[attr]

@@ -1,0 +1,116 @@
+"""The three operations through which the cores of a TPU program talk, and who talks to whom."""
+
+from __future__ import annotations
+
+from typing import Iterable, NamedTuple, Sequence
+
+from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.graph.facts import Context, GraphFacts
+
+COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute")
+
+
+class Collective(NamedTuple):
+    """One collective operation of a program.
+
+    Attributes:
+      name: name of the operation.
+      op: one of `COLLECTIVE_TYPES`.
+      groups: lists of physical core numbers that have to reach the operation together. For
+        ``CollectivePermute``, the cores that its pairs connect.
+      pairs: ``CollectivePermute`` only: (source, target) core numbers.
+      context: the loops and branches around it.
+    """
+
+    name: str
+    op: str
+    groups: tuple[tuple[int, ...], ...]
+    pairs: tuple[tuple[int, int], ...]
+    context: Context
+
+    def group_of(self, core: int) -> tuple[int, ...]:
+        """The group that a core belongs to, itself included."""
+        return next(group for group in self.groups if core in group)
+
+
+def find_collectives(facts: GraphFacts) -> dict[str, Collective]:
+    """Reads every collective operation of every TPU program in a graph.
+
+    Args:
+      facts: the graph's facts.
+
+    Returns:
+      name -> `Collective`, in program order.
+
+    Raises:
+      UnsupportedProgramError: when a collective's groups are not a constant, or are not a
+        partition of the cores.
+    """
+    return {
+        name: _read(facts, name) for name in facts.order if facts.node[name].op in COLLECTIVE_TYPES
+    }
+
+
+def _read(facts: GraphFacts, name: str) -> Collective:
+    node = facts.node[name]
+    if name not in facts.cluster:
+        raise UnsupportedProgramError.of(
+            node, "it stands outside every TPU program", "build it inside simd.replicas(...)"
+        )
+    cores = facts.num_replicas[facts.cluster[name]]
+    value = facts.constant(facts.inputs(name)[1][0])
+    if value is None:
+        raise UnsupportedProgramError.of(
+            node, "its groups are not a constant", "give the group assignment as Python lists"
+        )
+    lists = value.tolist()
+    if node.op == "CollectivePermute":
+        pairs = tuple((int(a), int(b)) for a, b in lists)
+        _check_pairs(node, pairs, cores)
+        groups = connected(pairs)
+    else:
+        pairs = ()
+        # TensorFlow's kernel takes an empty assignment as one group of all cores.
+        groups = tuple(tuple(int(c) for c in g) for g in lists if g) or (tuple(range(cores)),)
+        if sorted(c for g in groups for c in g) != list(range(cores)):
+            raise UnsupportedProgramError.of(
+                node,
+                f"its groups {lists} do not hold each of the {cores} cores once",
+                "give every core exactly one group",
+            )
+    if node.op == "AllToAll":
+        parts = node.attr["split_count"].i
+        if any(len(g) != parts for g in groups):
+            raise UnsupportedProgramError.of(
+                node,
+                f"split_count is {parts} and its groups are {lists}",
+                "make every group as large as split_count",
+            )
+    return Collective(name, node.op, groups, pairs, facts.context[name])
+
+
+def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -> None:
+    targets = [b for _, b in pairs]
+    if len(set(targets)) != len(targets) or any(not 0 <= c < cores for p in pairs for c in p):
+        raise UnsupportedProgramError.of(
+            node,
+            f"its source-target pairs are {list(pairs)} on {cores} cores",
+            f"name each target once, and cores from 0 to {cores - 1}",
+        )
+
+
+def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The sets of cores that groups connect, directly or through other cores.
+
+    Args:
+      groups: groups of core numbers, which may overlap.
+
+    Returns:
+      Disjoint sets, each sorted.
+    """
+    set_of: dict[int, set[int]] = {}
+    for group in groups:
+        joined = set(group).union(*(set_of[core] for core in group if core in set_of))
+        for core in joined:
+            set_of[core] = joined
+    return tuple(sorted({tuple(sorted(cores)) for cores in set_of.values()}))

@@ -1,0 +1,216 @@
+"""Which operations of a program have effects, and in which order they have to happen.
+
+A TPU runs a program whole and in order. A CPU session runs what a fetch needs, in any order that
+the edges allow. The edges found here close that gap: reads and writes of a variable happen in
+program order, and everything with an effect happens before the program counts as done.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import NamedTuple
+
+from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
+from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop
+
+_READS = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
+_QUERIES = frozenset(["VariableShape", "VarIsInitializedOp"])
+_OTHER_EFFECTS = frozenset(("Assert", "Print", "PrintV2", *COLLECTIVE_TYPES))
+_BOOKKEEPING = frozenset(["Identity", "Enter", "Switch", "Merge", "Exit", "NextIteration"])
+
+
+class Effects(NamedTuple):
+    """The edges that a program needs beyond its own.
+
+    Attributes:
+      after: node -> nodes of the same program that it has to wait for, each core for its own.
+      after_all_cores: the same, but each core waits for all cores.
+      last: program -> nodes that have to run before it is done.
+      shared_writes: writes to variables of which all cores see one copy (a global step that lives
+        on the host): every core holds the same new value, so one core's write stands for all.
+    """
+
+    after: dict[str, set[str]]
+    after_all_cores: dict[str, set[str]]
+    last: dict[str, set[str]]
+    shared_writes: set[str]
+
+
+def find_effects(facts: GraphFacts) -> Effects:
+    """Finds a graph's effects.
+
+    Args:
+      facts: the graph's facts.
+
+    Returns:
+      The `Effects` of all its programs.
+    """
+    return _Finder(facts).effects
+
+
+def variables_written(facts: GraphFacts) -> dict[str, list[str]]:
+    """Finds which variables the operations of TPU programs write.
+
+    Args:
+      facts: the graph's facts.
+
+    Returns:
+      operation -> names of variables; a variable with a slice on every core appears once, under
+      the name that Mesh-TF gave it.
+    """
+    written = {}
+    for name in facts.order:
+        if name in facts.cluster and facts.node[name].op not in _READS:
+            handles = variable_handles(facts, name)
+            if handles:
+                written[name] = [_variable_name(facts, handle) for handle in handles]
+    return written
+
+
+def _variable_name(facts: GraphFacts, handle: str) -> str:
+    if facts.node[handle].op == "TPUReplicatedInput":
+        handle = facts.inputs(handle)[0][0]
+    if not handle.endswith("_slice_0"):
+        return handle
+    # Mesh-TF makes slices in a name scope of the variable's own name: "w/w_slice_0", or
+    # "w_1/w_slice_0" where "w" is taken, which it is as the master is called that.
+    whole = handle[: -len("_slice_0")]
+    for slash in re.finditer("/", whole):
+        scope, name = whole[: slash.start()], whole[slash.end() :]
+        if name and re.search(f"(^|/){re.escape(name)}(_[0-9]+)?$", scope):
+            return name
+    return whole
+
+
+def variable_handles(facts: GraphFacts, name: str) -> list[str]:
+    """The variables that a node reads or writes, as the nodes that name them.
+
+    Args:
+      facts: the graph's facts.
+      name: a node's name.
+
+    Returns:
+      Names of ``VarHandleOp`` nodes, or of ``TPUReplicatedInput`` nodes over one per core.
+    """
+    op = facts.node[name].op
+    if op in _BOOKKEEPING or op in _QUERIES:
+        return []
+    roots = (facts.root(source) for source, number in facts.inputs(name) if number != CONTROL)
+    return [root for root in roots if _is_variable(facts, root)]
+
+
+def _is_variable(facts: GraphFacts, name: str) -> bool:
+    node = facts.node[name]
+    if node.op == "TPUReplicatedInput" and node.input:
+        return facts.node[facts.inputs(name)[0][0]].op == "VarHandleOp"
+    return node.op == "VarHandleOp"
+
+
+class _Finder:
+    def __init__(self, facts: GraphFacts):
+        self._facts = facts
+        sets = [collections.defaultdict(set) for _ in range(3)]
+        self.effects = Effects(sets[0], sets[1], sets[2], set())
+        self._turns: dict[str, list[str]] = collections.defaultdict(list)
+        self._exits: dict[str, list[str]] = collections.defaultdict(list)
+        self._merges: dict[tuple[Context, str], list[str]] = collections.defaultdict(list)
+        self._find_ends()
+        last_write: dict[tuple[str, str], str] = {}
+        reads: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        for name in facts.order:
+            if name not in facts.cluster:
+                continue
+            cluster, op = facts.cluster[name], facts.node[name].op
+            handles = variable_handles(facts, name)
+            for handle in handles:
+                key = (cluster, handle)
+                shared = facts.node[handle].op != "TPUReplicatedInput"
+                if key in last_write:
+                    self._put_after(name, last_write[key], shared)
+                if op in _READS:
+                    reads[key].append(name)
+                    continue
+                for read in reads.pop(key, ()):
+                    self._put_after(name, read, shared)
+                last_write[key] = name
+                if shared:
+                    self.effects.shared_writes.add(name)
+            if (handles and op not in _READS) or op in _OTHER_EFFECTS:
+                self.effects.last[cluster].update(self._ends(name, ()))
+
+    def _find_ends(self) -> None:
+        """Where loops turn and end, and where the sides of conditionals meet."""
+        facts = self._facts
+        for name in facts.order:
+            op, context = facts.node[name].op, facts.context[name]
+            if op in ("NextIteration", "Exit"):
+                loop = [c for c in context if isinstance(c, Loop)][-1]
+                (self._turns if op == "NextIteration" else self._exits)[loop.frame].append(name)
+            elif op == "Merge":
+                for source, number in facts.inputs(name):
+                    inner = facts.context_of_output(source, number)
+                    if len(inner) > len(context) and isinstance(inner[len(context)], Branch):
+                        self._merges[context, inner[len(context)].predicate].append(name)
+                        break
+
+    def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
+        """Makes ``name`` wait for an earlier node, on its own core or on all of them."""
+        context, other = self._facts.context[name], self._facts.context[earlier]
+        size = 0
+        while size < min(len(context), len(other)) and context[size] == other[size]:
+            size += 1
+        shared = context[:size]
+        if (
+            len(context) > size
+            and len(other) > size
+            and isinstance(context[size], Branch)
+            and isinstance(other[size], Branch)
+            and context[size].predicate == other[size].predicate
+        ):
+            return  # two sides of one conditional: only one of them runs
+        for end in self._ends(earlier, shared):
+            for begin in self._begins(name, shared):
+                # Other cores' clones are in reach only outside loops and branches.
+                reachable = not self._facts.context_of_output(end, CONTROL)
+                after = (
+                    self.effects.after_all_cores if all_cores and reachable else self.effects.after
+                )
+                if begin != end:
+                    after[begin].add(end)
+
+    def _ends(self, name: str, context: Context) -> list[str]:
+        """Nodes in an outer context that run only after ``name`` has run, if it does run."""
+        inner = self._facts.context[name]
+        ends = [name]
+        while len(inner) > len(context):
+            around, inner = inner[-1], inner[:-1]
+            if isinstance(around, Loop):
+                for turn in self._turns[around.frame]:
+                    self.effects.after[turn].update(ends)
+                ends = self._exits[around.frame]
+            else:
+                merges = self._merges[inner, around.predicate]
+                for merge in merges:
+                    self.effects.after[merge].update(ends)
+                ends = merges
+        return ends
+
+    def _begins(self, name: str, context: Context) -> list[str]:
+        """Where to make ``name`` wait for something of an outer context."""
+        facts = self._facts
+        inner = facts.context[name][len(context) :]
+        loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]
+        if not loops:
+            return [name]
+        # Edges enter a loop only through its Enter nodes; the handle's own one will do.
+        wanted = len(context) + loops[0] + 1
+        for source, number in facts.inputs(name):
+            while number >= 0:
+                node = facts.node[source]
+                if node.op == "Enter" and len(facts.context[source]) == wanted:
+                    return [source]
+                if node.op not in _BOOKKEEPING:
+                    break
+                source, number = facts.inputs(source)[0]
+        return []

@@ -1,0 +1,244 @@
+"""What a graph's structure says: program order, and the loops and branches around each operation.
+
+Everything in this package is one walk over a ``GraphDef``; the walk's results stand here. It reads
+control flow version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF makes.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from typing import NamedTuple, Tuple, Union
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd import replicated
+
+
+class Loop(NamedTuple):
+    """A ``tf.while_loop`` around an operation.
+
+    Attributes:
+      frame: the loop's frame name.
+    """
+
+    frame: str
+
+
+class Branch(NamedTuple):
+    """One side of a ``tf.cond`` around an operation.
+
+    Attributes:
+      predicate: name of the tensor that the conditional tests.
+      taken: which value of the predicate runs this side.
+    """
+
+    predicate: str
+    taken: bool
+
+
+# What stands around an operation, outermost first.
+Context = Tuple[Union[Loop, Branch], ...]
+
+_PASS_THROUGH = frozenset(["Identity", "Enter", "RefEnter", "Switch", "RefSwitch"])
+_MERGE = frozenset(["Merge", "RefMerge"])
+_NEXT = frozenset(["NextIteration", "RefNextIteration"])
+_SWITCH = frozenset(["Switch", "RefSwitch"])
+_ENTER = frozenset(["Enter", "RefEnter"])
+_EXIT = frozenset(["Exit", "RefExit"])
+
+CONTROL = -1
+
+
+def split_input(text: str) -> tuple[str, int]:
+    """Splits an input of a ``NodeDef`` into the node's name and the output's number.
+
+    Args:
+      text: ``"name"``, ``"name:2"`` or ``"^name"``.
+
+    Returns:
+      ``(name, number)``; the number is `CONTROL` for a control input.
+    """
+    if text.startswith("^"):
+        return text[1:], CONTROL
+    name, _, number = text.partition(":")
+    return name, int(number or 0)
+
+
+def join_input(name: str, number: int) -> str:
+    """The inverse of `split_input`.
+
+    Args:
+      name: a node's name.
+      number: an output's number, or `CONTROL`.
+
+    Returns:
+      The input as a ``NodeDef`` spells it.
+    """
+    if number == CONTROL:
+        return "^" + name
+    return name if number == 0 else f"{name}:{number}"
+
+
+class GraphFacts:
+    """Static facts about a ``GraphDef``.
+
+    Attributes:
+      graph_def: the graph.
+      node: name -> ``NodeDef``.
+      order: every name once, each after all its inputs, otherwise in the order of creation.
+      context: name -> `Context`.
+      cluster: name -> name of the TPU program, for operations that belong to one.
+      num_replicas: name of each TPU program -> its number of cores.
+    """
+
+    def __init__(self, graph_def: tf.GraphDef):
+        self.graph_def = graph_def
+        self.node: dict[str, tf.NodeDef] = {n.name: n for n in graph_def.node}
+        self.cluster: dict[str, str] = {
+            n.name: n.attr[replicated.CLUSTER_ATTR].s.decode()
+            for n in graph_def.node
+            if replicated.CLUSTER_ATTR in n.attr
+        }
+        self.num_replicas: dict[str, int] = {
+            self.cluster[n.name]: n.attr["num_replicas"].i
+            for n in graph_def.node
+            if n.op == "TPUReplicateMetadata" and n.name in self.cluster
+        }
+        self.order: list[str] = []
+        self.context: dict[str, Context] = {}
+        self._inputs: dict[str, list[tuple[str, int]]] = {
+            n.name: [split_input(s) for s in n.input] for n in graph_def.node
+        }
+        self._consumers: dict[str, list[tuple[str, int]]] | None = None
+        self._pivot_predicate = self._find_pivots()
+        self._walk()
+
+    def inputs(self, name: str) -> list[tuple[str, int]]:
+        """The inputs of a node as ``(name, number)``, see `split_input`."""
+        return self._inputs[name]
+
+    def consumers(self, name: str) -> list[tuple[str, int]]:
+        """The nodes that use a node, as ``(consumer's name, which output of the node)``."""
+        if self._consumers is None:
+            self._consumers = collections.defaultdict(list)
+            for consumer, inputs in self._inputs.items():
+                for source, number in inputs:
+                    self._consumers[source].append((consumer, number))
+        return self._consumers[name]
+
+    def _walk(self) -> None:
+        """Fills `order` and `context`, in one pass over the graph in topological order."""
+        created = {n.name: i for i, n in enumerate(self.graph_def.node)}
+        waiting: dict[str, int] = {}
+        followers: dict[str, list[str]] = collections.defaultdict(list)
+        for name, inputs in self._inputs.items():
+            sources = {s for s, _ in inputs if not self._is_back_edge(s, name)}
+            waiting[name] = len(sources)
+            for source in sources:
+                followers[source].append(name)
+        ready = [(i, name) for name, i in created.items() if not waiting[name]]
+        heapq.heapify(ready)
+        while ready:
+            _, name = heapq.heappop(ready)
+            self.order.append(name)
+            self.context[name] = self._context_of(name)
+            for follower in followers[name]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    heapq.heappush(ready, (created[follower], follower))
+        if len(self.order) != len(self.node):
+            stuck = sorted(set(self.node) - set(self.order))[:5]
+            raise ValueError(f"The graph has a cycle outside while loops, near {stuck}.")
+
+    def _is_back_edge(self, source: str, consumer: str) -> bool:
+        return self.node[source].op in _NEXT and self.node[consumer].op in _MERGE
+
+    def _context_of(self, name: str) -> Context:
+        node = self.node[name]
+        found: list[Context] = [
+            self.context_of_output(source, number)
+            for source, number in self._inputs[name]
+            if not self._is_back_edge(source, name)
+        ]
+        if node.op in _MERGE:
+            # Both sides of a conditional meet here; what they share stands around both.
+            shared = found[0]
+            for other in found[1:]:
+                size = 0
+                while size < min(len(shared), len(other)) and shared[size] == other[size]:
+                    size += 1
+                shared = shared[:size]
+            return shared
+        context = max(found, key=len) if found else ()
+        if node.op in _ENTER:
+            context += (Loop(node.attr["frame_name"].s.decode()),)
+        return context
+
+    def context_of_output(self, name: str, number: int) -> Context:
+        """The context in which an output of a node is alive.
+
+        Args:
+          name: the node's name.
+          number: which output, see `split_input`.
+
+        Returns:
+          The node's own context, except behind the end of a loop and on the sides of a conditional.
+        """
+        node, context = self.node[name], self.context[name]
+        if node.op in _EXIT:
+            while not isinstance(context[-1], Loop):
+                context = context[:-1]
+            return context[:-1]
+        if node.op in _SWITCH and number != CONTROL and not self.is_loop_switch(name):
+            return context + (Branch(self.predicate_of(name), number == 1),)
+        return context
+
+    def _find_pivots(self) -> dict[str, str]:
+        """For the first Switch of each conditional, the predicate that its other ones test.
+
+        ``tf.cond`` makes Switch(p, p), which what has no inputs hangs on, and right after it
+        Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
+        only the Identity tells them apart.
+        """
+        found: dict[str, str] = {}
+        open_pivots: dict[str, list[str]] = collections.defaultdict(list)
+        for node in self.graph_def.node:
+            if node.op == "Switch" and node.input[0] == node.input[1]:
+                open_pivots[node.input[1]].append(node.name)
+            elif node.op == "Identity" and open_pivots.get(node.input[0]):
+                found[open_pivots[node.input[0]].pop()] = node.name
+        return found
+
+    def predicate_of(self, name: str) -> str:
+        """The predicate that a conditional's ``Switch`` stands for, as an input is spelled."""
+        return self._pivot_predicate.get(name, self.node[name].input[1])
+
+    def is_loop_switch(self, name: str) -> bool:
+        """Whether a ``Switch`` belongs to a while loop, not to a conditional."""
+        return self.node[self._inputs[name][1][0]].op == "LoopCond"
+
+    def is_conditional_switch(self, name: str) -> bool:
+        """Whether a node is the ``Switch`` of a conditional."""
+        return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
+
+    def root(self, name: str) -> str:
+        """Follows a value back through operations that only pass it on into loops and branches."""
+        while self.node[name].op in _PASS_THROUGH:
+            name = self._inputs[name][0][0]
+        return name
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value of a constant, also from inside loops and branches.
+
+        Args:
+          name: a node's name.
+
+        Returns:
+          The value, or None where the node is not a constant.
+        """
+        node = self.node[self.root(name)]
+        if node.op != "Const":
+            return None
+        return tf.make_ndarray(node.attr["value"].tensor)

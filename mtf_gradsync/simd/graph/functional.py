@@ -1,0 +1,299 @@
+"""Rebuilds a graph with functions in place of the loops and conditionals of control flow v1.
+
+TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``; it wants
+``While`` and ``If``, whose bodies are functions. `rebuild` makes every operation of a graph again,
+level by level: what stands in a branch is made inside the function of that branch.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+from typing import Any, Dict, Hashable, Sequence, Tuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop, split_input
+
+_Values = Dict[Tuple[str, int], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conditional:
+    """All of one conditional, seen from the level around it."""
+
+    predicate: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Single:
+    """One operation."""
+
+    name: str
+
+
+def rebuild(graph_def: tf.GraphDef, given: dict[str, Any], fetches: Sequence[str]) -> list[Any]:
+    """Makes a graph's operations again in the current default graph, a function's.
+
+    Control flow v2 has to be enabled.
+
+    Args:
+      graph_def: the graph; control flow version 1.
+      given: name of an operation -> the tensor to take in its place.
+      fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
+
+    Returns:
+      The tensors and operations that were made for the fetches.
+    """
+    builder = _Builder(GraphFacts(graph_def))
+    level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
+    level.make([n for n in builder.facts.order if n not in given])
+    return [
+        level.values[split_input(fetch)] if ":" in fetch else level.operations[fetch]
+        for fetch in fetches
+    ]
+
+
+class _Builder:
+    """What all levels share."""
+
+    def __init__(self, facts: GraphFacts):
+        self.facts = facts
+        self.position = {name: i for i, name in enumerate(facts.order)}
+        self.library = tf.GraphDef()
+        self.library.versions.CopyFrom(facts.graph_def.versions)
+        self.library.library.CopyFrom(facts.graph_def.library)
+
+    def is_back_edge(self, source: str, consumer: str) -> bool:
+        return self.facts.node[source].op == "NextIteration" and self._is_merge(consumer)
+
+    def _is_merge(self, name: str) -> bool:
+        return self.facts.node[name].op == "Merge"
+
+    def is_loop_variable(self, name: str) -> bool:
+        """Whether a node is the ``Merge`` at which a loop's variable enters each turn."""
+        return self._is_merge(name) and any(
+            self.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
+        )
+
+    def next_value(self, variable: str) -> str:
+        """The ``NextIteration`` of a loop's variable."""
+        sources = (source for source, _ in self.facts.inputs(variable))
+        return next(s for s in sources if self.is_back_edge(s, variable))
+
+    def item_of(self, name: str, around: Context) -> Hashable:
+        """What a node belongs to on the level with the given surroundings."""
+        facts, depth = self.facts, len(around)
+        context = facts.context[name]
+        if len(context) > depth:
+            inner = context[depth]
+            return inner if isinstance(inner, Loop) else _Conditional(inner.predicate)
+        if facts.is_conditional_switch(name):
+            return _Conditional(facts.predicate_of(name))
+        if self._is_merge(name) and not self.is_loop_variable(name):
+            return _Conditional(self.side_of(*facts.inputs(name)[0], depth).predicate)
+        return _Single(name)
+
+    def side_of(self, source: str, number: int, depth: int) -> Branch:
+        """Which side of a conditional a ``Merge`` gets a value from."""
+        return self.facts.context_of_output(source, number)[depth]
+
+    def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
+        """The nodes inside a loop's turn that the wanted ones need, themselves included."""
+        found: set[str] = set()
+        pending = list(wanted)
+        while pending:
+            name = pending.pop()
+            context = self.facts.context[name]
+            if name in found or context[: len(around)] != around or self._opens_turn(name, around):
+                continue
+            found.add(name)
+            pending += [s for s, _ in self.facts.inputs(name) if not self.is_back_edge(s, name)]
+        return sorted(found, key=self.position.__getitem__)
+
+    def _opens_turn(self, name: str, around: Context) -> bool:
+        """Whether a node only carries values into a turn of the loop of this level."""
+        if self.facts.context[name] != around:
+            return False
+        op = self.facts.node[name].op
+        if op == "Switch":
+            return self.facts.is_loop_switch(name)
+        return op == "Enter" or self.is_loop_variable(name)
+
+
+class _Level:
+    """The body of one function: the whole program, a branch, or a loop's condition or body."""
+
+    def __init__(
+        self, builder: _Builder, around: Context, values: _Values, outer: _Level | None = None
+    ):
+        self._builder = builder
+        self._around = around
+        self._outer = outer
+        self.values: _Values = collections.ChainMap(values, *([outer.values] if outer else []))
+        self.operations: dict[str, tf.Operation] = {}
+        if len(builder.library.library.function):
+            tf.import_graph_def(builder.library, name="")
+
+    def make(self, names: Sequence[str]) -> None:
+        """Makes the named nodes, and the loops and conditionals that they belong to."""
+        for item, members in self._in_order(names):
+            if isinstance(item, _Single):
+                self._make_operation(item.name)
+            elif isinstance(item, Loop):
+                self._make_loop(item, members)
+            else:
+                self._make_conditional(item, members)
+
+    def value(self, source: str, number: int) -> Any:
+        """The tensor that stands for an output of a node."""
+        return self.values[source, number]
+
+    def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
+        """The items of this level, each after what it needs, otherwise in order of creation."""
+        builder = self._builder
+        members: dict[Hashable, list[str]] = {}
+        item_of = {}
+        for name in names:
+            item_of[name] = builder.item_of(name, self._around)
+            members.setdefault(item_of[name], []).append(name)
+        needs: dict[Hashable, set[Hashable]] = {item: set() for item in members}
+        followers: dict[Hashable, list[Hashable]] = collections.defaultdict(list)
+        for name in names:
+            for source, _ in builder.facts.inputs(name):
+                item = item_of.get(source, item_of[name])
+                if item not in needs[item_of[name]] and item != item_of[name]:
+                    needs[item_of[name]].add(item)
+                    followers[item].append(item_of[name])
+        place = {item: builder.position[nodes[0]] for item, nodes in members.items()}
+        by_place = {p: item for item, p in place.items()}
+        ready = [place[item] for item, needed in needs.items() if not needed]
+        heapq.heapify(ready)
+        ordered = []
+        while ready:
+            item = by_place[heapq.heappop(ready)]
+            ordered.append((item, members[item]))
+            for follower in followers[item]:
+                needs[follower].discard(item)
+                if not needs[follower]:
+                    heapq.heappush(ready, place[follower])
+        if len(ordered) != len(members):
+            stuck = sorted(members[i][0] for i, needed in needs.items() if needed)[:5]
+            raise ValueError(
+                f"Loops and conditionals near {stuck} wait for each other; build each with one "
+                "tf.cond or tf.while_loop of its own."
+            )
+        return ordered
+
+    def _make_operation(self, name: str) -> None:
+        node = self._builder.facts.node[name]
+        inputs = self._builder.facts.inputs(name)
+        data = [self.value(s, k) for s, k in inputs if k != CONTROL]
+        # Where a loop turns, its function just returns a value.
+        op, attrs = node.op, dict(node.attr)
+        if op in ("LoopCond", "NextIteration"):
+            op, attrs = "Identity", {"T": tf.AttrValue(type=data[0].dtype.as_datatype_enum)}
+        with tf.control_dependencies(self._waits([name])):
+            made = tf.get_default_graph().create_op(
+                op, data, attrs=attrs, name=name, compute_device=False
+            )
+        self.operations[name] = made
+        for number, tensor in enumerate(made.outputs):
+            self.values[name, number] = tensor
+
+    def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
+        """What the members wait for by control edges from outside, on this level."""
+        sources = {
+            source: None
+            for name in members
+            for source, number in self._builder.facts.inputs(name)
+            if number == CONTROL
+        }
+        for name in members:
+            sources.pop(name, None)
+        # What was made on an outer level has run before the function that this level is.
+        return [self.operations[s] for s in sources if s in self.operations]
+
+    def _make_conditional(self, item: _Conditional, members: Sequence[str]) -> None:
+        builder, depth = self._builder, len(self._around)
+        facts = builder.facts
+        here = [n for n in members if facts.context[n] == self._around]
+        switches = [n for n in here if facts.is_conditional_switch(n)]
+        merges = [n for n in here if facts.node[n].op == "Merge"]
+
+        def side(taken: bool) -> Any:
+            around = (*self._around, Branch(item.predicate, taken))
+
+            def body() -> list[Any]:
+                values = {
+                    (name, int(taken)): self.value(*facts.inputs(name)[0]) for name in switches
+                }
+                level = _Level(builder, around, values, outer=self)
+                level.make([n for n in members if facts.context[n][: depth + 1] == around])
+                results = [
+                    level.value(source, number)
+                    for merge in merges
+                    for source, number in facts.inputs(merge)
+                    if number != CONTROL and builder.side_of(source, number, depth).taken is taken
+                ]
+                with tf.control_dependencies(level._waits(merges)):
+                    return [tf.identity(r) for r in results]
+
+            return body
+
+        predicate = self.value(*split_input(item.predicate))
+        with tf.control_dependencies(self._waits(members)):
+            results = _functional().cond(predicate, side(True), side(False))
+        for merge, result in zip(merges, tf.nest.flatten(results)):
+            self.values[merge, 0] = result
+            self.values[merge, 1] = tf.cast(predicate, tf.int32)
+            self.operations[merge] = result.op
+
+    def _make_loop(self, loop: Loop, members: Sequence[str]) -> None:
+        builder, facts = self._builder, self._builder.facts
+        around = (*self._around, loop)
+        here = [n for n in members if facts.context[n] == around]
+        variables = [n for n in here if builder.is_loop_variable(n)]
+        test = next(n for n in here if facts.node[n].op == "LoopCond")
+        switches = [n for n in here if facts.node[n].op == "Switch" and facts.is_loop_switch(n)]
+        variable_of = {s: facts.inputs(s)[0][0] for s in switches}
+
+        def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
+            """A level inside the loop, with the wanted nodes made."""
+            given: _Values = {(v, 0): value for v, value in zip(variables, values)}
+            given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
+            for name in here:
+                if facts.node[name].op == "Enter":
+                    given.setdefault((name, 0), self.value(*facts.inputs(name)[0]))
+            level = _Level(builder, around, given, outer=self)
+            level.make(builder.needed_for(wanted, around))
+            return level
+
+        def condition(*values: Any) -> Any:
+            return turn(values, [test]).value(test, 0)
+
+        def body(*values: Any) -> list[Any]:
+            nexts = [builder.next_value(v) for v in variables]
+            level = turn(values, nexts)
+            with tf.control_dependencies([level.operations[n] for n in nexts]):
+                return [tf.identity(level.value(n, 0)) for n in nexts]
+
+        enters = [
+            next(s for s, _ in facts.inputs(v) if facts.node[s].op == "Enter") for v in variables
+        ]
+        with tf.control_dependencies(self._waits(members)):
+            first = [tf.identity(self.value(*facts.inputs(e)[0])) for e in enters]
+            results = _functional().while_loop(condition, body, first)
+        result_of = dict(zip(variables, results))
+        for name in here:
+            if facts.node[name].op == "Exit":
+                result = result_of[variable_of[facts.inputs(name)[0][0]]]
+                self.values[name, 0] = result
+                self.operations[name] = result.op
+
+
+def _functional() -> Any:
+    """TensorFlow 2's functions for control flow; those of ``tf.compat.v1`` follow a switch."""
+    import tensorflow as tf2
+
+    return tf2

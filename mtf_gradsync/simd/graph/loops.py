@@ -1,0 +1,49 @@
+"""How often a while loop turns, as far as the graph says."""
+
+from __future__ import annotations
+
+import math
+
+from mtf_gradsync.simd.graph.facts import GraphFacts
+
+
+def loop_turns(facts: GraphFacts, frame: str) -> int | None:
+    """How often a loop turns, where it counts from one constant to another by a third.
+
+    Args:
+      facts: the graph's facts.
+      frame: the loop's frame name.
+
+    Returns:
+      The number of turns, or None where the graph does not say it that plainly.
+    """
+    condition = next(
+        name
+        for name in facts.order
+        if facts.node[name].op == "LoopCond" and facts.context[name][-1].frame == frame
+    )
+    test = facts.inputs(condition)[0][0]
+    if facts.node[test].op != "Less":
+        return None
+    counter, limit = (source for source, _ in facts.inputs(test)[:2])
+    end = facts.constant(limit)
+    if facts.node[counter].op != "Merge" or end is None:
+        return None
+    first, step = None, None
+    for source, _ in facts.inputs(counter):
+        if facts.node[source].op == "Enter":
+            first = facts.constant(source)
+        elif facts.node[source].op == "NextIteration":
+            step = _step(facts, facts.inputs(source)[0][0])
+    if first is None or not step or step < 0:
+        return None
+    return max(0, math.ceil((float(end) - float(first)) / step))
+
+
+def _step(facts: GraphFacts, name: str) -> float | None:
+    """What an addition of a constant adds."""
+    if facts.node[name].op not in ("Add", "AddV2"):
+        return None
+    values = [facts.constant(source) for source, number in facts.inputs(name) if number >= 0]
+    found = [float(v) for v in values if v is not None and v.ndim == 0]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,146 @@
+"""Finds what cannot be emulated before anything is built, and refuses it by name."""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd import replicated
+from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES, find_collectives
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts
+
+# These are rewritten, so they need no CPU kernel.
+_REWRITTEN = frozenset(COLLECTIVE_TYPES) | {"TPUReplicateMetadata"}
+_BOUNDARY = frozenset(["TPUReplicatedInput", "TPUReplicatedOutput"])
+
+_REMEDIES = {
+    "InfeedDequeue": "feed per-core tensors through program.per_replica([...])",
+    "InfeedDequeueTuple": "feed per-core tensors through program.per_replica([...])",
+    "OutfeedEnqueue": "fetch the tensor from the session",
+    "OutfeedEnqueueTuple": "fetch the tensor from the session",
+    "Placeholder": "make the placeholder before the program opens, and use it inside",
+}
+
+
+def check_can_be_emulated(facts: GraphFacts) -> None:
+    """Refuses a graph that the emulator would get wrong.
+
+    Args:
+      facts: the graph's facts.
+
+    Raises:
+      UnsupportedProgramError: names the operation, its type, and what would do.
+    """
+    if not facts.num_replicas:
+        raise UnsupportedProgramError(
+            "The graph holds no TPU program. Build the model inside simd.replicas(...) or "
+            "tf.tpu.replicate(...)."
+        )
+    check_functions_are_silent(facts)
+    find_collectives(facts)  # raises where their groups make no sense
+    functions = {f.signature.name for f in facts.graph_def.library.function}
+    types: dict[str, tf.NodeDef] = {}
+    for name in facts.order:
+        node = facts.node[name]
+        if name in facts.cluster:
+            _check_cluster(facts, node)
+            if node.op not in functions:
+                types.setdefault(node.op, node)
+        elif node.op not in _BOUNDARY:
+            _check_outside(facts, node)
+    for op_type in replicated.cpu_kernels_missing([t for t in types if t not in _REWRITTEN]):
+        remedy = _REMEDIES.get(op_type, "leave it out of the program, or run it on a TPU")
+        raise UnsupportedProgramError.of(
+            types[op_type], "TensorFlow has no CPU kernel for it", remedy
+        )
+
+
+def check_functions_are_silent(facts: GraphFacts) -> None:
+    """Refuses programs that call a function with a collective inside.
+
+    Args:
+      facts: the graph's facts.
+
+    Raises:
+      UnsupportedProgramError: names the operation that calls the function.
+    """
+    talking = _functions_with_collectives(
+        {f.signature.name: f for f in facts.graph_def.library.function}
+    )
+    for name in facts.order:
+        if talking and name in facts.cluster:
+            _check_functions(facts.node[name], talking)
+
+
+def _check_cluster(facts: GraphFacts, node: tf.NodeDef) -> None:
+    if facts.cluster[node.name] not in facts.num_replicas:
+        raise UnsupportedProgramError.of(
+            node,
+            f"its program {facts.cluster[node.name]!r} has no TPUReplicateMetadata",
+            "take the whole graph, not a part of it",
+        )
+    if node.op == "Placeholder":
+        raise UnsupportedProgramError.of(
+            node, "a TPU program cannot be fed from inside", _REMEDIES["Placeholder"]
+        )
+
+
+def _check_outside(facts: GraphFacts, node: tf.NodeDef) -> None:
+    for source, number in facts.inputs(node.name):
+        if number != CONTROL and source in facts.cluster:
+            raise UnsupportedProgramError.of(
+                node,
+                f"it stands outside the TPU program and reads {source!r} from inside it",
+                f"move it into the program, or fetch {source!r} from the session",
+            )
+        if facts.node[source].op == "TPUReplicatedInput":
+            raise UnsupportedProgramError.of(
+                node,
+                f"it reads the per-core input {source!r} outside the program",
+                "read the tensors that went into program.per_replica([...])",
+            )
+
+
+def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
+    for function in _functions_named(node):
+        if function in talking:
+            raise UnsupportedProgramError.of(
+                node,
+                f"its function {function!r} holds the collective {talking[function]}",
+                "build loops and conditionals with control flow version 1 "
+                "(tf.disable_v2_behavior() or tf.disable_control_flow_v2()), and call collectives "
+                "outside tf.function",
+            )
+
+
+def _functions_named(node: tf.NodeDef) -> Iterator[str]:
+    """The functions that a node calls: its own type, and those in its attributes."""
+    yield node.op
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for item in value.list.func:
+            yield item.name
+
+
+def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
+    """Function name -> "'operation' of type T", for functions that reach a collective."""
+    calls: dict[str, list[str]] = {}
+    talking: dict[str, str] = {}
+    for name, function in functions.items():
+        called: set[str] = set()
+        for node in function.node_def:
+            if node.op in COLLECTIVE_TYPES:
+                talking[name] = f"{node.name!r} of type {node.op}"
+            called.update(f for f in _functions_named(node) if f in functions)
+        for callee in called:
+            calls.setdefault(callee, []).append(name)
+    pending = list(talking)
+    while pending:
+        callee = pending.pop()
+        for caller in calls.get(callee, ()):
+            if caller not in talking:
+                talking[caller] = talking[callee]
+                pending.append(caller)
+    return talking

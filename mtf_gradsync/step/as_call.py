@@ -1,0 +1,99 @@
+"""A branch as one function call, so that skipping it skips one operation.
+
+Operations of a branch that is not taken do not run, but each still passes through TensorFlow's
+executor as a dead one, and so does each value that is handed to the branch from another device. An
+update has tens of thousands of the former and thousands of the latter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.devices import process_of
+
+_NOT_INLINED = {"_noinline": True}
+
+
+def can_call(lowering: mtf.Lowering) -> bool:
+    """Whether a branch can be a function over the devices of a mesh.
+
+    Elsewhere its operations stand in the graph themselves, which does the same, slower on the
+    steps that skip it: on SIMD meshes (a TPU program has no such calls), on meshes over several
+    processes, with ref variables, and on TensorFlow 2.12, which inlines every function.
+    """
+    processes = set()
+    for mesh_impl in lowering.mesh_to_impl.values():
+        for device in getattr(mesh_impl, "devices", None) or [None]:
+            if not isinstance(device, str):  # a SIMD mesh, or devices chosen by a function
+                return False
+            processes.add(process_of(device))
+    if len(processes) != 1 or not _takes_attributes():
+        return False
+    return not any(
+        x.dtype != x.dtype.base_dtype
+        for variable in lowering.variables.values()
+        for x in variable.laid_out_tensor.all_slices
+    )
+
+
+def _takes_attributes() -> bool:
+    try:
+        tf.function(lambda: None, experimental_attributes=_NOT_INLINED)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
+    """Runs a branch as one call of a function.
+
+    Args:
+      run: makes the operations of the branch, and returns the one that follows all of them.
+
+    Returns:
+      The operation that calls the function.
+    """
+
+    def body() -> tf.Tensor:
+        _copy_handles_and_constants(tf.get_default_graph())
+        with tf.control_dependencies([run()]):
+            return tf.constant(True)
+
+    call = tf.function(body, autograph=False, experimental_attributes=_NOT_INLINED)().op
+    # The session's options have optimized the function already when it is called; a second time
+    # is start-up time, with options of its own that regroup sums.
+    options = tf.ConfigProto()
+    options.graph_options.rewrite_options.disable_meta_optimizer = True
+    call._set_attr("config_proto", tf.AttrValue(s=options.SerializeToString()))
+    return call
+
+
+def _copy_handles_and_constants(graph: Any) -> None:
+    """Makes a function's graph copy variable handles and constants instead of capturing them."""
+    # Read on TensorFlow 2.13 to 2.21: FuncGraph hands every outer tensor that an operation uses
+    # to its method capture.
+    capture = graph.capture
+    copies: dict[Any, tf.Tensor] = {}
+
+    def copy_or_capture(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        op = getattr(tensor, "op", None)
+        if op is None or op.graph is graph or not _can_be_copied(op):
+            return capture(tensor, *args, **kwargs)
+        if op not in copies:
+            with tf.control_dependencies(None), tf.device(op.device):
+                copies[op] = graph.create_op(
+                    op.type,
+                    [],
+                    [x.dtype for x in op.outputs],
+                    name=op.name,
+                    attrs={k: v for k, v in op.node_def.attr.items() if not k.startswith("_")},
+                ).outputs[0]
+        return copies[op]
+
+    graph.capture = copy_or_capture
+
+
+def _can_be_copied(op: tf.Operation) -> bool:
+    # A handle without a shared name is known by the name of its own operation.
+    return op.type == "Const" or (op.type == "VarHandleOp" and bool(op.get_attr("shared_name")))

@@ -1,0 +1,66 @@
+"""Counting steps after an update."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step.gate import after
+
+
+class AdvanceStep(mtf.Operation):
+    """Adds to a tf variable that counts steps, after the update."""
+
+    def __init__(
+        self,
+        mesh: mtf.Mesh,
+        step: Any,
+        update: Sequence[mtf.Operation],
+        name: str,
+        made: mtf.Tensor | None = None,
+    ):
+        super().__init__([] if made is None else [made], mesh=mesh, name=name)
+        self._step = step
+        self._update = list(update)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        done = [lowering.operations[op] for op in self._update]
+        dtype = self._step.dtype.base_dtype
+        with tf.control_dependencies(done):
+            one = tf.constant(1, dtype)
+            if self.inputs:
+                made = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
+                one = tf.cast(made, dtype)
+            lowering.operations[self] = tf.assign_add(self._step, one).op
+
+
+def advance_step(
+    mesh: mtf.Mesh,
+    step: Any,
+    update: Sequence[mtf.Operation],
+    name: str,
+    made: mtf.Tensor | None = None,
+) -> mtf.Operation:
+    """An operation that adds one, or what was made, to a step counter once the update is done.
+
+    Args:
+      mesh: the mesh of the update.
+      step: an mtf variable (or its value), or a tf variable, of an integer or float type.
+      update: the operations of the update; the count follows all of them.
+      name: name of the operation.
+      made: what to add in place of one: an integer mtf scalar, whole on every processor.
+
+    Returns:
+      An mtf operation that the lowering knows.
+    """
+    if isinstance(step, (mtf.Variable, mtf.Tensor)):
+        value = step.value if isinstance(step, mtf.Variable) else step
+        one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
+        if made is not None:
+            one = mtf.cast(made, value.dtype)
+        count = mtf.assign(step, value + one, name=name)
+        before = list(update)
+        after([count], lambda lowering: [lowering.operations[op] for op in before])
+        return count
+    return AdvanceStep(mesh, step, update, name, made)

@@ -1,0 +1,1 @@
+"""The command ``mtf-gradsync`` and its subcommands."""

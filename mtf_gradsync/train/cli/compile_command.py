@@ -1,0 +1,111 @@
+"""``mtf-gradsync compile``: has the TPU compiler judge what gin files describe, without a TPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any, Iterator
+
+from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+
+_DESCRIPTION = """\
+Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
+compiler. Prints whether it is accepted, the collectives before and after the compiler's
+optimizations, and the memory per core. Nothing is trained and no TPU is needed.
+
+Needs TensorFlow 2.18 or later and the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
+
+_EPILOG = """\
+examples:
+  mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
+  mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
+
+The topology must have as many cores as the config's mesh. Exit code 0: accepted, 1: refused.
+docs/tpu.md says what the numbers mean."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "compile",
+        help="compile what gin files describe for a TPU, without a TPU",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--topology",
+        default="v3:2x2",
+        metavar="NAME",
+        help="TPU generation and chips (default: v3:2x2, which has 8 cores)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON, too")
+    parser.add_argument(
+        "--save_hlo",
+        metavar="DIR",
+        help="write the program before and after optimization there, as HLO text",
+    )
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    with loaded_config(args):
+        compiled = compile_config(args.topology, args.save_hlo)
+    print(compiled)
+    if args.json:
+        try:
+            Path(args.json).write_text(compiled.to_json() + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json={args.json} cannot be written: {error}") from error
+    return 0 if compiled.accepted else 1
+
+
+def compile_config(topology: str, save_hlo: str | None = None) -> Any:
+    """Compiles the training step that gin's configuration describes.
+
+    The step counter and the learning rate that follows from it stay outside the program, on the
+    host, as with TPUEstimator.
+
+    Args:
+      topology: as for `mtf_gradsync.xla.compile_for_tpu`.
+      save_hlo: as there.
+
+    Returns:
+      A `mtf_gradsync.xla.CompiledProgram`.
+
+    Raises:
+      ConfigError: if a binding or the topology cannot work.
+      TrainingError: if this environment has no TPU compiler, or the compiler died.
+    """
+    # Not above: these take seconds, which `--help` need not.
+    from mtf_gradsync import simd, xla
+    from mtf_gradsync._private.libraries import tf
+    from mtf_gradsync.train.config import gin_files
+    from mtf_gradsync.train.job import placeholders
+
+    # Before the graph, which may take a minute.
+    missing = xla.why_no_tpu_compiler()
+    if missing:
+        raise TrainingError(missing)
+    job = gin_files.training_job()
+    opened = []
+
+    @contextlib.contextmanager
+    def block() -> Iterator[Any]:
+        with simd.replicas(job.model.mesh.shape, job.model.mesh.layout) as program:
+            opened.append(program)
+            yield program.mesh_impl
+
+    with tf.Graph().as_default():
+        graph = job.build(placeholders(job), block)
+        (program,) = opened
+        try:
+            return xla.compile_for_tpu(program, [graph.loss], topology, save_hlo)
+        except xla.CompilerDiedError as error:
+            raise TrainingError(str(error)) from error
+        except ValueError as error:
+            raise ConfigError(str(error)) from error

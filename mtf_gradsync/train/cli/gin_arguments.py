@@ -1,0 +1,104 @@
+"""The arguments that every command takes which reads gin files, and what they bring about."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from typing import Any, Iterator
+
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+
+_VERBOSITY = {"error": -2, "warning": -1, "info": 0, "debug": 1}
+
+
+def add_gin_arguments(parser: Any) -> None:
+    """Adds --gin_file, --gin_param, --gin_location_prefix and --verbosity."""
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE[,FILE...]",
+        help="gin file; may be given several times, later ones override",
+    )
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="BINDING",
+        help="gin binding that overrides the files; may be given several times",
+    )
+    parser.add_argument(
+        "--gin_location_prefix",
+        action="append",
+        default=[],
+        metavar="DIR[,DIR...]",
+        help="directory to look for gin files in, besides the current one and the package's own",
+    )
+    parser.add_argument(
+        "--verbosity",
+        type=_verbosity,
+        default=-1,
+        metavar="LEVEL",
+        help="-1 or warning (default), 0 or info: Mesh-TensorFlow's log too; "
+        "1 or debug: also tracebacks of errors",
+    )
+
+
+def gin_file_names(args: argparse.Namespace) -> list[str]:
+    """The gin files, with lists taken apart."""
+    return _split_lists(args.gin_file)
+
+
+@contextlib.contextmanager
+def loaded_config(args: argparse.Namespace) -> Iterator[None]:
+    """Prepares TensorFlow for a mesh program and loads gin's configuration.
+
+    Errors that come out of the config's own functions leave the block as a `ConfigError`.
+
+    Raises:
+      ConfigError: if a file or binding cannot be read, or the block failed over one.
+    """
+    # Not above: these take seconds, which `--help` need not.
+    from absl import flags
+    from absl import logging as absl_logging
+
+    from mtf_gradsync.session import enable_mesh_defaults
+    from mtf_gradsync.train.config import gin_files
+
+    absl_logging.set_verbosity(args.verbosity)
+    # TensorFlow warns about every v1 call of Mesh-TensorFlow, which is all of them.
+    quiet, info, debug = logging.ERROR, logging.INFO, logging.DEBUG
+    level = quiet if args.verbosity < 0 else info if args.verbosity == 0 else debug
+    logging.getLogger("tensorflow").setLevel(level)
+    # Mesh-TensorFlow reads absl flags; they have their defaults here.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    enable_mesh_defaults()
+
+    ignored = gin_files.load(
+        gin_file_names(args), args.gin_param, _split_lists(args.gin_location_prefix)
+    )
+    if ignored:
+        print(f"without meaning here, ignored: {', '.join(ignored)}")
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, AssertionError) as error:
+        raise ConfigError(gin_files.explain(error)) from error
+
+
+def _split_lists(values: list[str]) -> list[str]:
+    return [part for value in values for part in value.split(",") if part]
+
+
+def _verbosity(text: str) -> int:
+    if text in _VERBOSITY:
+        return _VERBOSITY[text]
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number or one of {', '.join(_VERBOSITY)}; got {text!r}"
+        ) from None

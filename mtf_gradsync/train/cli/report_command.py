@@ -1,0 +1,83 @@
+"""``mtf-gradsync report``: what the cores exchange in a training step, without training."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.errors import ConfigError
+
+_DESCRIPTION = """\
+Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
+optimizer alone) and with the optimizer of the config, and lists what their cores exchange:
+collectives of the SIMD (TPU) program, transfers between the devices of a placement mesh.
+Nothing is trained, no data is read, and no TPU is needed."""
+
+_EPILOG = """\
+examples:
+  mtf-gradsync report --gin_file=lm_cpu_mesh.gin
+  mtf-gradsync report --gin_file=lm_cpu_mesh.gin --json=report.json --png=report.png
+  mtf-gradsync report --gin_file=my_model.gin --gin_param="train.run.mesh_shape = 'batch:32'"
+
+docs/simd.md explains the tables."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "report",
+        help="list what the cores exchange in a training step, bare and wrapped",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--rows", action="store_true", help="print every collective and transfer, one a line"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all rows and totals as JSON")
+    parser.add_argument("--png", metavar="FILE", help="draw both steps side by side")
+    parser.add_argument(
+        "--no_placement",
+        action="store_true",
+        help="leave out the placement mesh, whose graphs take long to build on large meshes",
+    )
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    with loaded_config(args):
+        # Not above: these take seconds, which `--help` need not.
+        from tqdm import tqdm
+
+        from mtf_gradsync.train.comparison.comparison import compare
+        from mtf_gradsync.train.comparison.plot import plot_comparison
+        from mtf_gradsync.train.comparison.text import as_text
+        from mtf_gradsync.train.config import gin_files
+        from mtf_gradsync.train.evaluation.plot import check_matplotlib
+
+        json_file, png_file = _output("--json", args.json), _output("--png", args.png)
+        if png_file:
+            check_matplotlib()
+        # None: on terminals only.
+        with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
+            comparison = compare(gin_files.training_job(), not args.no_placement, bar.update)
+    print(as_text(comparison, args.rows))
+    if json_file:
+        json_file.write_text(comparison.to_json() + "\n", encoding="utf-8")
+    if png_file:
+        plot_comparison(comparison, png_file)
+    return 0
+
+
+def _output(flag: str, name: str | None) -> Path | None:
+    """The file to write. What cannot be written shall not wait for the graphs."""
+    if not name:
+        return None
+    path = Path(name)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
+    return path

@@ -1,0 +1,54 @@
+"""``mtf-gradsync train``: trains what gin files describe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_names, loaded_config
+
+_DESCRIPTION = """\
+Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
+perplexity beside a unigram baseline, lets the model write, and draws the loss curve.
+
+Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there."""
+
+_EPILOG = """\
+examples:
+  mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
+  mtf-gradsync train --gin_file=lm_cpu_mesh.gin --gin_param="train.run.train_steps = 50"
+  mtf-gradsync train --gin_file=my_model.gin --gin_file=my_data.gin --model_dir=runs/mine
+
+docs/training.md lists the bindings of train.run and the files that a run writes."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a transformer that gin files describe",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--model_dir",
+        metavar="DIR",
+        help="where checkpoints and results go (default: runs/ and the name of the last gin file)",
+    )
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    files = gin_file_names(args)
+    model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
+    with loaded_config(args):
+        # Not above: it takes seconds, which `--help` need not.
+        from mtf_gradsync.train.run import run
+
+        result = run(model_dir=model_dir)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by

@@ -1,0 +1,1 @@
+"""What a training step exchanges, bare and wrapped, side by side."""

@@ -1,0 +1,126 @@
+"""What a config's training step exchanges, with bare Mesh-TensorFlow and with its own optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from typing import Any, Callable, NamedTuple
+
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.train.comparison.step_parts import PARTS, parts_of
+from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
+
+
+class Step(NamedTuple):
+    """The communication of one training step.
+
+    Attributes:
+      optimizers: class names, from the outside in.
+      collectives: of the SIMD program.
+      part: for each row of `collectives` by name, which of `PARTS` it belongs to.
+      transfers: between the devices of a placement mesh; None where that was not asked for.
+    """
+
+    optimizers: tuple[str, ...]
+    collectives: simd.CommunicationReport
+    part: dict[str, str]
+    transfers: simd.CommunicationReport | None
+
+    def of_part(self, part: str) -> simd.CommunicationReport:
+        """The collectives of one part."""
+        rows = tuple(row for row in self.collectives.rows if self.part[row.name] == part)
+        return simd.CommunicationReport(rows, self.collectives.mesh)
+
+
+class Comparison(NamedTuple):
+    """Two training steps that differ in the wrappers around the optimizer.
+
+    Attributes:
+      mesh: the mesh, as in "batch:4;model:2".
+      bare: with the innermost optimizer alone.
+      wrapped: with the config's optimizer; the same object as `bare` if that has no wrapper.
+    """
+
+    mesh: str
+    bare: Step
+    wrapped: Step
+
+    def to_json(self) -> str:
+        """All rows and totals as JSON text, in the form of `simd.CommunicationReport.to_json`."""
+        content: dict[str, Any] = {"mesh": self.mesh}
+        for name, step in (("bare", self.bare), ("wrapped", self.wrapped)):
+            collectives = json.loads(step.collectives.to_json())
+            for row in collectives["rows"]:
+                row["part"] = step.part[row["name"]]
+            collectives["totals"]["by_part"] = {
+                part: dataclasses.asdict(step.of_part(part).update_step) for part in PARTS
+            }
+            transfers = None if step.transfers is None else json.loads(step.transfers.to_json())
+            content[name] = {
+                "optimizers": list(step.optimizers),
+                "collectives": collectives,
+                "transfers": transfers,
+            }
+        return json.dumps(content, indent=2)
+
+
+def compare(
+    job: TrainingJob, with_transfers: bool = True, done: Callable[[], Any] = lambda: None
+) -> Comparison:
+    """Builds a training step with and without wrappers, and lists what it exchanges.
+
+    Nothing is trained and no data is read. Each program has a graph of its own.
+
+    Args:
+      job: what to build.
+      with_transfers: whether to build for the placement mesh too, whose graphs grow with the
+        number of devices.
+      done: called after each of the two steps was built.
+
+    Returns:
+      Both steps.
+
+    Raises:
+      ConfigError: if the config cannot be built.
+    """
+    # First, so that an error in the config names the config's own optimizer.
+    wrapped, is_wrapped = _list(job, with_transfers)
+    done()
+    bare = wrapped
+    if is_wrapped:
+        bare, _ = _list(job._replace(optimizer=_innermost_of(job.optimizer)), with_transfers)
+    done()
+    return Comparison(wrapped.collectives.mesh, bare, wrapped)
+
+
+def _innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    def make(learning_rate: Any) -> Any:
+        return optimizer(learning_rate=learning_rate).innermost()
+
+    return make
+
+
+def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
+    """One step, and whether its optimizer is a wrapper."""
+    with tf.Graph().as_default():
+        graph, program = build_simd(job)
+        collectives = simd.list_collectives(program, lowering=graph.lowering)
+    part = parts_of(graph, collectives)
+    opt, is_wrapper = graph.optimizer, isinstance(graph.optimizer, Wrapper)
+    stack = [opt, *opt.inner_stack()] if is_wrapper else [opt]
+    names = tuple(type(one).__name__ for one in stack)
+    transfers = _list_transfers(job) if with_transfers else None
+    return Step(names, collectives, part, transfers), is_wrapper
+
+
+def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
+    mesh = job.model.mesh
+    # Not the config's devices, which may all be one: what is copied does not depend on them.
+    devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
+    mesh_impl = mesh.placement_mesh(devices)
+    with tf.Graph().as_default():
+        graph = job.build(placeholders(job), lambda: contextlib.nullcontext(mesh_impl))
+        return simd.list_transfers([graph.loss, graph.step], mesh_impl)

@@ -1,0 +1,98 @@
+"""Tells which part of a training step a collective belongs to.
+
+By where they stand in the graph, not by name: bare Mesh-TensorFlow sums a gradient wherever it is
+first used, under that operation's name.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.simd import CommunicationReport
+from mtf_gradsync.train.model import TrainGraph
+
+# The forward and backward pass, the sums that make gradients whole, and everything else.
+MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"
+PARTS = (MODEL, GRADIENTS, OPTIMIZER)
+
+# What moves a tensor, or a part of it, without another value.
+_MOVES = frozenset({
+    "Add", "AddN", "AddV2", "Cast", "ConcatV2", "Enter", "Exit", "ExpandDims", "Identity", "Merge",
+    "NextIteration", "Pack", "Pad", "PadV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze",
+    "StridedSlice", "Switch", "Transpose", "Unpack",
+})  # fmt: skip
+_PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
+# Gradients are also scaled, clipped and left out before they are summed. No reduction is here, so
+# that a norm or a mean of a gradient counts as the optimizer's.
+_CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
+
+
+def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
+    """Finds the part that each collective belongs to.
+
+    Args:
+      graph: a training step on a SIMD mesh.
+      report: of `simd.list_collectives` for it.
+
+    Returns:
+      For each row's name one of `PARTS`.
+    """
+    partial, whole = [], []
+    for grad in graph.gradients:
+        lowered = graph.lowering.tensors[grad]
+        if isinstance(lowered, mtf.LazyAllreduceSum):
+            partial += lowered.laid_out_input.to_laid_out_tensor().tensor_list
+        else:
+            # Summed in the backward pass already, because something else was done to it there.
+            whole += lowered.to_laid_out_tensor().tensor_list
+    names = {row.name for row in report.rows}
+    # A sum may take what another sum gives, in stages.
+    sums = _after(partial, names) | _before(whole, lambda op: op.type in _MOVES)
+    model = _before([*partial, *whole, graph.loss], lambda op: True)
+    return {
+        name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names
+    }
+
+
+def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
+    """The collectives that partial sums get to, and the operations on the way."""
+    seen: set[str] = set()
+    pending = list(tensors)
+    while pending:
+        for op in pending.pop().consumers():
+            if op.name not in seen and (op.type in _CHANGES or op.name in names):
+                seen.add(op.name)
+                pending += op.outputs
+            elif op.name not in seen and op.type == "AssignAddVariableOp":
+                # An accumulator, which is read where the sum is made.
+                seen.add(op.name)
+                pending += _reads(op.inputs[0])
+    return seen
+
+
+def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
+    """What is read from a variable, in branches too."""
+    while handle.op.type in _PASSES_HANDLES:
+        handle = handle.op.inputs[0]
+    handles, values = [handle], []
+    while handles:
+        for op in handles.pop().consumers():
+            if op.type == "ReadVariableOp":
+                values += op.outputs
+            elif op.type in _PASSES_HANDLES:
+                handles += op.outputs
+    return values
+
+
+def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
+    """The operations that tensors come from, back to the first for which `passes` is false."""
+    seen: set[str] = set()
+    pending = [tensor.op for tensor in tensors]
+    while pending:
+        op = pending.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            if passes(op):
+                pending += [tensor.op for tensor in op.inputs]
+    return seen

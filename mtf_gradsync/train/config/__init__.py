@@ -1,0 +1,1 @@
+"""What gin says of a run: files, bindings, settings."""

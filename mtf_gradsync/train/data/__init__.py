@@ -1,0 +1,1 @@
+"""Data sets, texts and vocabularies."""

@@ -1,0 +1,200 @@
+"""Data sets: functions from (sequence_length, vocabulary, dataset_split) to examples.
+
+The signature is that of ``mesh_tensorflow.transformer.utils.run``: a data set of single examples,
+dicts of integer vectors, already padded or packed to ``sequence_length``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Callable, Sequence
+
+import gin
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.data import text as text_lib
+from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
+from mtf_gradsync.train.errors import ConfigError
+
+# What mesh_tensorflow.transformer models read; data sets often carry more (plain text, ids).
+MODEL_FEATURES = (
+    "inputs",
+    "inputs_position",
+    "inputs_segmentation",
+    "targets",
+    "targets_position",
+    "targets_segmentation",
+    "targets_subsegmentation",
+)
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def python_topics(
+    sequence_length: dict[str, int],
+    vocabulary: Any,
+    dataset_split: str,
+    seed: int = 0,
+    held_out_every: int = 10,
+) -> tf.data.Dataset:
+    """Language-model examples from Python's own documentation.
+
+    Args:
+      sequence_length: length of each feature; "targets" is used.
+      vocabulary: turns text into ids.
+      dataset_split: "train": windows at random places, without end. "validation": the held-out
+        topics cut into windows, once.
+      seed: which random places. The n-th window is a function of seed and n alone.
+      held_out_every: about one topic in this many is held out.
+
+    Returns:
+      A data set of ``{"targets": int32[sequence_length["targets"]]}``.
+    """
+    documents = text_lib.split_documents(
+        text_lib.python_topics(), dataset_split, held_out_every=held_out_every
+    )
+    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed)
+
+
+@gin.configurable(module="mtf_gradsync.train")
+def text_files(
+    sequence_length: dict[str, int],
+    vocabulary: Any,
+    dataset_split: str,
+    files: Sequence[str] = gin.REQUIRED,
+    seed: int = 0,
+    held_out_every: int = 10,
+) -> tf.data.Dataset:
+    """Language-model examples from text files; otherwise as `python_topics`.
+
+    Args:
+      sequence_length: length of each feature; "targets" is used.
+      vocabulary: turns text into ids.
+      dataset_split: "train" or "validation".
+      files: names of UTF-8 text files, each one document.
+      seed: which random windows.
+      held_out_every: about one file in this many is held out; of a single file its last part.
+
+    Returns:
+      A data set of ``{"targets": int32[sequence_length["targets"]]}``.
+    """
+    documents = text_lib.split_documents(
+        text_lib.read_files(files), dataset_split, held_out_every=held_out_every
+    )
+    return text_windows(documents, sequence_length, vocabulary, dataset_split, seed)
+
+
+def text_windows(
+    documents: Sequence[str],
+    sequence_length: dict[str, int],
+    vocabulary: Any,
+    dataset_split: str,
+    seed: int,
+) -> tf.data.Dataset:
+    """Cuts documents into examples of equal length.
+
+    Args:
+      documents: texts; an end-of-document id goes after each.
+      sequence_length: length of each feature; "targets" is used.
+      vocabulary: turns text into ids.
+      dataset_split: "train" for endless random windows, otherwise all windows once, side by side.
+      seed: which random windows.
+
+    Returns:
+      A data set of ``{"targets": int32[length]}``.
+
+    Raises:
+      ConfigError: if the text is shorter than one window.
+    """
+    length = sequence_length["targets"]
+    ids = np.array(
+        list(itertools.chain.from_iterable([*vocabulary.encode(t), EOS_ID] for t in documents)),
+        dtype=np.int32,
+    )
+    if len(ids) <= length:
+        raise ConfigError(
+            f"the {dataset_split} split has {len(ids)} tokens, less than one window of "
+            f"train.run.sequence_length = {length}"
+        )
+    if dataset_split == "train":
+        return _random_windows(ids, length, seed)
+    return _consecutive_windows(ids, length)
+
+
+def _random_windows(ids: np.ndarray, length: int, seed: int) -> tf.data.Dataset:
+    def window(n: tf.Tensor) -> dict[str, tf.Tensor]:
+        # Stateless, so that a restarted run can take up the data at any step.
+        begin = tf.random.stateless_uniform(
+            [], seed=tf.stack([tf.constant(seed, tf.int64), n]), maxval=len(ids) - length + 1,
+            dtype=tf.int32,
+        )  # fmt: skip
+        return {"targets": tf.reshape(tf.slice(tokens, [begin], [length]), [length])}
+
+    tokens = tf.constant(ids)
+    return tf.data.Dataset.range(np.iinfo(np.int64).max).map(window)
+
+
+def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:
+    padded = np.full([-(-len(ids) // length) * length], PAD_ID, np.int32)
+    padded[: len(ids)] = ids
+    return tf.data.Dataset.from_tensor_slices({"targets": padded.reshape(-1, length)})
+
+
+def training_batches(
+    dataset: tf.data.Dataset, batch_size: int, first_batch: tf.Tensor
+) -> dict[str, tf.Tensor]:
+    """Adds the training input to the graph, from a given batch on.
+
+    Args:
+      dataset: single examples.
+      batch_size: examples in a batch.
+      first_batch: int64 scalar tensor, read when the session's tables are initialized (after a
+        checkpoint has been restored): how many batches to skip.
+
+    Returns:
+      Feature tensors of shape ``[batch_size, length]``; each step of the session draws a batch.
+    """
+    batches = dataset.map(_model_features).repeat().batch(batch_size, drop_remainder=True)
+    iterator = tf.data.make_initializable_iterator(batches.skip(first_batch).prefetch(2))
+    tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
+    return iterator.get_next()
+
+
+def read_batches(
+    make_dataset: Callable[[], tf.data.Dataset],
+    batch_size: int,
+    max_batches: int | None,
+) -> list[dict[str, np.ndarray]]:
+    """Reads a data set into memory, in a graph of its own.
+
+    Args:
+      make_dataset: returns a data set of single examples.
+      batch_size: examples in a batch; the last batch is filled up with padding.
+      max_batches: stop after this many; None reads to the end.
+
+    Returns:
+      Batches of arrays ``[batch_size, length]``.
+    """
+    batches = []
+    with tf.Graph().as_default():
+        dataset = make_dataset().map(_model_features).batch(batch_size)
+        iterator = tf.data.make_initializable_iterator(dataset)
+        features = iterator.get_next()
+        with tf.Session() as session:
+            session.run([tf.tables_initializer(), iterator.initializer])
+            while max_batches is None or len(batches) < max_batches:
+                try:
+                    batch = session.run(features)
+                except tf.errors.OutOfRangeError:
+                    break
+                batches.append({k: _fill_up(v, batch_size) for k, v in batch.items()})
+    return batches
+
+
+def _model_features(example: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {key: value for key, value in example.items() if key in MODEL_FEATURES}
+
+
+def _fill_up(array: np.ndarray, batch_size: int) -> np.ndarray:
+    missing = batch_size - array.shape[0]
+    return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=PAD_ID)

@@ -1,0 +1,175 @@
+"""Perplexity on held-out text, and what a model that only knows frequencies would get."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.model import EvalGraph, ModelSettings, build_eval_graph
+
+Batches = List[Dict[str, np.ndarray]]
+
+
+class Score(NamedTuple):
+    """How well targets were predicted.
+
+    Attributes:
+      nats: sum over the targets of minus the natural logarithm of their probability.
+      tokens: number of targets, padding left out.
+      num_bytes: bytes of text that the targets stand for.
+    """
+
+    nats: float
+    tokens: int
+    num_bytes: int
+
+    @property
+    def nats_per_token(self) -> float:
+        """Cross entropy."""
+        return self.nats / max(1, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """Per token: the size of a fair die that would be as hard to guess."""
+        return math.exp(min(self.nats_per_token, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between vocabularies."""
+        return self.nats / math.log(2) / max(1, self.num_bytes)
+
+
+class Evaluator:
+    """Scores batches with the variables of a checkpoint, in a graph and session of its own."""
+
+    def __init__(self, settings: ModelSettings, batches: Batches, config: tf.ConfigProto):
+        """Builds the graph; variables come with `restore`.
+
+        Args:
+          settings: the model.
+          batches: what is held out, at least one batch.
+          config: of the session.
+        """
+        self._settings = settings
+        self._batches = batches
+        self._num_bytes = sum(count_bytes(settings.vocabulary, b["targets"]) for b in batches)
+        with tf.Graph().as_default() as graph:
+            self._graph: EvalGraph = build_eval_graph(settings, sorted(batches[0]))
+            self._variables = tf.global_variables()
+            self._saver = tf.train.Saver(self._variables)
+            self._masters_to_slices = self._graph.lowering.copy_masters_to_slices()
+        self._session = tf.Session(graph=graph, config=config)
+
+    @property
+    def settings(self) -> ModelSettings:
+        """The model."""
+        return self._settings
+
+    @property
+    def batches(self) -> Batches:
+        """What is held out."""
+        return self._batches
+
+    def restore(self, path: str, model_dir: str) -> None:
+        """Takes the variables from a checkpoint.
+
+        Args:
+          path: the checkpoint.
+          model_dir: named in the error.
+
+        Raises:
+          ConfigError: if the checkpoint does not fit.
+        """
+        checkpoint.check_fits(path, self._variables, model_dir)
+        self._saver.restore(self._session, path)
+        self._session.run(self._masters_to_slices)
+
+    def score(self) -> Score:
+        """Returns the score of all held-out batches."""
+        nats, tokens = 0.0, 0
+        for batch in self._batches:
+            cross_entropy = self._run(self._graph.cross_entropy, batch)
+            nats += float(np.sum(cross_entropy, dtype=np.float64))
+            tokens += int(np.sum(batch["targets"] > 0))
+        return Score(nats, tokens, self._num_bytes)
+
+    def next_logits(self, batch: dict[str, np.ndarray], position: int) -> np.ndarray:
+        """Returns the logits of the targets at a position, given those before it.
+
+        Args:
+          batch: features; targets from `position` on have no influence.
+          position: index into the sequence.
+
+        Returns:
+          float32 array ``[batch_size, vocab_size]``, without the vocabulary's own padding.
+        """
+        logits = self._run(self._graph.next_logits, batch, {self._graph.position: position})
+        vocabulary = self._settings.vocabulary
+        size = (vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary).vocab_size
+        return logits.reshape(-1, logits.shape[-1])[:, :size]
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._session.close()
+
+    def __enter__(self) -> Evaluator:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        self.close()
+
+    def _run(self, fetch: tf.Tensor, batch: dict[str, np.ndarray], more: Any = None) -> np.ndarray:
+        feed = {self._graph.features[name]: array for name, array in batch.items()}
+        return self._session.run(fetch, {**feed, **(more or {})})
+
+
+def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
+    """Scores held-out targets by how often each occurs in training targets, whatever its place.
+
+    Frequencies are add-one smoothed over the vocabulary, so that an id never seen has a
+    probability too.
+
+    Args:
+      train: batches that the frequencies are counted in.
+      held_out: batches to score.
+      vocabulary: a vocabulary or an (inputs, targets) pair.
+
+    Returns:
+      The score.
+    """
+    targets_vocabulary = vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary
+    size = targets_vocabulary.vocab_size
+    counts = _count_ids(train, size)
+    probabilities = (counts + 1.0) / (counts.sum() + size)
+    held_out_counts = _count_ids(held_out, size)
+    return Score(
+        nats=float(-np.sum(held_out_counts * np.log(probabilities))),
+        tokens=int(held_out_counts.sum()),
+        num_bytes=sum(count_bytes(vocabulary, batch["targets"]) for batch in held_out),
+    )
+
+
+def count_bytes(vocabulary: Any, ids: np.ndarray) -> int:
+    """Returns how many bytes of text ids stand for.
+
+    A vocabulary may know (``num_bytes(ids)``); otherwise each row is decoded.
+    """
+    if isinstance(vocabulary, tuple):
+        vocabulary = vocabulary[-1]
+    if hasattr(vocabulary, "num_bytes"):
+        return vocabulary.num_bytes(ids.reshape(-1))
+    return sum(
+        len(str(vocabulary.decode([int(i) for i in row if i > 0])).encode("utf-8")) for row in ids
+    )
+
+
+def _count_ids(batches: Sequence[dict[str, np.ndarray]], size: int) -> np.ndarray:
+    counts = np.zeros([size], np.float64)
+    for batch in batches:
+        targets = batch["targets"]
+        counts += np.bincount(targets[targets > 0].reshape(-1), minlength=size)[:size]
+    return counts

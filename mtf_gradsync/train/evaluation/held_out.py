@@ -1,0 +1,166 @@
+"""The held-out side of a run: points on the way, and the report at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.data import datasets as data
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.evaluation.evaluate import Evaluator, Score, unigram_score
+from mtf_gradsync.train.evaluation.plot import plot_losses
+from mtf_gradsync.train.evaluation.sample import sample
+from mtf_gradsync.train.model import ModelSettings
+from mtf_gradsync.train.progress import MetricsFile, Progress, read_metrics
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+PLOT_FILE = "loss.png"
+SAMPLES_FILE = "samples.txt"
+
+# Batches in which the unigram baseline counts; enough to know every byte or common subword.
+_BASELINE_BATCHES = 100
+
+
+class HeldOut:
+    """The held-out side of a run; does little more than draw when nothing is held out."""
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        directory: Path,
+        config: tf.ConfigProto,
+        say: Callable[[str], None],
+    ):
+        """Begins without held-out data; see `prepare`.
+
+        Args:
+          model: the model.
+          directory: where the run's files are.
+          config: of the sessions.
+          say: takes each line of the report.
+        """
+        self._model = model
+        self._directory = directory
+        self._config = config
+        self._say = say
+        self._evaluator: Evaluator | None = None
+        self._scored: tuple[str, Score] | None = None
+        self.unigram: Score | None = None
+
+    def prepare(
+        self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
+    ) -> None:
+        """Reads the held-out data, counts the baseline and builds the graph.
+
+        Args:
+          train_dataset_fn: as `train.run` takes it.
+          eval_dataset_fn: as `train.run` takes it.
+          steps: at most this many batches are read.
+
+        Raises:
+          ConfigError: if there is no held-out data.
+        """
+        arguments = {
+            "sequence_length": self._model.sequence_length,
+            "vocabulary": self._model.vocabulary,
+        }
+
+        def held_out_dataset() -> Any:
+            dataset = eval_dataset_fn(dataset_split="validation", **arguments)
+            return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
+
+        held_out = data.read_batches(held_out_dataset, self._model.batch_size, steps)
+        if not held_out:
+            raise ConfigError("train.run.eval_dataset_fn gives an empty data set")
+        train = data.read_batches(
+            lambda: train_dataset_fn(dataset_split="train", **arguments),
+            self._model.batch_size,
+            _BASELINE_BATCHES,
+        )
+        self.unigram = unigram_score(train, held_out, self._model.vocabulary)
+        self._evaluator = Evaluator(self._model, held_out, self._config)
+
+    def __enter__(self) -> HeldOut:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def point(self, path: str, step: int, metrics: MetricsFile, progress: Progress) -> None:
+        """Evaluates a checkpoint while the run goes on."""
+        if self._evaluator is None:
+            return
+        score = self._score(path)
+        metrics.write(step, held_out_nats=score.nats_per_token)
+        progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
+
+    def plot(self) -> None:
+        """Draws what the metrics file has so far."""
+        plot_losses(
+            read_metrics(self._directory / METRICS_FILE),
+            self._directory / PLOT_FILE,
+            unigram_nats=self.unigram.nats_per_token if self.unigram else None,
+            title=str(self._directory),
+        )
+
+    def finish(self, path: str, **result: Any) -> Score | None:
+        """Evaluates the finished model, lets it write, and leaves the results behind.
+
+        Args:
+          path: the last checkpoint.
+          **result: more for the result file.
+
+        Returns:
+          The held-out score, or None without held-out data.
+        """
+        content: dict[str, Any] = dict(result)
+        score = None
+        if self._evaluator is not None:
+            score = self._score(path)
+            content["held_out"] = _score_fields(score)
+            content["unigram"] = _score_fields(self.unigram)
+            self._say(f"held-out perplexity per token  {_score_text(score)}")
+            self._say(f"unigram baseline               {_score_text(self.unigram)}")
+            if score.perplexity >= self.unigram.perplexity:
+                self._say("the model has not learned more than how frequent each token is")
+            if self._model.model_type == "lm":
+                self._write_samples()
+        checkpoint.write_json(self._directory / RESULT_FILE, content)
+        self.plot()
+        self._say(f"loss curve: {self._directory / PLOT_FILE}")
+        return score
+
+    def _score(self, path: str) -> Score:
+        """The score of a checkpoint, whose variables are then in the evaluator."""
+        if self._scored is None or self._scored[0] != path:
+            self._evaluator.restore(path, str(self._directory))
+            self._scored = (path, self._evaluator.score())
+        return self._scored[1]
+
+    def _write_samples(self) -> None:
+        samples = sample(self._evaluator)
+        texts = []
+        for number, one in enumerate(samples, 1):
+            texts.append(
+                f"--- sample {number}: prompt\n{one.prompt}\n--- continuation\n{one.continuation}\n"
+            )
+        if texts:
+            self._say("\n".join(texts))
+            checkpoint.write_atomically(self._directory / SAMPLES_FILE, "\n".join(texts))
+
+
+def _score_text(score: Score) -> str:
+    return f"{score.perplexity:7.3f}  ({score.bits_per_byte:.3f} bits per byte)"
+
+
+def _score_fields(score: Score) -> dict[str, float]:
+    return {
+        "perplexity": score.perplexity,
+        "nats_per_token": score.nats_per_token,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": score.tokens,
+    }

@@ -1,0 +1,156 @@
+"""What the TPU compiler made of a SIMD program, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Sequence
+
+from mtf_gradsync.xla.hlo_collectives import HloCollective, bytes_by_operation
+from mtf_gradsync.xla.topologies import GENERATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreMemory:
+    """Bytes of memory that a program takes on one core, padding of the TPU's layouts included.
+
+    Attributes:
+      arguments: inputs and variables.
+      outputs: fetches and new values of variables.
+      aliased: the part of the outputs that is written over arguments, and so counts once.
+      temporaries: everything in between, at its peak.
+      code: the program itself.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """The compiler's answer for one program and one topology.
+
+    Attributes:
+      topology: as in "v3:2x2".
+      device_kind: what libtpu calls a core of it, as in "TPU v3".
+      num_replicas: how many cores run the program.
+      error: why it was refused, in short; "" where the compiler took it.
+      before: collectives of the program as TensorFlow hands it over. Empty where TensorFlow itself
+        refused it.
+      after: collectives of the compiled program. Empty where it was refused.
+      after_unsharded: the same, compiled without splitting the weight update over the cores; the
+        option that splits it turns one all-reduce into several operations, so compare bytes here.
+      memory: what it takes on one core; None where it was refused.
+      seconds: how long the compiler took. That is no measure of how fast the program runs.
+    """
+
+    topology: str
+    device_kind: str
+    num_replicas: int
+    error: str
+    before: tuple[HloCollective, ...]
+    after: tuple[HloCollective, ...]
+    after_unsharded: tuple[HloCollective, ...]
+    memory: CoreMemory | None
+    seconds: float
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the compiler took the program."""
+        return not self.error
+
+    def fits(self) -> dict[str, bool]:
+        """On which TPU generations the program's memory fits into a core's.
+
+        The memory is that on `topology`; other generations pad and schedule a little otherwise, so
+        an answer that is near the limit wants a compilation of its own.
+
+        Returns:
+          Name of the generation, as in "v3" -> whether it fits. Empty where it was refused.
+        """
+        if self.memory is None:
+            return {}
+        return {g.name: self.memory.total <= g.memory_per_core for g in GENERATIONS}
+
+    def __str__(self) -> str:
+        kind = f" ({self.device_kind})" if self.device_kind else ""
+        lines = [f"topology {self.topology}{kind}, {self.num_replicas} cores"]
+        if self.error:
+            lines.append(f"refused: {self.error}")
+        else:
+            lines.append(f"accepted, compiled in {self.seconds:.1f} s")
+        if self.before:
+            lines += ["", *self._collectives()]
+        if self.memory is not None:
+            lines += ["", *self._memory()]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The same as JSON text, with the attributes' names, "accepted", "total" and "fits"."""
+        content = dataclasses.asdict(self)
+        content["accepted"] = self.accepted
+        content["fits"] = self.fits()
+        if self.memory is not None:
+            content["memory"]["total"] = self.memory.total
+        return json.dumps(content, indent=2)
+
+    def _collectives(self) -> list[str]:
+        columns = [("before optimization", self.before)]
+        if self.accepted:
+            columns += [
+                ("compiled", self.after),
+                ("compiled, update not split", self.after_unsharded),
+            ]
+        sums = [bytes_by_operation(rows) for _, rows in columns]
+        operations = list(dict.fromkeys(name for found in sums for name in found))
+        table = [["collectives", *(title for title, _ in columns)]]
+        for operation in operations:
+            counts = (found.get(operation, (0, 0)) for found in sums)
+            table.append([operation, *(f"{n} ({size:,} bytes)" for n, size in counts)])
+        table.append(["in branches", *(_count(rows, "is_conditional") for _, rows in columns)])
+        table.append(["in loops", *(_count(rows, "is_in_loop") for _, rows in columns)])
+        return _aligned(table)
+
+    def _memory(self) -> list[str]:
+        memory = self.memory
+        rows = [
+            ["memory per core", "bytes"],
+            ["arguments (variables and inputs)", f"{memory.arguments:,}"],
+            ["outputs", f"{memory.outputs:,}"],
+            ["  of these written over arguments", f"-{memory.aliased:,}"],
+            ["temporaries", f"{memory.temporaries:,}"],
+            ["code", f"{memory.code:,}"],
+            ["total", f"{memory.total:,}"],
+        ]
+        lines = _aligned(rows)
+        shares = [f"{g.name} {100 * memory.total / g.memory_per_core:.3g}%" for g in GENERATIONS]
+        lines.append(f"of a core's memory: {', '.join(shares)}")
+        misfits = [name for name, fits in self.fits().items() if not fits]
+        lines.append(f"does not fit on: {', '.join(misfits) or 'none of these'}")
+        return lines
+
+
+def _count(rows: Sequence[HloCollective], what: str) -> str:
+    return str(sum(getattr(row, what) for row in rows))
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, the first one underlined; all columns but the first to the right."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in table
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines

@@ -1,0 +1,129 @@
+"""Processors of one memory keep and compute once what they have in common."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models, reference
+
+STEPS = 5
+# As for trajectories on Mesh-TF's mesh: a few ulp of values around 1 a step.
+TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
+K = 2
+MESHES = {name: mesh[:2] for name, mesh in harness.MESHES.items()}
+DEVICES = [f"/device:CPU:{i}" for i in range(8)]
+
+
+def ours(mesh_shape, layout, **kwargs):
+    size = mtf.convert_to_shape(mesh_shape).size
+    return gs.placement_mesh_impl(mesh_shape, layout, DEVICES[:size], **kwargs)
+
+
+def wrap(kind, mesh, optimizer):
+    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+    opt = gs.CrossShardOptimizer(models.OPTIMIZERS[optimizer]())
+    if kind == "alone":
+        return opt
+    where = {"mesh_shape": mesh_shape, "layout": layout, "batch_dims": batch_dims}
+    return gs.GradientAccumulationOptimizer(opt, K, **(where if kind == "local" else {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adam", "momentum"])
+@pytest.mark.parametrize("kind", ["alone", "local", "synced"])
+@pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
+def test_training_equals_numpy(monkeypatch, mesh, kind, optimizer):
+    monkeypatch.setattr(harness, "placement", ours)
+    feeds = models.mlp_batches(STEPS)
+    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+    build = models.train(lambda: wrap(kind, mesh, optimizer), batch_dims)
+    result = harness.run("placement", mesh_shape, layout, build, feeds)
+    update = reference.OPTIMIZERS[optimizer]()
+    if kind != "alone":
+        update = reference.Accumulation(update, K)
+    for name, value in reference.train(update, feeds).items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+def test_two_runs_are_bitwise_the_same(monkeypatch):
+    monkeypatch.setattr(harness, "placement", ours)
+    build = models.train(lambda: wrap("alone", "4x2", "momentum"))
+    runs = harness.run("placement", *MESHES["4x2"], build, models.mlp_batches(STEPS), repeats=8)
+    for name, value in runs[0].variables.items():
+        assert len({run.variables[name].tobytes() for run in runs}) == 1, (name, value)
+
+
+def slices_of(mesh_impl, dims):
+    """The tf variables of a mesh variable with dimensions of 8, one for each processor."""
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        shape = mtf.Shape([mtf.Dimension(name, 8) for name in dims])
+        value = mtf.get_variable(mesh, "v", shape)
+        lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=False)
+        return lowering.variables[value.operation].laid_out_tensor.all_slices
+
+
+@pytest.mark.parametrize(("dims", "number"), [("xy", 1), (["x", "hidden"], 2), (["batch"], 4)])
+def test_a_variable_is_kept_once_for_each_part(dims, number):
+    slices = slices_of(ours(*MESHES["4x2"]), dims)
+    assert len({id(x) for x in slices}) == number
+    if number == 2:
+        assert [id(x) == id(slices[0]) for x in slices] == [True, False] * 4
+    apart = slices_of(ours(*MESHES["4x2"], share_copies=False), dims)
+    assert len({id(x) for x in apart}) == 8
+
+
+def test_each_process_keeps_its_own():
+    devices = [f"/job:worker/task:{t}/device:CPU:{d}" for t in range(2) for d in range(4)]
+    slices = slices_of(gs.placement_mesh_impl(*MESHES["4x2"], devices), "xy")
+    assert len({id(x) for x in slices}) == 2
+    tasks = [tf.DeviceSpec.from_string(x.device).task for x in slices]
+    assert tasks == [0] * 4 + [1] * 4
+
+
+def test_gpus_keep_their_own():
+    devices = [f"/device:GPU:{i}" for i in range(8)]
+    slices = slices_of(gs.placement_mesh_impl(*MESHES["4x2"], devices), "xy")
+    assert [x.device for x in slices] == devices
+
+
+def test_random_numbers_stay_each_processors_own():
+    mesh_impl = ours(*MESHES["8"])
+    drawn = mesh_impl.slicewise(lambda: tf.random.uniform([4]))
+    same = mesh_impl.slicewise(lambda: tf.zeros([4]))
+    assert len({x.name for x in drawn.tensor_list}) == 8
+    assert len({x.name for x in same.tensor_list}) == 1
+    with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+        assert len({x.tobytes() for x in session.run(drawn.tensor_list)}) == 8
+
+
+def test_what_differs_in_one_input_is_computed_for_each():
+    mesh_impl = ours(*MESHES["4x2"])
+    common = mesh_impl.LaidOutTensor([tf.ones([2])] * 8)
+    pairs = mesh_impl.LaidOutTensor([x for x in [tf.zeros([2]), tf.ones([2])] for _ in range(4)])
+    total, other = mesh_impl.slicewise(lambda a, b: (a + b, a - b), common, pairs)
+    assert len({x.name for x in total.tensor_list}) == 2
+    number = mesh_impl.slicewise(lambda a, n: a * n, common, mesh_impl.laid_out_pnum())
+    with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+        values = session.run([total.tensor_list, other.tensor_list, number.tensor_list])
+    expected = [[1] * 4 + [2] * 4, [1] * 4 + [0] * 4, range(8)]
+    np.testing.assert_array_equal(
+        values, np.repeat(np.array([*map(list, expected)]), 2).reshape(3, 8, 2)
+    )
+
+
+def test_dropout_differs_between_shards_and_not_between_copies():
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        dims = [mtf.Dimension("batch", 8), mtf.Dimension("d", 64)]
+        noise = mtf.random_uniform(mesh, mtf.Shape(dims))
+        lowering = mtf.Lowering(graph, {mesh: ours(*MESHES["4x2"])})
+        slices = lowering.tensors[noise].to_laid_out_tensor().tensor_list
+        with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+            values = [x.tobytes() for x in session.run(slices)]
+    assert values[0::2] == values[1::2]
+    assert len({*values}) == 4

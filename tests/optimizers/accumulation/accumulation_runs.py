@@ -1,0 +1,54 @@
+"""What the tests of GradientAccumulationOptimizer share: the model with it, and its tolerance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.accumulation.optimizer import LOCAL
+from tests import harness, models
+
+EPS = np.finfo(np.float32).eps
+K = 3
+STEPS = 2 * K
+# As for the trajectories of CrossShardOptimizer, with one more rounding a micro step.
+TOLERANCE = STEPS * 16 * EPS
+
+
+def accumulate(inner, mesh, passes=K, place=LOCAL, **kwargs):
+    """The wrapper with the mesh, where it needs one."""
+    if place == LOCAL:
+        shape, layout, batch_dims = harness.MESHES[mesh]
+        kwargs = dict(mesh_shape=shape, layout=layout, batch_dims=batch_dims, **kwargs)
+    return gs.GradientAccumulationOptimizer(inner, passes, **kwargs)
+
+
+def run(kind, mesh, make, feeds, **kwargs):
+    shape, layout, batch_dims = harness.MESHES[mesh]
+    return harness.run(kind, shape, layout, models.train(make, batch_dims), feeds, **kwargs)
+
+
+def joined(feeds, size=K):
+    """One big batch for each `size` micro batches."""
+    return [
+        {k: np.concatenate([f[k] for f in feeds[i : i + size]]) for k in feeds[0]}
+        for i in range(0, len(feeds), size)
+    ]
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    for name in expected:
+        np.testing.assert_allclose(
+            actual[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def two_parameter_model(dtype=tf.float32):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    shape = mtf.Shape([mtf.Dimension("d", 2)])
+    weights = [
+        mtf.get_variable(mesh, n, shape, dtype, initializer=tf.ones_initializer()).operation
+        for n in ("v", "w")
+    ]
+    return mesh, weights, [mtf.ones(mesh, shape, dtype) for _ in weights]

@@ -1,0 +1,323 @@
+"""GradientAccumulationOptimizer: trajectories, state, composition, and what it refuses."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.accumulation.optimizer import LOCAL, SYNCED
+from tests import harness, models, reference
+from tests.optimizers.accumulation.accumulation_runs import (
+    EPS,
+    STEPS,
+    K,
+    accumulate,
+    assert_close,
+    joined,
+    run,
+    two_parameter_model,
+)
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("mesh", "place"),
+    [("8", LOCAL), ("4x2", LOCAL), ("2x2x2", LOCAL), ("8", SYNCED), ("4x2", SYNCED)],
+)
+def test_mean_equals_one_batch_of_all_micro_batches(mesh_kind, mesh, optimizer, place):
+    feeds = models.mlp_batches(STEPS)
+    make = models.OPTIMIZERS[optimizer]
+    result = run(
+        mesh_kind,
+        mesh,
+        lambda: accumulate(make(), mesh, place=place, average_aggregated_gradients=True),
+        feeds,
+    )
+    assert_close(result.variables, reference.train(optimizer, joined(feeds)))
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+def test_mean_with_shuffled_cores(optimizer):
+    feeds = models.mlp_batches(STEPS)
+    make = models.OPTIMIZERS[optimizer]
+    result = run(
+        "simd",
+        "4x2",
+        lambda: accumulate(make(), "4x2", average_aggregated_gradients=True),
+        feeds,
+        logical_to_physical=harness.SHUFFLED,
+    )
+    assert_close(result.variables, reference.train(optimizer, joined(feeds)))
+
+
+@pytest.mark.parametrize("wrap", ["around cross-shard", "alone", "three axes"])
+@pytest.mark.parametrize("autostack", [True, False])
+def test_sum_is_k_times_the_mean(mesh_kind, autostack, wrap):
+    feeds = models.mlp_batches(STEPS)
+    mesh = "2x2x2" if wrap == "three axes" else "4x2"
+
+    def make():
+        inner = mtf.optimize.SgdOptimizer(0.1 / K)
+        inner = gs.CrossShardOptimizer(inner) if wrap == "around cross-shard" else inner
+        return accumulate(inner, mesh)
+
+    result = run(mesh_kind, mesh, make, feeds, autostack=autostack)
+    assert_close(result.variables, reference.train("sgd", joined(feeds)))
+
+
+def test_variables_and_slots_keep_their_bits_between_updates(mesh_kind):
+    feeds = models.mlp_batches(K)
+    make = lambda: accumulate(models.OPTIMIZERS["adam"](), "4x2")  # noqa: E731
+    before = run(mesh_kind, "4x2", make, feeds[: K - 1]).variables
+    after = run(mesh_kind, "4x2", make, feeds).variables
+    for name, value in models.mlp_values().items():
+        np.testing.assert_array_equal(before[name], value)
+        assert not np.any(before[name + "/adam_m"])
+        assert np.any(before[name + "/gradient_accumulator"])
+        assert np.any(after[name] != value)
+        assert np.any(after[name + "/adam_m"])
+        assert not np.any(after[name + "/gradient_accumulator"])
+    counters = "GradientAccumulationOptimizer/"
+    assert [before[counters + n] for n in ("mini_step", "update_step")] == [K - 1, 0]
+    assert [after[counters + n] for n in ("mini_step", "update_step")] == [0, 1]
+
+
+@pytest.mark.parametrize("place", [LOCAL, SYNCED])
+def test_one_pass_is_exactly_the_inner_optimizer(mesh_kind, place):
+    feeds = models.mlp_batches(2)
+    inner = lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["adafactor"]())  # noqa: E731
+    one = run(mesh_kind, "4x2", lambda: accumulate(inner(), "4x2", 1, place), feeds)
+    bare = run(mesh_kind, "4x2", inner, feeds)
+    assert sorted(one.variables) == sorted(bare.variables)
+    for name, value in bare.variables.items():
+        np.testing.assert_array_equal(one.variables[name], value)
+
+
+def test_bfloat16_activations_add_up_in_float32(mesh_kind):
+    """256 + 1 is 256 in bfloat16."""
+    batch = mtf.Dimension("batch", 8)
+    feeds = [{"x": np.full(8, v, "f")} for v in (32.0, 0.125, 0.125, 0.125)]
+    dtype = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, tf.cast(inputs["x"], tf.bfloat16), mtf.Shape([batch]))
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), dtype, initializer=tf.zeros_initializer())
+        optimizer = accumulate(mtf.optimize.SgdOptimizer(1.0), "8", 4)
+        operations = optimizer.minimize(mtf.reduce_sum(x * w))
+        (accumulator,) = [v for v in optimizer.variables() if "accumulator" in v.name]
+        assert accumulator.slice_dtype == tf.float32
+        return operations, {}
+
+    result = harness.run(mesh_kind, "all:8", "batch:all", build, feeds)
+    assert float(result.variables["w"]) == -259.0
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, "bfloat16"])
+def test_accumulator_dtype(dtype):
+    result = run(
+        "placement",
+        "4x2",
+        lambda: accumulate(models.OPTIMIZERS["sgd"](), "4x2", accumulator_dtype=dtype),
+        models.mlp_batches(1),
+    )
+    expected = tf.as_dtype(dtype).as_numpy_dtype
+    assert result.variables["w1/gradient_accumulator"].dtype == expected
+
+
+def test_local_accumulators_take_one_slice_a_core():
+    result = run(
+        "placement", "4x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "4x2"),
+        models.mlp_batches(1), autostack=False,
+    )  # fmt: skip
+    laid_out = {v.name: x for v, x in result.lowering.variables.items()}
+    for name in models.mlp_values():
+        weight = laid_out[name].laid_out_tensor.slice_shape
+        assert laid_out[name + "/gradient_accumulator"].laid_out_tensor.slice_shape == [1, *weight]
+
+
+def test_gradients_that_are_none_stay_none(mesh_kind):
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        variables = list(mesh.graph.trainable_variables)
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads[0] = None
+        optimizer = accumulate(models.OPTIMIZERS["sgd"](), "4x2", 2)
+        return optimizer.apply_grads(grads, variables), {}
+
+    shape, layout, _ = harness.MESHES["4x2"]
+    result = harness.run(mesh_kind, shape, layout, build, models.mlp_batches(2))
+    assert "w1/gradient_accumulator" not in result.variables
+    np.testing.assert_array_equal(result.variables["w1"], models.mlp_values()["w1"])
+    assert np.any(result.variables["b1"] != models.mlp_values()["b1"])
+
+
+class TestComposition:
+    """With the other stages."""
+
+    def test_microbatches_inside_a_micro_step(self, mesh_kind):
+        feeds = models.mlp_batches(4)
+
+        def build(mesh, inputs):
+            batch = mtf.Dimension("batch", models.BATCH)
+            d = mtf.Dimension("in", models.INPUTS)
+            x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
+            start = tf.constant_initializer(np.full(models.INPUTS, 0.5, "f"))
+            w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=start)
+            grads, _ = mtf.serialize_training_step(
+                {"x": x}, lambda f: {"loss": mtf.reduce_sum(mtf.square(f["x"] * w))}, batch, 2
+            )
+            optimizer = accumulate(mtf.optimize.SgdOptimizer(0.001), "4x2", 2)
+            return optimizer.apply_grads(grads, mesh.graph.trainable_variables), {}
+
+        shape, layout, _ = harness.MESHES["4x2"]
+        w = harness.run(mesh_kind, shape, layout, build, feeds).variables["w"]
+        expected = np.full(models.INPUTS, 0.5)
+        for big in joined(feeds, 2):
+            expected = expected - 0.001 * 2 * expected * np.square(big["x"].astype(float)).sum(0)
+        np.testing.assert_allclose(w, expected, rtol=64 * EPS)
+
+    def test_clipping_per_shard_and_micro_step_and_globally_per_update(self, mesh_kind):
+        feeds = models.mlp_batches(4)
+        shard_norm, update_norm = 0.1, 0.15
+
+        def build(mesh, inputs):
+            loss = models.mlp_loss(mesh, inputs)
+            variables = list(mesh.graph.trainable_variables)
+            grads = mtf.gradients([loss], [v.value for v in variables])
+            axes = gs.ReplicaAxes(*harness.MESHES["4x2"][:2])
+            clipped, _ = gs.clip_by_shard_norm(grads, shard_norm, axes)
+            inner = gs.ClipByGlobalNormOptimizer(models.OPTIMIZERS["sgd"](), update_norm)
+            optimizer = gs.GradientAccumulationOptimizer(inner, 2, axes=axes)
+            return optimizer.apply_grads(clipped, variables), {}
+
+        shape, layout, _ = harness.MESHES["4x2"]
+        result = harness.run(mesh_kind, shape, layout, build, feeds)
+
+        def norm(grads):
+            return np.sqrt(sum(np.square(g).sum() for g in grads.values()))
+
+        values = {k: np.asarray(v, float) for k, v in models.mlp_values().items()}
+        for start in (0, 2):
+            total = {k: 0.0 for k in values}
+            for feed in feeds[start : start + 2]:
+                for rows in range(0, models.BATCH, 4):
+                    part = {k: v[rows : rows + 4].astype(float) for k, v in feed.items()}
+                    grads = reference.mlp_grads(values, part["x"], part["y"])
+                    grads = {k: g / 4 for k, g in grads.items()}  # a quarter of the mean
+                    factor = min(1, shard_norm / norm(grads))
+                    total = {k: total[k] + factor * grads[k] for k in total}
+            factor = min(1, update_norm / norm(total))
+            assert factor < 1
+            values = {k: values[k] - 0.1 * factor * total[k] for k in values}
+        assert_close(result.variables, values)
+
+    @pytest.mark.parametrize("place", [LOCAL, SYNCED])
+    def test_groups_of_own_copies(self, mesh_kind, place):
+        groups = [[3, 0], [1, 2]]
+        dims = [mtf.Dimension("batch", 4), mtf.Dimension("d", 3)]
+        grads = np.random.RandomState(0).randn(4, 4, 3).astype("f")
+
+        def build(mesh, inputs):
+            w = mtf.get_variable(mesh, "w", mtf.Shape(dims), initializer=tf.zeros_initializer())
+            grad = mtf.import_tf_tensor(mesh, inputs["g"], mtf.Shape(dims))
+            inner = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.5), group_assignment=groups)
+            optimizer = accumulate(inner, "4x2", 2, place)
+            return optimizer.apply_grads([grad], [w.operation]), {}
+
+        shape, layout, _ = harness.MESHES["4x2"]
+        feeds = [{"g": g} for g in grads]
+        w = harness.run(mesh_kind, shape, layout, build, feeds).variables["w"]
+        total = grads.sum(0, dtype=float)
+        expected = np.empty((4, 3))
+        for group in groups:
+            expected[group] = -0.5 * total[group].sum(0)
+        np.testing.assert_allclose(w, expected, rtol=16 * EPS, atol=16 * EPS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step.*0"),
+        ({"backward_passes_per_step": -2}, ValueError, "backward_passes_per_step.*-2"),
+        ({"backward_passes_per_step": 1.5}, ValueError, "backward_passes_per_step.*1.5"),
+        ({"backward_passes_per_step": True}, ValueError, "backward_passes_per_step"),
+        ({"backward_passes_per_step": "4"}, ValueError, "backward_passes_per_step"),
+        ({"accumulator_dtype": tf.int32}, ValueError, "accumulator_dtype.*int32"),
+        ({"accumulator_dtype": "wide"}, ValueError, "accumulator_dtype.*wide"),
+        ({"accumulate": "here"}, ValueError, "accumulate.*'here'"),
+        ({"accumulate": "local"}, ValueError, "mesh_shape and layout"),
+        ({"should_skip_update_fn": 3}, TypeError, "should_skip_update_fn.*3"),
+        ({"should_skip_update_fn": gs.skip_large_updates}, TypeError, "should_skip_update_fn"),
+        (
+            {"opt": gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(1), 2)},
+            ValueError,
+            "product of both",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    arguments = {"opt": mtf.optimize.SgdOptimizer(1), "backward_passes_per_step": 2, **arguments}
+    with pytest.raises(error, match=words):
+        gs.GradientAccumulationOptimizer(**arguments)
+
+
+def test_sums_over_the_shards_belong_inside_of_local_accumulation():
+    inner = accumulate(mtf.optimize.SgdOptimizer(1), "4x2")
+    with pytest.raises(ValueError, match=r"GradientAccumulationOptimizer\(CrossShardOptimizer"):
+        gs.CrossShardOptimizer(inner)
+
+
+def test_two_wrappers_in_one_graph_need_two_names():
+    _, weights, grads = two_parameter_model()
+    one, two, three = (
+        gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(1.0), 2, name=name)
+        for name in ("one", "one", "three")
+    )
+    one.apply_grads(grads[:1], weights[:1])
+    with pytest.raises(ValueError, match=r"share their counters.*name="):
+        two.apply_grads(grads[1:], weights[1:])
+    three.apply_grads(grads[1:], weights[1:])
+
+
+def test_one_wrapper_serves_several_graphs():
+    optimizer = accumulate(mtf.optimize.SgdOptimizer(0.1), "4x2")
+    results = [run("placement", "4x2", lambda: optimizer, models.mlp_batches(K)) for _ in range(2)]
+    np.testing.assert_array_equal(results[0].variables["w1"], results[1].variables["w1"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adafactor"])
+def test_bfloat16_activations_with_every_optimizer_that_takes_them(mesh_kind, optimizer):
+    """Mesh-TF's AdamWeightDecay does not, with weight decay, with or without a wrapper."""
+    batch, d = mtf.Dimension("batch", 8), mtf.Dimension("d", 4)
+    feeds = [{"x": f["x"][:8, :4]} for f in models.mlp_batches(4)]
+    dtype = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, tf.cast(inputs["x"], tf.bfloat16), mtf.Shape([batch, d]))
+        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), dtype, initializer=tf.ones_initializer())
+        inner = models.OPTIMIZERS[optimizer]()
+        return accumulate(inner, "8", 2).minimize(mtf.reduce_sum(x * w)), {}
+
+    w = harness.run(mesh_kind, "all:8", "batch:all", build, feeds).variables["w"]
+    assert np.isfinite(w).all()
+    assert np.any(w != 1)
+
+
+def test_summaries_of_the_inner_optimizer_are_left_out(caplog):
+    class Summarizing(mtf.optimize.SgdOptimizer):
+        def apply_grads(self, grads, variables):
+            mtf.scalar_summary("inner", mtf.reduce_sum(grads[0]))
+            return super().apply_grads(grads, variables)
+
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        result = run(
+            "placement", "4x2", lambda: accumulate(Summarizing(0.1), "4x2"), models.mlp_batches(1)
+        )
+    names = [
+        name for name, _ in result.graph.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
+    ]
+    assert names
+    assert not [n for n in names if "inner" in n]
+    assert any("left out" in r.getMessage() for r in caplog.records)

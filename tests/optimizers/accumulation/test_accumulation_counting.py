@@ -1,0 +1,246 @@
+"""Which micro steps GradientAccumulationOptimizer counts: schedules, steps left out, counters."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.accumulation.optimizer import LOCAL, SYNCED
+from tests import harness, models, reference
+from tests.optimizers.accumulation.accumulation_runs import (
+    STEPS,
+    TOLERANCE,
+    K,
+    accumulate,
+    assert_close,
+    run,
+    two_parameter_model,
+)
+
+SCHEDULES = {
+    "number": (4, lambda step: 4),
+    "python arithmetic": (lambda step: step + 1, lambda step: step + 1),
+    "mtf": (
+        lambda step: 1 + 2 * mtf.cast(mtf.greater(step, 1), tf.int32),
+        lambda step: 3 if step > 1 else 1,
+    ),
+    "tf": (
+        lambda step: tf.where(step < 2, tf.constant(2), tf.constant(3)),
+        lambda step: 2 if step < 2 else 3,
+    ),
+    "constant function": (lambda step: 2, lambda step: 2),
+}
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_schedules_equal_horovods_and_optaxs_rules(mesh_kind, schedule, average):
+    passes, passes_of = SCHEDULES[schedule]
+    feeds = models.mlp_batches(9)
+    result = run(
+        mesh_kind,
+        "4x2",
+        lambda: accumulate(
+            models.OPTIMIZERS["momentum"](), "4x2", passes, average_aggregated_gradients=average
+        ),
+        feeds,
+    )
+    model = reference.Accumulation(reference.Momentum(), passes_of, average)
+    # Two runs of values that momentum amplifies by up to 1 / (1 - 0.9).
+    assert_close(result.variables, reference.train(model, feeds), 10 * TOLERANCE)
+    counters = "GradientAccumulationOptimizer/"
+    assert result.variables[counters + "mini_step"] == model.mini_step
+    assert result.variables[counters + "update_step"] == model.update_step
+
+
+def with_bad_steps(feeds, value):
+    """Makes the inputs of one shard's rows bad in the second and fifth micro step."""
+    for index in (1, 4):
+        feeds[index]["x"] = feeds[index]["x"].copy()
+        feeds[index]["x"][0, 0] = value
+    return feeds
+
+
+@pytest.mark.parametrize("place", [LOCAL, SYNCED])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_micro_step_that_is_not_finite_is_left_out(mesh_kind, bad, place):
+    feeds = with_bad_steps(models.mlp_batches(STEPS + 2), bad)
+    result = run(
+        mesh_kind,
+        "4x2",
+        lambda: accumulate(
+            models.OPTIMIZERS["sgd"](), "4x2", place=place,
+            should_skip_update_fn=gs.skip_not_finite,
+        ),
+        feeds,
+    )  # fmt: skip
+    model = reference.Accumulation(
+        reference.Sgd(), K, skip=lambda grads: not all(np.isfinite(g).all() for g in grads.values())
+    )
+    with np.errstate(invalid="ignore"):
+        expected = reference.train(model, feeds)
+    assert model.skipped == result.variables["GradientAccumulationOptimizer/skipped"] == 2
+    assert model.update_step == result.variables["GradientAccumulationOptimizer/update_step"] == 2
+    assert_close(result.variables, expected)
+
+
+def test_without_a_skip_function_a_nan_stays_until_the_update():
+    feeds = with_bad_steps(models.mlp_batches(STEPS), np.nan)[:K]
+    result = run("placement", "4x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "4x2"), feeds)
+    assert np.isnan(result.variables["w1"]).any()
+    half = run("placement", "4x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "4x2"), feeds[:2])
+    np.testing.assert_array_equal(half.variables["w1"], models.mlp_values()["w1"])
+
+
+def test_large_updates_are_left_out(mesh_kind):
+    feeds = models.mlp_batches(STEPS)
+    feeds[1] = {k: 100 * v for k, v in feeds[1].items()}
+    result = run(
+        mesh_kind,
+        "4x2",
+        lambda: accumulate(
+            models.OPTIMIZERS["sgd"](), "4x2", should_skip_update_fn=gs.skip_large_updates(10.0)
+        ),
+        feeds,
+    )
+
+    def large(grads):
+        return np.sqrt(sum(np.square(g).sum() for g in grads.values())) > 10
+
+    model = reference.Accumulation(reference.Sgd(), K, skip=large)
+    assert_close(result.variables, reference.train(model, feeds))
+    assert model.skipped == result.variables["GradientAccumulationOptimizer/skipped"] == 1
+
+
+@pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
+def test_global_step_advances_on_every_micro_step(mesh_kind, kind_of_step):
+    def build(mesh, inputs):
+        if kind_of_step == "tf":
+            step = tf.train.get_or_create_global_step()
+        else:
+            step = mtf.get_variable(
+                mesh, "global_step", mtf.Shape([]), tf.int32, trainable=False,
+                initializer=tf.zeros_initializer(),
+            )  # fmt: skip
+        optimizer = accumulate(models.OPTIMIZERS["sgd"](), "4x2")
+        return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
+
+    shape, layout, _ = harness.MESHES["4x2"]
+    result = harness.run(mesh_kind, shape, layout, build, models.mlp_batches(4))
+    assert result.variables["global_step"] == 4
+
+
+def test_a_learning_rate_can_follow_the_update_step(mesh_kind):
+    """The counter exists before the inner optimizer, under the wrapper's name."""
+    feeds = models.mlp_batches(STEPS)
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        step = gs.get_update_step(mesh)
+        lr = 0.1 / (1.0 + mtf.cast(step, tf.float32))
+        optimizer = accumulate(mtf.optimize.SgdOptimizer(lr), "4x2")
+        operations = optimizer.minimize(loss)
+        assert optimizer.update_step.value is step
+        return operations, {}
+
+    shape, layout, _ = harness.MESHES["4x2"]
+    result = harness.run(mesh_kind, shape, layout, build, feeds)
+
+    class Decaying(reference.Sgd):
+        updates = 0
+
+        def __call__(self, values, grads):
+            self.updates += 1
+            return super().__call__(values, {k: g / self.updates for k, g in grads.items()})
+
+    model = reference.Accumulation(Decaying(), K)
+    assert_close(result.variables, reference.train(model, feeds))
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
+def test_bad_norm_to_skip(norm):
+    with pytest.raises(ValueError, match="max_norm"):
+        gs.skip_large_updates(norm)
+
+
+def test_a_hint_when_the_inner_optimizer_counts_micro_steps(caplog):
+    tf.train.get_or_create_global_step()
+    with caplog.at_level(logging.INFO, "mtf_gradsync"):
+        accumulate(mtf.optimize.AdafactorOptimizer(learning_rate=0.1), "4x2")
+    (message,) = [r.getMessage() for r in caplog.records if "micro steps" in r.getMessage()]
+    assert "decay_rate" in message
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "mtf_gradsync"):
+        accumulate(models.OPTIMIZERS["adafactor"](), "4x2")
+        accumulate(models.OPTIMIZERS["sgd"](), "4x2")
+    assert not caplog.records
+
+
+def test_counters_are_readable():
+    optimizer = accumulate(models.OPTIMIZERS["sgd"](), "4x2")
+    assert optimizer.mini_step is optimizer.update_step is optimizer.skipped is None
+    assert optimizer.progress_fields() == {}
+    run("placement", "4x2", lambda: optimizer, models.mlp_batches(1))
+    names = {v.name.split("/")[-1] for v in optimizer.variables()}
+    assert {"mini_step", "update_step", "skipped"} <= names
+    assert sorted(optimizer.progress_fields()) == ["micro step", "update step"]
+
+
+def test_counters_go_to_summaries():
+    key = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
+    result = run(
+        "placement", "4x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "4x2"),
+        models.mlp_batches(1),
+    )  # fmt: skip
+    names = {name for name, _ in result.graph.get_collection(key)}
+    prefix = "summary/GradientAccumulationOptimizer/"
+    assert names == {prefix + n for n in ("mini_step", "update_step", "skipped")}
+
+
+def test_the_update_step_is_one_counter_in_any_scope():
+    mesh, weights, grads = two_parameter_model()
+    with tf.variable_scope("schedule"):
+        step = gs.get_update_step(mesh)
+    optimizer = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(1.0), 2)
+    with tf.variable_scope("training"):
+        optimizer.apply_grads(grads, weights)
+    assert optimizer.update_step.value is step
+    assert optimizer.get_slot(weights[0], "gradient_accumulator") is not None
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        lambda step: 1 if step == 0 else 4,
+        lambda step: {0: 1}.get(step, 4),
+        lambda step: 2.5,
+        lambda step: 0,
+    ],
+)
+def test_schedules_that_cannot_work_are_refused(passes):
+    mesh, weights, grads = two_parameter_model()
+    before = list(mesh.graph.operations), list(mesh.graph.all_variables)
+    optimizer = accumulate(mtf.optimize.SgdOptimizer(1.0), "8", passes)
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        optimizer.apply_grads(grads, weights)
+    assert (list(mesh.graph.operations), list(mesh.graph.all_variables)) == before
+
+
+def test_a_restored_sum_larger_than_asked_for_waits_for_a_step_that_counts():
+    """mini_step 3 of 4, then 2 are asked for: a step that is left out brings no update."""
+    feeds = models.mlp_batches(5)
+    feeds[3]["x"] = np.full_like(feeds[3]["x"], np.nan)
+    passes = lambda step: 4 - 2 * step  # noqa: E731, 4, then 2, then 0, which counts as 1
+    result = run(
+        "placement",
+        "4x2",
+        lambda: accumulate(
+            models.OPTIMIZERS["sgd"](), "4x2", passes, should_skip_update_fn=gs.skip_not_finite
+        ),
+        feeds,
+    )
+    counters = "GradientAccumulationOptimizer/"
+    assert result.variables[counters + "update_step"] == 1
+    assert result.variables[counters + "skipped"] == 1

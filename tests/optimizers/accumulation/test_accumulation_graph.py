@@ -1,0 +1,215 @@
+"""What the graph of an accumulating program says: what runs only with an update."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models
+
+MESH, LAYOUT, _ = harness.MESHES["4x2"]
+K = 4
+
+
+def simd_report(make):
+    """The collectives of the model's training step."""
+    with tf.Graph().as_default():
+        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+        with simd.replicas(MESH, LAYOUT) as program:
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            _, fetches = models.train(make)(mesh, inputs)
+            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+            lowering.export_to_tf_tensor(fetches["loss"])
+        return simd.list_collectives(program, lowering=lowering)
+
+
+def local(inner, **kwargs):
+    return gs.GradientAccumulationOptimizer(inner, K, mesh_shape=MESH, layout=LAYOUT, **kwargs)
+
+
+def gradient_rows(report):
+    """What crosses the replica axis: gradients in this model, but for the loss, a mean."""
+    return [r for r in report.rows if r.group == "rows" and "reduce_mean/" not in r.name]
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+def test_every_gradient_collective_stands_in_the_branch(optimizer):
+    make = models.OPTIMIZERS[optimizer]
+    report = simd_report(lambda: local(make()))
+    rows = gradient_rows(report)
+    assert rows
+    assert all(row.is_conditional for row in rows)
+    # What is left on every step is what the forward and backward passes alone exchange: the
+    # update's own collectives (Adafactor's norms over the model axis) are in the branch too.
+    bare = simd_report(lambda: NoUpdate())
+    assert report.every_step.bytes_per_core == bare.every_step.bytes_per_core
+    assert report.every_step.operations == bare.every_step.operations
+
+
+class NoUpdate(mtf.optimize.Optimizer):
+    """Touches no gradient."""
+
+    def apply_grads(self, grads, variables):
+        return []
+
+
+def test_gradient_bytes_an_update_are_a_kth_of_the_bare_optimizers():
+    bare = gradient_rows(simd_report(models.OPTIMIZERS["sgd"]))
+    wrapped = gradient_rows(simd_report(lambda: local(models.OPTIMIZERS["sgd"]())))
+    # An update of the bare optimizer on K micro steps communicates K times.
+    per_update_bare = K * sum(row.bytes_per_step for row in bare)
+    per_update = sum(row.bytes_per_step for row in wrapped)
+    assert per_update * K == per_update_bare
+    assert len(wrapped) == 1
+
+
+def test_a_skip_function_exchanges_scalars_only():
+    plain = simd_report(lambda: local(models.OPTIMIZERS["sgd"]())).every_step
+    report = simd_report(
+        lambda: local(models.OPTIMIZERS["sgd"](), should_skip_update_fn=gs.skip_not_finite)
+    ).every_step
+    assert 0 < report.bytes_per_core - plain.bytes_per_core <= 4 * 4
+
+
+@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+def test_placement_update_stands_in_the_branch(optimizer):
+    """Assignments, sums over devices and the update's arithmetic have a conditional context."""
+    make = models.OPTIMIZERS[optimizer]
+    counts = {}
+    for name, build in (("wrapped", lambda: local(make())), ("floor", NoUpdate)):
+        with tf.Graph().as_default() as graph:
+            inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+            mtf_graph = mtf.Graph()
+            mesh = mtf.Mesh(mtf_graph, "mesh")
+            operations, _ = models.train(build)(mesh, inputs)
+            lowering = mtf.Lowering(mtf_graph, {mesh: harness.placement(MESH, LAYOUT)})
+            lowered = [lowering.lowered_operation(op) for op in operations]
+            outside = [
+                op
+                for op in graph.get_operations()
+                if op._get_control_flow_context() is None and "Initializer" not in op.name
+            ]
+        counts[name] = {}
+        for op in outside:
+            counts[name].setdefault(op.type, []).append(op.name)
+    wrapped, floor = counts["wrapped"], counts["floor"]
+    assert lowered == []  # the last one built, the floor
+    # Outside of the branch there are, beyond forward and backward: one addition an accumulator
+    # and device, the counters' integer arithmetic, and no product, root or division.
+    for kind in ("Mul", "Square", "Sqrt", "Rsqrt", "RealDiv", "Sum", "AddN"):
+        assert len(wrapped.get(kind, [])) - len(floor.get(kind, [])) <= 8, kind
+
+
+def test_micro_steps_write_accumulators_and_counters_only(fresh_graph):
+    inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    operations, _ = models.train(lambda: local(models.OPTIMIZERS["adam"]()))(mesh, inputs)
+    lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)}, autostack=False)
+    for op in operations:
+        lowering.lowered_operation(op)
+    every_step, with_an_update = writes(fresh_graph)
+    assert all("/gradient_accumulator_slice_" in n for n in every_step["AssignAddVariableOp"])
+    assert any("adam_m" in name for name in with_an_update)
+    assert every_step["AssignAddVariableOp"] < with_an_update
+    # The rest of the writes outside copy masters to slices at the start of a session.
+    counters = {n for n in every_step["AssignVariableOp"] if "GradientAccumulationOptimizer" in n}
+    assert all(n.startswith(("GradientAccumulationOptimizer/", "stacked/Grad")) for n in counters)
+    step_writes = {n for n in every_step["AssignVariableOp"] if "_slice_" in n} - counters
+    assert {n.split("_slice_")[0] for n in step_writes} <= {v.name for v in graph.all_variables}
+
+
+def writes(graph):
+    """Names of variables that are written: outside by kind of write, and in the branch."""
+    outside, inside = {}, set()
+    for op in graph.get_operations():
+        if op.type.startswith("Assign"):
+            variable = op.inputs[0].op
+            while variable.type in ("Switch", "Identity"):
+                variable = variable.inputs[0].op
+            if op._get_control_flow_context() is None:
+                outside.setdefault(op.type, set()).add(variable.name)
+            else:
+                inside.add(variable.name)
+    # Where TensorFlow can call a function over several devices the branch is one.
+    for function in graph.as_graph_def().library.function:
+        handles = {n.name: n for n in function.node_def if n.op == "VarHandleOp"}
+        for node in function.node_def:
+            if node.op.startswith("Assign"):
+                handle = handles[node.input[0].split(":")[0]]
+                inside.add(handle.attr["shared_name"].s.decode())
+    return outside, inside
+
+
+def test_skipping_the_update_skips_one_call(fresh_graph):
+    """Nothing that belongs to an update passes through the executor, dead or alive."""
+    inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    models.train(lambda: local(models.OPTIMIZERS["adafactor"]()))(mesh, inputs)
+    mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
+    calls = [op for op in fresh_graph.get_operations() if op.type == "StatefulPartitionedCall"]
+    if tf.__version__.startswith("2.12"):
+        pytest.skip("TensorFlow 2.12 inlines every function")
+    (call,) = calls
+    in_branch = [op for op in fresh_graph.get_operations() if op._get_control_flow_context()]
+    # Values that are handed in: the count and what Adafactor makes of scalars while it is built.
+    assert len(call.inputs) <= 2 * len(models.mlp_values()) + 1
+    assert len(in_branch) <= len(call.inputs) + 8
+    (function,) = fresh_graph.as_graph_def().library.function
+    assert function.attr["_noinline"].b
+    assert len(function.node_def) > 500
+
+
+def test_unchecked_state_has_no_host_master(fresh_graph):
+    inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    make = lambda: local(  # noqa: E731
+        models.OPTIMIZERS["sgd"](), checkpoint_accumulators=False
+    )
+    operations, _ = models.train(make)(mesh, inputs)
+    lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
+    updates = [lowering.lowered_operation(op) for op in operations]
+    saved = {v.op.name for v in tf.global_variables()}
+    assert not any("accumulator" in name or "mini_step" in name for name in saved)
+    assert any("update_step" in name for name in saved)
+    masters = [v for v in tf.local_variables() if "accumulator" in v.name]
+    assert all(v.shape.num_elements() == 1 for v in masters)
+    with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+        for _ in range(2):  # the second time as a restart of the session's state would
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            session.run(lowering.copy_masters_to_slices())
+            for _ in range(K + 1):
+                session.run(updates)
+            session.run(lowering.copy_slices_to_masters())
+            values = session.run({v.op.name: v for v in tf.global_variables()})
+            assert np.any(values["w1"] != models.mlp_values()["w1"])
+            assert values["GradientAccumulationOptimizer/update_step"] == 1
+
+
+@pytest.mark.parametrize("size", ["one:1", "all:2"])
+def test_unchecked_state_on_small_meshes(mesh_kind, size):
+    feeds = models.mlp_batches(K)
+    layout = "batch:all"
+    results = [
+        harness.run(
+            mesh_kind,
+            size,
+            layout,
+            models.train(
+                lambda: gs.GradientAccumulationOptimizer(
+                    models.OPTIMIZERS["sgd"](),
+                    K,
+                    axes=gs.ReplicaAxes(size, layout),
+                    checkpoint_accumulators=checkpointed,  # noqa: B023
+                )
+            ),
+            feeds,
+        )
+        for checkpointed in (True, False)
+    ]
+    for name in models.mlp_values():
+        np.testing.assert_array_equal(results[0].variables[name], results[1].variables[name])

@@ -1,0 +1,248 @@
+"""Checkpoints in mid-accumulation, restored on other meshes than they were written on."""
+
+import os
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state import resharding
+from tests import harness, models
+
+EPS = np.finfo(np.float32).eps
+K = 3
+WRITTEN_AFTER = 2  # micro steps: mid-accumulation
+STEPS = 2 * K
+# Values are below 2; every micro step rounds a sum of at most 16 terms, and an Adam step divides
+# by a root of it, which keeps relative errors of the gradient.
+TOLERANCE = STEPS * 16 * EPS
+MESHES = {
+    "8": ("all:8", "batch:all", ("batch",)),
+    "4": ("all:4", "batch:all", ("batch",)),
+    "2": ("all:2", "batch:all", ("batch",)),
+    "rows": ("rows:2;cols:2", "batch:cols;hidden:rows", ("batch",)),
+    "2x2": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch")),
+    "one": (*harness.ONE, ("batch",)),
+}
+
+shapes = st.lists(st.integers(1, 5), max_size=3)
+
+
+@hypothesis.given(old=shapes, new=shapes, rest=st.lists(st.integers(0, 3), max_size=2))
+def test_reshard_keeps_the_sum(old, new, rest):
+    # Whole numbers, so that sums in any order are exact.
+    size = int(np.prod(old + rest))
+    value = np.arange(size, dtype=np.float32).reshape(old + rest)
+    result = resharding.reshard(value, len(old), new + rest)
+    assert result.dtype == value.dtype
+    assert result.shape == tuple(new + rest)
+    np.testing.assert_array_equal(
+        result.sum(tuple(range(len(new)))), value.sum(tuple(range(len(old))))
+    )
+
+
+@hypothesis.given(old=shapes, new=shapes)
+def test_reshard_moves_no_bit_to_as_many_shards_or_more(old, new):
+    value = np.random.RandomState(0).randn(*old, 4).astype("f")
+    result = resharding.reshard(value, len(old), [*new, 4])
+    rows, new_rows = value.reshape(-1, 4), result.reshape(-1, 4)
+    if len(new_rows) >= len(rows):
+        kept = new_rows[[j * len(new_rows) // len(rows) for j in range(len(rows))]]
+        np.testing.assert_array_equal(kept, rows)
+    if len(new_rows) % len(rows) == 0:
+        back = resharding.reshard(result, len(new), [*old, 4])
+        np.testing.assert_array_equal(back, value)
+
+
+def test_fewer_shards_are_sums_of_contiguous_groups():
+    value = np.array([[1, 2, 4, 8], [16, 32, 64, 128]], np.float32)
+    np.testing.assert_array_equal(resharding.reshard(value, 2, [4]), [3, 12, 48, 192])
+    np.testing.assert_array_equal(resharding.reshard(value, 2, [3]), [7, 56, 192])
+    np.testing.assert_array_equal(resharding.reshard(value, 2, []), 255)
+
+
+def test_narrow_floats_are_added_up_in_float32():
+    # In float16, 2048 + 1 is 2048.
+    value = np.array([2048, 1, 1, 1, 1], np.float16)
+    result = resharding.reshard(value, 1, [])
+    assert result.dtype == np.float16
+    assert result == 2052
+
+
+@pytest.mark.parametrize(("dims", "shape"), [(1, [4, 2]), (1, []), (0, [3]), (3, [4, 3])])
+def test_reshard_refuses_other_variables(dims, shape):
+    with pytest.raises(ValueError, match="new_shape must end with"):
+        resharding.reshard(np.zeros([4, 3], "f"), dims, shape)
+
+
+class Program:
+    """The model with an accumulating optimizer on a mesh, in a graph of its own."""
+
+    def __init__(self, mesh, place="local", optimizer="adam", hidden=models.HIDDEN, **kwargs):
+        shape, layout, batch_dims = MESHES[mesh]
+        self.size = mtf.convert_to_shape(shape).size
+
+        def make():
+            mesh_args = dict(mesh_shape=shape, layout=layout, batch_dims=batch_dims)
+            return gs.GradientAccumulationOptimizer(
+                models.OPTIMIZERS[optimizer](), K, average_aggregated_gradients=True,
+                **(mesh_args if place == "local" else {}), **kwargs,
+            )  # fmt: skip
+
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            batch = models.mlp_batches(1)[0]
+            self.inputs = {k: tf.placeholder(tf.float32, v.shape) for k, v in batch.items()}
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            operations, _ = models.train(make, batch_dims)(mesh, self.inputs)
+            lowering = mtf.Lowering(graph, {mesh: harness.placement(shape, layout)})
+            self.step = [lowering.lowered_operation(op) for op in operations]
+            self.to_slices = lowering.copy_masters_to_slices()
+            self.to_masters = lowering.copy_slices_to_masters()
+            self.init = tf.global_variables_initializer()
+            self.masters = {v.op.name: v for v in tf.global_variables()}
+            self.saver = resharding.ReshardingSaver(max_to_keep=None)
+            self.plain_saver = tf.train.Saver()
+
+    def run(self, feeds, restore=None, save=None, saver=None):
+        """Makes steps from a checkpoint, writes another; returns the variables at the end."""
+        config = gs.session_config(num_cpu_devices=self.size)
+        with tf.Session(graph=self.graph, config=config) as session:
+            if restore:
+                (saver or self.saver).restore(session, restore)
+            else:
+                session.run(self.init)
+            session.run(self.to_slices)
+            for feed in feeds:
+                session.run(self.step, {self.inputs[k]: v for k, v in feed.items()})
+            session.run(self.to_masters)
+            if save:
+                self.saver.save(session, str(save))
+            return session.run(self.masters)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Programs by mesh, each built once."""
+    made = {}
+
+    def program(mesh, *args):
+        if (mesh, args) not in made:
+            made[mesh, args] = Program(mesh, *args)
+        return made[mesh, args]
+
+    return program
+
+
+@pytest.fixture(scope="module")
+def written(programs, tmp_path_factory):
+    """A checkpoint of 8 shards in mid-accumulation, and where the run would have ended."""
+    path = tmp_path_factory.mktemp("written") / "model.ckpt"
+    feeds = models.mlp_batches(STEPS)
+    programs("8").run(feeds[:WRITTEN_AFTER], save=path)
+    return str(path), programs("8").run(feeds)
+
+
+def without_sums(values):
+    return {k: v for k, v in values.items() if "accumulator" not in k}
+
+
+def assert_same_training(actual, expected):
+    assert sorted(actual) == sorted(expected)
+    for name, value in without_sums(expected).items():
+        np.testing.assert_allclose(
+            actual[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+def files(path):
+    directory = os.path.dirname(path)
+    contents = {}
+    for name in os.listdir(directory):
+        with open(os.path.join(directory, name), "rb") as file:
+            contents[name] = file.read()
+    return contents
+
+
+@pytest.mark.parametrize("mesh", ["4", "2", "rows", "2x2", "one"])
+def test_the_update_is_the_same_on_another_mesh(programs, written, mesh):
+    path, expected = written
+    before = files(path)
+    actual = programs(mesh).run(models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
+    assert_same_training(actual, expected)
+    assert files(path) == before
+
+
+def test_to_one_processor_and_back(programs, written, tmp_path):
+    path, expected = written
+    feeds = models.mlp_batches(STEPS)
+    for number, mesh in enumerate(["one", "8"]):
+        save = tmp_path / f"{number}.ckpt"
+        programs(mesh).run(feeds[WRITTEN_AFTER + number :][:1], restore=path, save=save)
+        path = str(save)
+    actual = programs("one").run(feeds[WRITTEN_AFTER + 2 :], restore=path)
+    assert_same_training(actual, expected)
+
+
+def test_local_sums_go_on_as_synced_ones_and_back(programs, written, tmp_path):
+    path, expected = written
+    synced = programs("4", "synced")
+    feeds = models.mlp_batches(STEPS)[WRITTEN_AFTER:]
+    assert_same_training(synced.run(feeds, restore=path), expected)
+    saved = tmp_path / "synced.ckpt"
+    synced.run([], restore=path, save=saved)
+    assert_same_training(programs("2").run(feeds, restore=str(saved)), expected)
+
+
+def test_the_same_mesh_restores_every_bit(programs, written, tmp_path):
+    path, expected = written
+    actual = programs("8").run(models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+    with programs("8").graph.as_default():
+        assert resharding.adapt_checkpoint(path, str(tmp_path / "unused")) == path
+    assert not (tmp_path / "unused").exists()
+
+
+def test_adapted_checkpoints_restore_with_any_saver(programs, written, tmp_path):
+    path, expected = written
+    before = files(path)
+    program = programs("2")
+    with program.graph.as_default():
+        adapted = resharding.adapt_checkpoint(path, str(tmp_path))
+        assert resharding.adapt_checkpoint(adapted, str(tmp_path)) == adapted
+        again = resharding.adapt_checkpoint(path, str(tmp_path))
+    assert adapted == again == str(tmp_path / "model.ckpt")
+    feeds = models.mlp_batches(STEPS)[WRITTEN_AFTER:]
+    actual = program.run(feeds, restore=adapted, saver=program.plain_saver)
+    assert_same_training(actual, expected)
+    assert files(path) == before
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_beside_the_original_it_gets_another_name(programs, written, tmp_path):
+    path = str(tmp_path / "model.ckpt")
+    programs("8").run([], restore=written[0], save=path)
+    before = files(path)
+    with programs("2").graph.as_default():
+        assert resharding.adapt_checkpoint(path, str(tmp_path)) == f"{path}-resharded"
+    after = files(path)
+    assert {name: after[name] for name in before} == before
+
+
+def test_another_variable_shape_is_still_an_error(written):
+    saved = dict(tf.train.list_variables(written[0]))
+    assert saved["w1/gradient_accumulator"] == [8, models.INPUTS, models.HIDDEN]
+    shape = [4, models.INPUTS, models.HIDDEN + 1]
+    with tf.Graph().as_default() as graph:
+        tf.get_variable("w1/gradient_accumulator", shape)
+        note = resharding.PerShard("w1/gradient_accumulator", 1)
+        tf.add_to_collection(resharding.PER_SHARD_COLLECTION, note)
+        saver = resharding.ReshardingSaver()
+        with tf.Session(graph=graph) as session:
+            with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* and \[4, 6, 9\] here"):
+                saver.restore(session, written[0])

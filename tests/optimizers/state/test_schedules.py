@@ -1,0 +1,135 @@
+"""Schedules that count updates."""
+
+import functools
+import logging
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.schedules import (
+    adafactor_decay_rate_per_update,
+    per_update,
+    update_step,
+)
+from tests import harness, models, reference
+
+K = 4
+
+
+def evaluate(make, steps=range(12)):
+    """The values of a tensor that follows the global step."""
+    step = tf.train.get_or_create_global_step()
+    value = make(step)
+    results = []
+    with tf.Session() as session:
+        for number in steps:
+            step.load(number, session)
+            results.append(session.run(value))
+    return results
+
+
+def test_per_update_divides_step_and_length():
+    seen = []
+
+    def schedule(step, total_train_steps):
+        seen.append((step, total_train_steps))
+        return 0.5
+
+    made = per_update([schedule, 3.0], K)
+    assert [made(step=step, total_train_steps=103) for step in (0, 3, 4, 11)] == [1.5] * 4
+    assert seen == [(0, 25), (0, 25), (1, 25), (2, 25)]
+    assert functools.partial(made, total_train_steps=8)(step=7) == 1.5
+
+
+def test_schedules_of_mesh_tensorflow():
+    schedules = pytest.importorskip(
+        "mesh_tensorflow.transformer.learning_rate_schedules", reason="needs the extra 'train'"
+    )
+    warmup = functools.partial(schedules.linear_warmup, steps_or_fraction=2)
+    decay = functools.partial(schedules.linear_decay, steps_or_fraction=1.0)
+    made = per_update([0.1, warmup, decay], K)
+    rates = evaluate(lambda step: made(step=step.value(), total_train_steps=3 * K))
+    # Updates 0, 1 and 2: warm-up 0, 1/2, 1; decay 1, 2/3, 1/3.
+    np.testing.assert_allclose(rates, np.repeat([0, 0.1 / 3, 0.1 / 3], K), rtol=1e-6)
+
+
+def test_adafactors_decay_rate_is_mesh_tensorflows_at_the_update():
+    both = evaluate(
+        lambda step: [adafactor_decay_rate_per_update(K), mtf.optimize.adafactor_decay_rate_pow()]
+    )
+    mine, original = np.array(both).T
+    np.testing.assert_array_equal(mine, np.repeat(original[:3], K))
+
+
+def test_offset_counts_updates():
+    at_offset = evaluate(lambda step: adafactor_decay_rate_per_update(K, offset=2), [8, 12])
+    fresh = evaluate(lambda step: adafactor_decay_rate_per_update(K), [0, 4])
+    np.testing.assert_array_equal(at_offset, fresh)
+
+
+@pytest.mark.parametrize("passes", [0, -1, 2.0, True, None, lambda step: 2])
+def test_passes_must_be_a_number(passes):
+    with pytest.raises(ValueError, match="base the schedule on update_step"):
+        per_update(0.1, passes)
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        adafactor_decay_rate_per_update(passes)
+
+
+@pytest.mark.parametrize("schedule", [None, "linear", [0.1, None]])
+def test_schedule_must_be_callable_or_number(schedule):
+    with pytest.raises(TypeError, match="schedule must be a function of step"):
+        per_update(schedule, K)
+
+
+def test_the_hint_about_micro_steps_goes_away(caplog):
+    step = tf.train.get_or_create_global_step()
+    rate = per_update(lambda step, total: 1.0 / (1.0 + tf.cast(step, tf.float32)), K)
+
+    def wrap(**kwargs):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "mtf_gradsync"):
+            gs.GradientAccumulationOptimizer(mtf.optimize.AdafactorOptimizer(**kwargs), K)
+        return [r.getMessage() for r in caplog.records if "counts micro steps" in r.getMessage()]
+
+    assert wrap()
+    assert not wrap(learning_rate=rate(step, 100), decay_rate=adafactor_decay_rate_per_update(K))
+
+
+def test_update_step_drives_the_rate_where_micro_steps_change(mesh_kind):
+    """K goes from 1 to 3, and the rate is halved with each update."""
+    shape, layout, batch_dims = harness.MESHES["4x2"]
+    feeds = models.mlp_batches(7)
+
+    def build(mesh, inputs):
+        made = mtf.cast(update_step(mesh), tf.float32)
+        rate = 0.4 * mtf.pow(mtf.constant(mesh, 0.5, [], tf.float32), made)
+        train = models.train(
+            lambda: gs.GradientAccumulationOptimizer(
+                mtf.optimize.SgdOptimizer(rate),
+                lambda step: mtf.minimum(step * 2 + 1, 3),
+                average_aggregated_gradients=True,
+                mesh_shape=shape,
+                layout=layout,
+                batch_dims=batch_dims,
+            )
+        )
+        operations, fetches = train(mesh, inputs)
+        return operations, {**fetches, "rate": rate}
+
+    result = harness.run(mesh_kind, shape, layout, build, feeds)
+    np.testing.assert_allclose(
+        [step["rate"] for step in result.fetched], [0.4, *[0.2] * 3, *[0.1] * 3], rtol=1e-6
+    )
+    values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
+    for rate, part in ((0.4, feeds[:1]), (0.2, feeds[1:4]), (0.1, feeds[4:])):
+        x, y = (np.concatenate([f[k] for f in part]).astype(np.float64) for k in ("x", "y"))
+        grads = reference.mlp_grads(values, x, y)
+        values = {k: v - rate * grads[k] for k, v in values.items()}
+    # A few roundings each in 7 forward and backward passes over values of about 1.
+    tolerance = 7 * 16 * np.finfo(np.float32).eps
+    for name, value in values.items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=tolerance, atol=tolerance, err_msg=name
+        )

@@ -1,0 +1,121 @@
+"""SyncReplicasOptimizer against a numpy model of its rules."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models, reference
+from tests.properties import sync_replicas_schedules as schedules
+
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+STATE = ("local_step", "made", "dropped", "count", "update_step")
+
+
+class Lagging(gs.SyncReplicasOptimizer):
+    """Replicas whose local steps are set back before the step."""
+
+    lag = None
+
+    def _local_steps(self):
+        steps = super()._local_steps()
+        return steps - mtf.import_tf_tensor(steps.mesh, self.lag, steps.shape)
+
+
+def step(to_aggregate, optimizer="adam", **kwargs):
+    """A `harness.Build` that replays a schedule's feeds."""
+
+    def build(mesh, inputs):
+        axes = gs.ReplicaAxes(MESH, LAYOUT, BATCH_DIMS)
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        variables = mesh.graph.trainable_variables
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        shards = [
+            g + poison(inputs, v, g.shape, axes)
+            for g, v in zip(gs.per_shard(grads, axes), variables)
+        ]
+        opt = Lagging(
+            models.OPTIMIZERS[optimizer](),
+            to_aggregate,
+            axes=axes,
+            contributes=inputs["contributes"],
+            variable_averages=0.9,
+            variables_to_average=variables,
+            **kwargs,
+        )
+        opt.lag = inputs["lag"]
+        operations = opt.apply_grads(shards, variables)
+        return operations, {"loss": loss}
+
+    def poison(inputs, variable, shape, axes):
+        value = inputs[f"poison_{variable.name}"]
+        imported = mtf.import_tf_tensor(variable.mesh, value, mtf.Shape(list(axes.shard_dims)))
+        return mtf.broadcast(imported, shape)
+
+    return build
+
+
+def check(result, states, optimizer="adam"):
+    """Compares what a run left with the model's last state."""
+    last = states[-1]
+    found = {name: result.variables[f"sync_replicas/{name}"] for name in STATE}
+    for name in ("local_step", "made", "dropped"):
+        np.testing.assert_array_equal(found[name].reshape(-1), getattr(last, name), err_msg=name)
+    assert found["count"] == last.count
+    assert found["update_step"] == last.global_step
+    for name, value in last.values.items():
+        # A few float32 roundings for each update, of numbers of about 1.
+        np.testing.assert_allclose(result.variables[name], value, atol=2e-5, err_msg=name)
+        average = result.variables[f"{name}/ExponentialMovingAverage"]
+        np.testing.assert_allclose(average, last.averages[name], atol=2e-5, err_msg=name)
+
+
+SCHEDULES = {
+    "all contribute": schedules.Schedule((4,), 4, 3),
+    "backup replicas": schedules.Schedule((4,), 3, 4, sits_out=((0, 1), (2, 3))),
+    "one is carried over, then one is missing": schedules.Schedule(
+        (4,), 2, 4, sits_out=((0, 1), (0, 2), (0, 3), (1, 2), (2, 0), (2, 1), (2, 2))
+    ),
+    "several steps an update": schedules.Schedule((4,), 6, 5, sits_out=((1, 0),)),
+    "not finite": schedules.Schedule(
+        (4,), 3, 4, poison=((0, 2, "w1", float("nan")), (2, 0, "scale", float("inf")))
+    ),
+    "stale": schedules.Schedule((4,), 4, 5, lags=((1, 2, 1),), sits_out=((1, 0),)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_equals_the_model(mesh_kind, name):
+    schedule = SCHEDULES[name]
+    states = list(schedules.replay(schedule, reference.OPTIMIZERS["adam"](), 0.9))
+    build = step(schedule.replicas_to_aggregate)
+    check(harness.run(mesh_kind, MESH, LAYOUT, build, schedule.feeds()), states)
+
+
+def test_too_many_steps_without_update_name_the_replicas():
+    schedule = schedules.Schedule((4,), 4, 3, sits_out=((0, 2), (1, 2), (2, 2), (2, 1)))
+    build = step(8, max_steps_without_update=1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"max_steps_without_update=1.*\[2\]"):
+        harness.run("placement", MESH, LAYOUT, build, schedule.feeds())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"replicas_to_aggregate": 0}, "replicas_to_aggregate"),
+        ({"replicas_to_aggregate": 2, "total_num_replicas": 3}, "total_num_replicas.*4"),
+        ({"replicas_to_aggregate": 2, "variable_averages": 0.9}, "variables_to_average"),
+        ({"replicas_to_aggregate": 2, "variable_averages": 2, "variables_to_average": []}, "decay"),
+        ({"replicas_to_aggregate": 2, "max_steps_without_update": 0}, "max_steps_without_update"),
+    ],
+)
+def test_errors_say_what_was_given(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(0.1), mesh_shape=MESH, layout=LAYOUT, **kwargs
+        )
+
+
+def test_needs_the_mesh():
+    with pytest.raises(ValueError, match="mesh_shape and layout"):
+        gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 2)

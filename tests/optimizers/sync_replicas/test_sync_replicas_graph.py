@@ -1,0 +1,93 @@
+"""What the graph of synchronous replicas says, and sessions that restore it."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models
+from tests.optimizers.accumulation.test_accumulation_graph import (
+    NoUpdate,
+    gradient_rows,
+    simd_report,
+)
+
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+SHARDS = 4
+
+
+def make(replicas_to_aggregate, **kwargs):
+    return gs.SyncReplicasOptimizer(
+        models.OPTIMIZERS["momentum"](),
+        replicas_to_aggregate,
+        mesh_shape=MESH,
+        layout=LAYOUT,
+        batch_dims=BATCH_DIMS,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("replicas_to_aggregate", [3, SHARDS, 2 * SHARDS])
+def test_gradients_cross_the_mesh_together_and_with_an_update_only(replicas_to_aggregate):
+    report = simd_report(lambda: make(replicas_to_aggregate))
+    bare = simd_report(models.OPTIMIZERS["momentum"])
+    (gradients,) = [row for row in gradient_rows(report) if row.is_conditional]
+    assert gradients.bytes_per_step == sum(row.bytes_per_step for row in gradient_rows(bare))
+    # On every step: who contributes, one number a replica on either axis.
+    more = report.every_step.bytes_per_core - simd_report(NoUpdate).every_step.bytes_per_core
+    assert 0 < more <= 4 * (1 + SHARDS)
+
+
+def mask(step):
+    """Two contribute in every third step, all in the others."""
+    return np.array([True, step % 3 > 0, True, step % 3 > 0])
+
+
+def train(directory, first, last, hook_first):
+    """Takes steps from the newest checkpoint in a directory, and writes another."""
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        batches = models.mlp_batches(last)
+        inputs = {k: tf.placeholder(tf.float32, v.shape) for k, v in batches[0].items()}
+        contributes = tf.placeholder(tf.bool, [SHARDS])
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        opt = make(6, contributes=contributes, max_steps_without_update=5)
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        operations = opt.minimize(loss, tf.train.get_global_step())
+        lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
+        step = [lowering.lowered_operation(op) for op in operations]
+        to_masters = lowering.copy_slices_to_masters()
+        masters = {v.op.name: v for v in tf.global_variables()}
+        saver = tf.train.Saver()
+        hooks = [mtf.MtfRestoreHook(lowering), opt.make_session_run_hook(is_chief=True)]
+        creator = tf.train.ChiefSessionCreator(
+            tf.train.Scaffold(saver=saver),
+            config=gs.session_config(num_cpu_devices=8),
+            checkpoint_dir=str(directory),
+        )
+
+        def save(step_context):
+            return saver.save(step_context.session, str(directory / "model.ckpt"), last)
+
+        with tf.train.MonitoredSession(creator, hooks[::-1] if hook_first else hooks) as session:
+            for number in range(first, last):
+                values = {inputs[k]: v for k, v in batches[number].items()}
+                session.run(step, {**values, contributes: mask(number)})
+            session.run(to_masters)
+            session.run_step_fn(save)
+            return session.run(masters)
+
+
+@pytest.mark.parametrize("hook_first", [False, True])
+def test_monitored_sessions_go_on_where_another_ended(tmp_path, hook_first):
+    """Updates take six contributions, so that some are pending when a session ends."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = train(tmp_path / "whole", 0, 7, hook_first)
+    pending = train(tmp_path / "parts", 0, 3, hook_first)
+    parts = train(tmp_path / "parts", 3, 7, hook_first)
+    assert pending["sync_replicas/count"] > 0
+    assert whole["global_step"] > pending["global_step"] > 0
+    for name, value in whole.items():
+        np.testing.assert_array_equal(parts[name], value, err_msg=name)

@@ -1,0 +1,212 @@
+"""The numpy model of synchronous replicas, by cases worked out by hand and by what must hold."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import models, reference
+from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
+from tests.properties.sync_replicas_schedules import (
+    VARIABLES,
+    Schedule,
+    parts,
+    replay,
+    schedules,
+)
+
+
+def sgd(values, grads):
+    return {k: values[k] - 0.5 * grads[k] for k in values}
+
+
+def quadratic(num_replicas=3, replicas_to_aggregate=3, **kwargs):
+    start = {"x": np.array([10.0, -10.0])}
+    return SyncReplicas(sgd, num_replicas, replicas_to_aggregate, start, **kwargs)
+
+
+def gradients(model):
+    """Replica k's loss is |x - [k + 1, -2k]|^2 / 2."""
+    return [{"x": model.values["x"] - [k + 1, -2 * k]} for k in range(model.num_replicas)]
+
+
+def state(model):
+    return (
+        list(model.values["x"]),
+        list(model.local_step),
+        model.global_step,
+        model.count,
+        list(model.made),
+        list(model.dropped),
+    )
+
+
+# With every replica x goes half of the way to [2, -2], with the first two to [1.5, -1].
+ALL_OF_THREE = [[10, -10], [6, -6], [4, -4], [3, -3], [2.5, -2.5], [2.25, -2.25]]
+TWO_OF_THREE = [[10, -10], [5.75, -5.5], [3.625, -3.25], [2.5625, -2.125]]
+
+
+@pytest.mark.parametrize(
+    ("replicas_to_aggregate", "contributes", "expected"),
+    [
+        (3, None, ALL_OF_THREE),
+        (1, None, ALL_OF_THREE),
+        (2, [True, True, False], TWO_OF_THREE),
+    ],
+    ids=["all", "more than asked", "one backup"],
+)
+def test_update_averages_over_what_came(replicas_to_aggregate, contributes, expected):
+    model = quadratic(3, replicas_to_aggregate)
+    assert list(model.values["x"]) == expected[0]
+    for x in expected[1:]:
+        assert model.step(gradients(model), contributes)
+        assert list(model.values["x"]) == x
+
+
+def test_contributions_carry_over_until_there_are_enough():
+    model = quadratic(2, 3)
+    assert not model.step(gradients(model))
+    assert state(model) == ([10, -10], [0, 0], 0, 2, [1, 1], [0, 0])
+    assert list(model.sums["x"]) == [17, -18]
+    assert model.step(gradients(model))
+    # Four contributions came, and all of them count.
+    assert state(model) == ([5.75, -5.5], [1, 1], 1, 0, [2, 2], [0, 0])
+    assert list(model.sums["x"]) == [0, 0]
+
+
+def test_stale_gradients_are_dropped_until_the_next_token():
+    model = quadratic()
+    assert model.step(gradients(model))
+    model.local_step[2] -= 1
+    assert not model.step(gradients(model))
+    assert state(model) == ([6, -6], [1, 1, 0], 1, 2, [2, 2, 1], [0, 0, 1])
+    assert model.step(gradients(model))
+    assert state(model) == ([3.75, -3.5], [2, 2, 2], 2, 0, [3, 3, 1], [0, 0, 2])
+    assert model.step(gradients(model))
+    assert state(model) == ([2.875, -2.75], [3, 3, 3], 3, 0, [4, 4, 2], [0, 0, 2])
+
+
+def test_nobody_contributes_and_all_stand_still():
+    model = quadratic(average_decay=0.75)
+    assert not model.step(gradients(model), [False] * 3)
+    assert state(model) == ([10, -10], [0, 0, 0], 0, 0, [0, 0, 0], [1, 1, 1])
+    assert list(model.averages["x"]) == [10, -10]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_bad_entry_keeps_a_whole_replica_out(value):
+    model = SyncReplicas(sgd, 2, 1, {"a": np.zeros(2), "b": np.zeros(2)})
+    assert model.step([{"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2), "b": [3, value]}])
+    assert [list(model.values[k]) for k in "ab"] == [[-0.5, -0.5], [-0.5, -0.5]]
+    assert (list(model.made), list(model.dropped)) == ([1, 0], [0, 1])
+
+
+def test_averages_follow_updates_only():
+    model = quadratic(average_decay=0.75)
+    seen = [list(model.averages["x"])]
+    for contributes in (None, [True, False, False], None):
+        model.step(gradients(model), contributes)
+        seen.append(list(model.averages["x"]))
+    # The third step averages over four: x goes from 6 half of the way to (2 * 3 + 1) / 4.
+    assert list(model.values["x"]) == [3.875, -3.75]
+    assert seen == [[10, -10], [9, -9], [9, -9], [7.71875, -7.6875]]
+
+
+@pytest.mark.parametrize("shard_sizes", [(8,), (2, 2)])
+@pytest.mark.parametrize("optimizer", sorted(reference.OPTIMIZERS))
+def test_when_nothing_goes_wrong_it_trains_on_whole_batches(optimizer, shard_sizes):
+    schedule = Schedule(shard_sizes, int(np.prod(shard_sizes)), steps=3)
+    *_, last = replay(schedule, reference.OPTIMIZERS[optimizer]())
+    expected = reference.train(optimizer, models.mlp_batches(3, schedule.seed))
+    for name, value in expected.items():
+        # float64 and a handful of sums in another order; Adafactor divides by small numbers.
+        np.testing.assert_allclose(last.values[name], value, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_parts_are_blocks_of_the_batch_dimensions():
+    batch = np.arange(models.BATCH)[:, None] * np.ones(2)
+    assert [list(p[:, 0]) for p in parts(batch, (2, 2))] == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+        [8, 9, 12, 13],
+        [10, 11, 14, 15],
+    ]
+    assert [list(p[:, 0]) for p in parts(batch, (8,))] == [[2 * i, 2 * i + 1] for i in range(8)]
+
+
+SHARD_SIZES = st.sampled_from([(1,), (2,), (4,), (8,), (2, 2)])
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(SHARD_SIZES.flatmap(schedules))
+def test_every_fresh_finite_contribution_enters_one_average(schedule):
+    number, steps = schedule.num_replicas, schedule.steps
+    # An entry for each gradient that could come: the variables then tell what went in, and how.
+    start = {"x": np.zeros((steps, number)), "y": np.zeros(1)}
+    model = SyncReplicas(
+        lambda values, grads: {k: values[k] - grads[k] for k in values},
+        number,
+        schedule.replicas_to_aggregate,
+        start,
+    )
+    lagging, came, applied, dropped = set(), [], np.zeros((steps, number)), np.zeros(number, int)
+    for step, feed in enumerate(schedule.feeds()):
+        model.local_step -= feed["lag"]
+        lagging |= set(np.flatnonzero(feed["lag"]))
+        bad = np.any([feed[f"poison_{name}"] != 0 for name in VARIABLES], axis=0)
+        bad |= [not np.all(np.isfinite(y)) for y in parts(feed["y"], schedule.shard_sizes)]
+        grads = []
+        for replica in range(number):
+            grads.append({"x": np.zeros((steps, number)), "y": np.zeros(1)})
+            grads[-1]["x"][step, replica] = 1
+            grads[-1]["y"][0] = np.nan if bad[replica] else 0
+            if feed["contributes"][replica] and replica not in lagging and not bad[replica]:
+                came.append((step, replica))
+            else:
+                dropped[replica] += 1
+        due = len(came) >= schedule.replicas_to_aggregate
+        assert model.step(grads, feed["contributes"]) == due
+        if due:
+            for index in came:
+                applied[index] = 1 / len(came)
+            came, lagging = [], set()
+        assert model.count == len(came)
+        np.testing.assert_array_equal(model.values["x"], -applied)
+        np.testing.assert_array_equal(model.dropped, dropped)
+        np.testing.assert_array_equal(model.made, step + 1 - dropped)
+        np.testing.assert_array_equal(
+            model.local_step < model.global_step, [r in lagging for r in range(number)]
+        )
+    np.testing.assert_allclose(applied.sum(), model.global_step, rtol=1e-12)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=20)
+@given(SHARD_SIZES.flatmap(schedules))
+def test_what_is_not_finite_never_reaches_the_variables(schedule):
+    for state in replay(schedule, reference.Adam(), average_decay=0.9):
+        assert all(np.all(np.isfinite(v)) for v in state.values.values())
+        assert all(np.all(np.isfinite(v)) for v in state.averages.values())
+
+
+def states(schedule):
+    return list(replay(schedule, reference.Sgd()))
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda s: s.replicas_to_aggregate < 4,
+        lambda s: s.replicas_to_aggregate == 4 and states(s)[-1].global_step >= 3,
+        lambda s: s.replicas_to_aggregate > 4 and states(s)[-1].global_step >= 2,
+        lambda s: not all(state.applied for state in states(s)) and states(s)[-1].applied,
+        lambda s: s.poison and states(s)[-1].applied,
+        lambda s: s.bad_data and not s.poison and states(s)[-1].applied,
+        lambda s: s.lags and s.poison and states(s)[-1].global_step >= 2,
+        lambda s: any(state.count > 0 for state in states(s)[:-1]) and states(s)[-1].applied,
+    ],
+    ids=["fewer", "as many", "more", "pauses", "not finite", "bad data", "lag", "carried over"],
+)
+def test_schedules_reach(happens):
+    found = settings(derandomize=True, database=None, max_examples=500, deadline=None)
+    hypothesis.find(schedules((4,)), happens, settings=found)

@@ -1,0 +1,305 @@
+"""SyncReplicasOptimizer and what surrounds a step: hooks, tokens, global steps, summaries."""
+
+import collections
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models
+
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+SHARDS = 4
+RunContext = collections.namedtuple("RunContext", ["session"])
+
+
+def make(replicas_to_aggregate=SHARDS, optimizer="momentum", **kwargs):
+    return gs.SyncReplicasOptimizer(
+        models.OPTIMIZERS[optimizer](),
+        replicas_to_aggregate,
+        mesh_shape=MESH,
+        layout=LAYOUT,
+        batch_dims=BATCH_DIMS,
+        **kwargs,
+    )
+
+
+def batches(steps, masks=None):
+    """Inputs, with a mask of the replicas that contribute."""
+    feeds = models.mlp_batches(steps)
+    for number, feed in enumerate(feeds):
+        feed["contributes"] = np.array([True] * SHARDS if masks is None else masks[number])
+    return feeds
+
+
+def minimize(make_optimizer, make_step=None):
+    """A `harness.Build` of an optimizer that is made of the inputs, with a global step."""
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        opt = make_optimizer(inputs)
+        step = make_step(mesh) if make_step else tf.train.get_or_create_global_step()
+        return opt.minimize(loss, step), {"loss": loss}
+
+    return build
+
+
+def masked(inputs, **kwargs):
+    return make(contributes=inputs["contributes"], **kwargs)
+
+
+# Before an update.
+
+EARLY = {
+    "hook": lambda opt: opt.make_session_run_hook(True).begin(),
+    "tokens": lambda opt: opt.get_init_tokens_op(),
+    "queue runner": lambda opt: opt.get_chief_queue_runner(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(EARLY))
+def test_too_early_is_an_error(name):
+    with tf.Graph().as_default() as graph:
+        with pytest.raises(ValueError, match="apply_gradients"):
+            EARLY[name](make())
+        assert not graph.get_operations()
+
+
+@pytest.fixture
+def applied():
+    """Makes an optimizer that gradients were applied with, in the default graph."""
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+
+        def apply(**kwargs):
+            inputs = {k: tf.placeholder(tf.float32, v.shape) for k, v in batches(1)[0].items()}
+            opt = make(**kwargs)
+            opt.minimize(models.mlp_loss(mesh, inputs), tf.train.get_or_create_global_step())
+            return opt
+
+        yield apply
+
+
+@pytest.mark.parametrize(("to_aggregate", "tokens"), [(4, 0), (3, 0), (6, 2), (6, -1), (6, 7)])
+def test_enough_tokens(applied, to_aggregate, tokens):
+    opt = applied(replicas_to_aggregate=to_aggregate)
+    assert opt.get_init_tokens_op(tokens).type == "NoOp"
+    opt.make_session_run_hook(True, tokens).begin()
+
+
+@pytest.mark.parametrize(("to_aggregate", "tokens"), [(6, 1), (6, 0), (9, 4)])
+def test_too_few_tokens_are_an_error(applied, to_aggregate, tokens):
+    opt = applied(replicas_to_aggregate=to_aggregate)
+    for method in (opt.get_init_tokens_op, lambda n: opt.make_session_run_hook(True, n).begin()):
+        with pytest.raises(ValueError, match=rf"Too few tokens.*{tokens}.*{to_aggregate - SHARDS}"):
+            method(tokens)
+    opt.make_session_run_hook(False, tokens).begin()  # not the chief: no tokens
+
+
+@pytest.mark.parametrize("tokens", [-2, 1.5, True, None])
+def test_tokens_that_are_no_number_are_an_error(applied, tokens):
+    with pytest.raises(ValueError, match="num_tokens"):
+        applied().get_init_tokens_op(tokens)
+
+
+def test_queue_runner_starts_no_thread(applied):
+    runner = applied().get_chief_queue_runner()
+    tf.train.add_queue_runner(runner)
+    with tf.Session() as session:
+        assert tf.train.start_queue_runners(session, tf.train.Coordinator()) == []
+
+
+def test_no_global_step_is_an_error(applied):
+    opt = applied()
+    before = len(tf.get_default_graph().get_operations())
+    variable = opt.state.count
+    with pytest.raises(ValueError, match="global step"):
+        opt.apply_gradients([(None, variable)])
+    with pytest.raises(ValueError, match="at least one variable"):
+        opt.apply_gradients([], tf.train.get_global_step())
+    assert len(tf.get_default_graph().get_operations()) == before
+
+
+# Steps.
+
+
+def mesh_step(mesh):
+    return gs.optimizers.state.counter(mesh, "global_step")
+
+
+@pytest.mark.parametrize("make_step", [None, mesh_step], ids=["tf", "mtf"])
+def test_global_step_advances_only_with_an_update(mesh_kind, make_step):
+    masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+    feeds = batches(5, np.array(masks, bool))
+    build = minimize(lambda inputs: masked(inputs, replicas_to_aggregate=6), make_step)
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, feeds)
+    # 3 + 3, and 0 + 1 + 4 are not enough for a second one.
+    assert result.variables["global_step"] == 1
+    assert result.variables["sync_replicas/update_step"] == 1
+    assert result.variables["sync_replicas/count"] == 5
+    assert result.variables["sync_replicas/waiting"] == 3
+
+
+def test_an_outer_wrapper_counts_its_updates(mesh_kind):
+    def optimizer(inputs):
+        return gs.CrossShardOptimizer(masked(inputs, replicas_to_aggregate=8))
+
+    result = harness.run(mesh_kind, MESH, LAYOUT, minimize(optimizer), batches(5))
+    assert result.variables["global_step"] == 2
+
+
+def test_all_contributing_is_cross_shard(mesh_kind):
+    # The loss is of the whole batch: its gradient reaches the optimizer as if nobody had looked.
+    kwargs = {"mesh_shape": MESH, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
+    results = [
+        harness.run(mesh_kind, MESH, LAYOUT, minimize(optimizer), batches(4)).variables
+        for optimizer in (
+            lambda inputs: make(),
+            lambda inputs: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"](), **kwargs),
+        )
+    ]
+    for name in models.mlp_values():
+        # Four updates; the order of a sum of four is the reducer's, one rounding each.
+        np.testing.assert_allclose(results[0][name], results[1][name], rtol=2e-6, err_msg=name)
+
+
+def shard_losses(mesh, inputs):
+    """One loss for each shard, and its shard dims."""
+    shard = mtf.Dimension("batch", SHARDS)
+    features = mtf.Dimension("features", models.INPUTS)
+    x = tf.reshape(inputs["x"], [SHARDS, -1, models.INPUTS])
+    rows = mtf.Dimension("rows", models.BATCH // SHARDS)
+    x = mtf.import_tf_tensor(mesh, x, mtf.Shape([shard, rows, features]))
+    w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=tf.ones_initializer())
+    return mtf.reduce_mean(mtf.square(x * w), output_shape=[shard])
+
+
+@pytest.mark.parametrize("how", ["one loss", "a loss for each shard", "a gradient for each shard"])
+def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
+    """However the loss is given, SGD moves by the gradient of the mean."""
+
+    def build(mesh, inputs):
+        loss = shard_losses(mesh, inputs)
+        opt = make(optimizer="sgd")
+        pairs = opt.compute_gradients(
+            loss if how == "a loss for each shard" else mtf.reduce_mean(loss)
+        )
+        if how == "a gradient for each shard":
+            grads, variables = zip(*pairs)
+            pairs = list(zip(gs.per_shard(grads, opt.axes), variables))
+        return opt.apply_gradients(pairs, tf.train.get_or_create_global_step()), {}
+
+    (feed,) = batches(1)
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    x = feed["x"].astype(float)
+    expected = 1 - 0.1 * 2 * np.mean(np.square(x), axis=0) / models.INPUTS
+    # A mean of 16 squares in float32.
+    np.testing.assert_allclose(result.variables["w"], expected, rtol=1e-6)
+
+
+def test_the_average_is_found_by_variable_and_by_value():
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]))
+        opt = make(variable_averages=0.5, variables_to_average=[w])
+        assert opt.average(w).name == opt.average(w.operation).name == "w/ExponentialMovingAverage"
+        assert opt.average(mtf.get_variable(mesh, "other", mtf.Shape([]))) is None
+
+
+def test_gradients_that_were_summed_before_are_named(caplog):
+    def build(mesh, inputs):
+        loss = shard_losses(mesh, inputs)
+        w = mesh.graph.trainable_variables[0]
+        twice = mtf.get_variable(mesh, "twice", w.shape, initializer=tf.ones_initializer())
+        loss = mtf.reduce_mean(loss) + mtf.reduce_sum(mtf.square(twice))
+        return make().minimize(loss, tf.train.get_or_create_global_step()), {}
+
+    gs.update.reset_warnings()
+    harness.run("placement", MESH, LAYOUT, build, batches(1))
+    (message,) = [r.getMessage() for r in caplog.records if "summed over the replicas" in r.msg]
+    assert "['twice']" in message
+
+
+# The limit.
+
+
+def test_the_hook_raises_on_a_simd_mesh():
+    masks = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]], bool)
+    with tf.Graph().as_default():
+        feed = batches(1)[0]
+        inputs = {k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()}
+        with simd.replicas(MESH, LAYOUT) as program:
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+            opt = masked(inputs, replicas_to_aggregate=8, max_steps_without_update=2)
+            operations = opt.apply_grads(
+                mtf.gradients([loss], [v.value for v in graph.trainable_variables]),
+                graph.trainable_variables,
+            )
+            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+            update = [lowering.lowered_operation(op) for op in operations]
+        hook = opt.make_session_run_hook(True)
+        hook.begin()
+        with program.session(lowering) as session:
+            hook.after_create_session(session, None)
+            for mask in masks[1:3]:
+                session.run(
+                    update, {inputs[k]: v for k, v in {**feed, "contributes": mask}.items()}
+                )
+                hook.after_run(RunContext(session), None)
+            session.run(
+                update, {inputs[k]: v for k, v in {**feed, "contributes": masks[3]}.items()}
+            )
+            with pytest.raises(RuntimeError, match=r"max_steps_without_update=2 .*: \[0, 2\]"):
+                hook.after_run(RunContext(session), None)
+
+
+def test_the_hook_wants_initialized_variables(applied):
+    opt = applied()
+    hook = opt.make_session_run_hook(True)
+    hook.begin()
+    with tf.Session() as session:
+        with pytest.raises(RuntimeError, match=r"not initialized: .*w1"):
+            hook.after_create_session(session, None)
+        session.run(tf.global_variables_initializer())
+        hook.after_create_session(session, None)
+
+
+# What can be read.
+
+
+def test_counts_of_each_replica_go_to_summaries(mesh_kind):
+    masks = np.array([[1, 1, 0, 1], [0, 1, 0, 1]], bool)
+    with tf.Graph().as_default():
+        result = harness.run(mesh_kind, MESH, LAYOUT, minimize(masked), batches(2, masks))
+    summaries = dict(result.graph.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY))
+    names = [
+        f"summary/sync_replicas/{kind}/replica_{k}"
+        for kind in ("made", "dropped")
+        for k in range(4)
+    ]
+    assert set(names) <= set(summaries)
+    np.testing.assert_array_equal(result.variables["sync_replicas/made"].ravel(), [1, 2, 0, 2])
+    np.testing.assert_array_equal(result.variables["sync_replicas/dropped"].ravel(), [1, 0, 2, 0])
+    np.testing.assert_array_equal(result.variables["sync_replicas/missed"].ravel(), [1, 0, 2, 0])
+
+
+def test_summaries_and_progress_hold_the_step_they_are_fetched_with():
+    fetched = {}
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        opt = masked(inputs)
+        operations = opt.minimize(loss, tf.train.get_or_create_global_step())
+        fetched.update(opt.progress_fields())
+        return operations, fetched
+
+    masks = np.array([[1, 1, 0, 1], [0, 1, 1, 1]], bool)
+    result = harness.run("placement", MESH, LAYOUT, build, batches(2, masks))
+    steps = result.fetched
+    assert [int(step["update step"]) for step in steps] == [0, 1]
+    np.testing.assert_array_equal([step["made"] for step in steps], [[1, 1, 0, 1], [1, 2, 1, 2]])
+    np.testing.assert_array_equal([step["dropped"] for step in steps], [[0, 0, 1, 0], [1, 0, 1, 0]])

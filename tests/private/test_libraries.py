@@ -1,0 +1,306 @@
+"""What importing the package puts back into TensorFlow, and what it leaves alone.
+
+absl flags are not parsed under pytest. Tests that make a SimdMeshImpl need
+``absl.flags.FLAGS.mark_as_parsed()`` first, because Mesh-TensorFlow reads two flags there; the
+placement meshes used here read none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf2
+from tensorflow.python.framework import ops
+
+import mtf_gradsync
+from mtf_gradsync._private import libraries
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, EstimatorRemovedError, mtf, tf
+
+TF_VERSION = tuple(int(part) for part in tf2.__version__.split(".")[:2])
+
+needs_estimator = pytest.mark.skipif(
+    not ESTIMATOR_AVAILABLE,
+    reason=f"TensorFlow {tf2.__version__} has no Estimator (it left after 2.15)",
+)
+without_estimator = pytest.mark.skipif(
+    ESTIMATOR_AVAILABLE, reason=f"TensorFlow {tf2.__version__} still has Estimator"
+)
+
+
+def run_fresh(code: str) -> dict:
+    """Runs code in a new interpreter and returns the dict that it prints as JSON."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_estimator_available_matches_version():
+    assert (TF_VERSION <= (2, 15)) == ESTIMATOR_AVAILABLE
+
+
+def test_mesh_tensorflow_and_tf_v1_are_exported():
+    assert mtf.Graph is importlib.import_module("mesh_tensorflow").Graph
+    assert tf is importlib.import_module("tensorflow.compat.v1")
+    assert mtf_gradsync._private.libraries is libraries
+
+
+def test_import_defines_things_and_changes_no_behaviour():
+    state = run_fresh("""
+        import json, sys
+        import tensorflow.compat.v1 as tf
+        before = [tf.executing_eagerly(), tf.resource_variables_enabled(),
+                  tf.control_flow_v2_enabled()]
+        import mtf_gradsync
+        from absl import flags
+        print(json.dumps({
+            "before": before,
+            "after": [tf.executing_eagerly(), tf.resource_variables_enabled(),
+                      tf.control_flow_v2_enabled()],
+            "flags_parsed": flags.FLAGS.is_parsed(),
+            "operations": len(tf.get_default_graph().get_operations()),
+            "transformer": "mesh_tensorflow.transformer" in sys.modules,
+            "datasets": "tensorflow_datasets" in sys.modules,
+        }))
+    """)
+    assert state["before"] == state["after"]
+    assert state["flags_parsed"] is False
+    assert state["operations"] == 0
+    assert state["transformer"] is False
+    assert state["datasets"] is False
+
+
+@needs_estimator
+def test_what_tensorflow_has_is_untouched():
+    state = run_fresh("""
+        import json
+        import tensorflow as tf2
+        import tensorflow.compat.v1 as tf
+        from tensorflow.python.tpu import tpu_config, tpu_estimator
+        # TensorFlow 2.12 swaps its lazy tf.estimator for the loaded one, so compare what is in it.
+        before = [tf2.estimator.Estimator, tf.estimator.Estimator, tpu_config, tpu_estimator]
+        import mtf_gradsync
+        from tensorflow.python.tpu import tpu_config as config, tpu_estimator as estimator
+        after = [tf2.estimator.Estimator, tf.estimator.Estimator, config, estimator]
+        print(json.dumps({"same": [a is b for a, b in zip(before, after)]}))
+    """)
+    assert state["same"] == [True] * 4
+
+
+def test_an_estimator_that_someone_else_put_there_is_untouched():
+    state = run_fresh("""
+        import json, types
+        import tensorflow as tf2
+        import tensorflow.compat.v1 as tf
+        mine = types.SimpleNamespace(
+            SessionRunHook=tf.train.SessionRunHook,
+            CheckpointSaverListener=tf.train.CheckpointSaverListener,
+            __name__="mine")
+        tf.estimator = mine
+        import mtf_gradsync
+        print(json.dumps({"same": tf.estimator is mine}))
+    """)
+    assert state["same"] is True
+
+
+def test_conversion_function_is_the_one_of_tensorflow():
+    if TF_VERSION >= (2, 13):
+        from tensorflow.python.framework import tensor_conversion_registry
+
+        assert (
+            ops.register_tensor_conversion_function
+            is tensor_conversion_registry.register_tensor_conversion_function
+        )
+    existing = types.SimpleNamespace(register_tensor_conversion_function="existing")
+    libraries._restore_tensor_conversion(existing)
+    assert existing.register_tensor_conversion_function == "existing"
+
+
+def test_only_modules_without_estimator_get_the_stand_in():
+    has = types.SimpleNamespace(estimator="existing")
+    first, second = types.SimpleNamespace(), types.SimpleNamespace()
+    libraries._restore_estimator([has, first, second])
+    assert has.estimator == "existing"
+    assert first.estimator is second.estimator
+    assert first.estimator.SessionRunHook is tf.train.SessionRunHook
+    assert first.estimator.CheckpointSaverListener is tf.train.CheckpointSaverListener
+
+
+def test_every_alias_has_the_same_hooks():
+    from tensorflow.compat.v1 import estimator
+
+    aliases = [tf2, tf, sys.modules["tensorflow._api.v2.compat.v1"]]
+    for module in aliases:
+        assert module.estimator.SessionRunHook is tf.train.SessionRunHook
+        assert module.estimator.ModeKeys.TRAIN == "train"
+    assert (estimator.ModeKeys.EVAL, estimator.ModeKeys.PREDICT) == ("eval", "infer")
+
+
+def test_gin_tf_imports():
+    gin_tf = pytest.importorskip("gin.tf")
+    assert issubclass(gin_tf.GinConfigSaverHook, tf.train.SessionRunHook)
+
+
+def test_reload_keeps_the_answer():
+    state = run_fresh("""
+        import importlib, json
+        import mtf_gradsync._private.libraries as compat
+        first = compat.ESTIMATOR_AVAILABLE, compat.tf.estimator
+        importlib.reload(compat)
+        print(json.dumps({"same": [first[0] == compat.ESTIMATOR_AVAILABLE,
+                                   first[1] is compat.tf.estimator]}))
+    """)
+    assert state["same"] == [True, True]
+
+
+@without_estimator
+@pytest.mark.parametrize("name", ["Estimator", "EstimatorSpec", "RunConfig", "train_and_evaluate"])
+def test_estimator_classes_explain_themselves_when_used(name):
+    stand_in = getattr(tf.estimator, name)
+    with pytest.raises(EstimatorRemovedError, match=rf"estimator\.{name}.*left\s+TensorFlow") as e:
+        stand_in("train", loss=None)
+    assert tf2.__version__ in str(e.value)
+    assert "tensorflow<2.16" in str(e.value)
+    assert "MonitoredTrainingSession" in str(e.value)
+
+
+@without_estimator
+def test_tpu_modules_explain_themselves_when_used():
+    from tensorflow.python.tpu import tpu_config, tpu_estimator
+
+    assert tpu_config.InputPipelineConfig.BROADCAST == 4
+    for used in (tpu_config.TPUConfig, tpu_config.RunConfig):
+        with pytest.raises(EstimatorRemovedError, match="tpu_config"):
+            used(iterations_per_loop=1)
+    for used in (tpu_estimator.TPUEstimator, tpu_estimator.TPUEstimatorSpec):
+        with pytest.raises(EstimatorRemovedError, match="tpu_estimator"):
+            used(mode="train")
+
+
+@without_estimator
+def test_probing_and_subclassing_a_stand_in_is_harmless():
+    assert not hasattr(tf.estimator, "DNNClassifier")
+    with pytest.raises(AttributeError, match=r"Estimator left TensorFlow after 2\.15"):
+        _ = tf.estimator.tpu
+
+    class Mine(tf.estimator.Exporter):
+        pass
+
+    assert not isinstance(object(), tf.estimator.EstimatorSpec)
+    with pytest.raises(EstimatorRemovedError):
+        Mine()
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["transformer", "utils", "transformer_layers", "dataset", "learning_rate_schedules"],
+)
+def test_transformer_modules_import(module):
+    pytest.importorskip("tensorflow_datasets", reason="mesh_tensorflow.transformer needs [train]")
+    assert importlib.import_module(f"mesh_tensorflow.transformer.{module}")
+
+
+@without_estimator
+def test_model_fn_without_estimator_says_so():
+    pytest.importorskip("tensorflow_datasets", reason="mesh_tensorflow.transformer needs [train]")
+    from mesh_tensorflow.transformer import utils
+
+    with pytest.raises(EstimatorRemovedError, match="TPUConfig"):
+        utils.get_estimator(
+            model_type="lm",
+            vocabulary=None,
+            mesh_shape=mtf.Shape([]),
+            layout_rules="",
+            model_dir="unused",
+            batch_size=1,
+            sequence_length=4,
+            autostack=True,
+            learning_rate_schedule=0.1,
+            keep_checkpoint_max=1,
+            save_checkpoints_steps=1,
+            optimizer=None,
+            predict_fn=None,
+            variable_filter=None,
+            ensemble_inputs=None,
+            use_tpu=None,
+            tpu_job_name=None,
+            iterations_per_loop=1,
+            cluster=None,
+            init_checkpoint=None,
+            mesh_devices=None,
+        )
+
+
+def test_language_model_trains_a_step():
+    pytest.importorskip("tensorflow_datasets", reason="mesh_tensorflow.transformer needs [train]")
+    from mesh_tensorflow.transformer import transformer, transformer_layers
+
+    batch, length, vocab = mtf.Dimension("batch", 4), mtf.Dimension("length", 8), 16
+    tokens = np.random.RandomState(0).randint(1, vocab, size=(4, 8))
+    with tf.Graph().as_default():
+        previous = tf.resource_variables_enabled()
+        tf.enable_resource_variables()
+        try:
+            tf.set_random_seed(1)
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            model = transformer.Unitransformer(
+                transformer.LayerStack(
+                    [
+                        transformer_layers.SelfAttention(num_heads=2, key_value_size=4),
+                        transformer_layers.DenseReluDense(hidden_size=16),
+                    ],
+                    dropout_rate=0.0,
+                    norm_epsilon=1e-6,
+                ),
+                d_model=8,
+                input_vocab_size=vocab,
+                output_vocab_size=vocab,
+                autoregressive=True,
+                max_length=8,
+            )
+            targets = mtf.import_tf_tensor(
+                mesh, tf.constant(tokens, tf.int32), mtf.Shape([batch, length])
+            )
+            _, loss = model.call_simple(
+                inputs=targets,
+                targets=targets,
+                compute_loss=True,
+                mode=tf.estimator.ModeKeys.TRAIN,
+                variable_dtype=mtf.VariableDType(),
+            )
+            variables = list(graph.trainable_variables)
+            grads = mtf.gradients([loss], [v.outputs[0] for v in variables])
+            updates = mtf.optimize.SgdOptimizer(0.1).apply_grads(grads, variables)
+            mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
+                mtf.convert_to_shape("batch:1"), mtf.convert_to_layout_rules("batch:batch"), [""]
+            )
+            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+            tf_loss = lowering.export_to_tf_tensor(loss)
+            with tf.control_dependencies([tf_loss]):
+                step = tf.group([lowering.lowered_operation(op) for op in updates])
+            restore = lowering.copy_masters_to_slices()
+            with tf.Session() as session:
+                session.run(tf.global_variables_initializer())
+                session.run(restore)
+                first = session.run([tf_loss, step])[0]
+                for _ in range(5):
+                    last = session.run([tf_loss, step])[0]
+        finally:
+            if not previous:
+                tf.disable_resource_variables()
+    assert np.isfinite(first)
+    assert last < first

@@ -1,0 +1,169 @@
+"""What every strategy must do, on every mesh and over every set of mesh axes."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync import reduce
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+from tests.reduce import on_mesh
+
+STRATEGIES = {
+    "fused": lambda: reduce.FusedAllReduce(),
+    "one_device": lambda: reduce.ReductionToOneDevice(),
+    "ring": lambda: reduce.RingAllReduce(),
+    "one_pack": lambda: reduce.AllReduce(),
+    "packs": lambda: reduce.AllReduce("add_n", num_packs=3),
+    "levels": lambda: reduce.HierarchicalAllReduce(),
+    "ring_levels": lambda: reduce.HierarchicalAllReduce("ring/ring", num_packs=2),
+    "sharded_levels": lambda: reduce.HierarchicalAllReduce(
+        [("ring", 1, 32), ("add_n/ring", 3, 1100), ("add_n/add_n", 4, -1)],
+        agg_small_grads_max_bytes=1000,
+    ),
+    "small": lambda: reduce.AllReduce("add_n", 0, 100, 3),
+    "best": lambda: reduce.BestAllReduce(),
+}
+SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (64, 4), (1031,)]
+# Odd groups that no set of axes describes, on any mesh of 8.
+GROUPS = [[0, 5, 6, 3], [7, 2, 1, 4]]
+# Unit roundoff by dtype; SIMD sums float64 in float32.
+UNIT = {"float32": 2.0**-24, "float64": 2.0**-53, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def arrays(dtype="float32", seed=0):
+    rng = np.random.RandomState(seed)
+    dtype = tf.as_dtype(dtype).as_numpy_dtype
+    return [np.asarray(rng.randn(8, *shape) * 3).astype(dtype) for shape in SHAPES]
+
+
+def check(kind, mesh_shape, data, results, groups, unit):
+    """n summands make n - 1 roundings on the way of each, in levels or not.
+
+    Narrow sums round once a level, which is less.
+    """
+    for x, out in zip(data, results):
+        assert out.shape == x.shape
+        assert out.dtype == x.dtype
+        want = on_mesh.expected(mesh_shape, x, groups)
+        size = on_mesh.expected(mesh_shape, np.abs(x.astype(float)), groups)
+        assert (np.abs(out.astype(float) - want) <= unit * len(groups[0]) * size).all()
+        for group in groups:
+            assert len({out[p].tobytes() for p in group}) == 1
+
+
+@pytest.mark.parametrize("mesh", ["8", "4x2", "2x2x2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sums_equal_float64_and_replicas_agree(mesh_kind, mesh, strategy):
+    mesh_shape, data = on_mesh.MESHES[mesh], arrays()
+    subsets = on_mesh.subsets(mesh_shape)
+    all_groups = []
+
+    def make(impl, values):
+        results = []
+        for groups in [reduce.ProcessorGroups.along(impl, axes) for axes in subsets] + [
+            reduce.ProcessorGroups(GROUPS)
+        ]:
+            all_groups.append(groups.groups)
+            results += STRATEGIES[strategy]().all_reduce(impl, values, groups)
+        return results
+
+    out = on_mesh.run(mesh_kind, mesh_shape, data, make)
+    for number, groups in enumerate(all_groups):
+        some = out[number * len(data) : (number + 1) * len(data)]
+        check(mesh_kind, mesh_shape, data, some, groups, UNIT["float32"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_together(mesh_kind, strategy):
+    by_dtype = {dtype: arrays(dtype)[:4] for dtype in UNIT}
+    by_dtype["int32"] = [x.astype(np.int32) for x in arrays()[:4]]
+    data = [x for several in zip(*by_dtype.values()) for x in several]
+
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0, 1])
+        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
+
+    out = on_mesh.run(mesh_kind, "rows:4;cols:2", data, make)
+    groups = [list(range(8))]
+    for x, result in zip(data, out):
+        dtype = tf.as_dtype(x.dtype).name
+        unit = UNIT.get(dtype, 0.0)
+        if mesh_kind == "simd" and dtype == "float64":
+            unit = UNIT["float32"] * 1.01
+        check(mesh_kind, "rows:4;cols:2", [x], [result], groups, unit)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_twenty_runs_give_the_same_bits(strategy):
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0, 1])
+        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
+
+    first, *others = on_mesh.run("placement", "rows:4;cols:2", arrays(), make, runs=20)
+    for other in others:
+        assert [x.tobytes() for x in other] == [x.tobytes() for x in first]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_of_one_change_nothing(strategy):
+    with on_mesh.graph_of("rows:8;one:1", [(3,), ()]) as (impl, values, graph):
+        before = len(graph.get_operations())
+        groups = reduce.ProcessorGroups.along(impl, [1])
+        assert STRATEGIES[strategy]().all_reduce(impl, values, groups) == values
+        assert len(graph.get_operations()) == before
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_values(strategy):
+    with on_mesh.graph_of("all:8", []) as (impl, values, _):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        assert STRATEGIES[strategy]().all_reduce(impl, values, groups) == []
+
+
+@pytest.mark.parametrize("strategy", ["fused", "packs", "ring"])
+def test_shuffled_cores(strategy):
+    data = arrays()
+    groups = [mtf.processor_groups(mtf.convert_to_shape("rows:4;cols:2"), [0]), GROUPS]
+
+    def make(impl, values):
+        mine = STRATEGIES[strategy]()
+        along = reduce.ProcessorGroups.along(impl, [0])
+        return mine.all_reduce(impl, values, along) + mine.all_reduce(
+            impl, values, reduce.ProcessorGroups(GROUPS)
+        )
+
+    out = on_mesh.run("simd", "rows:4;cols:2", data, make, logical_to_physical=harness.SHUFFLED)
+    for some, number in ((out[: len(data)], 0), (out[len(data) :], 1)):
+        check("simd", "rows:4;cols:2", data, some, groups[number], UNIT["float32"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_has_no_sum_is_refused_before_anything_is_built(strategy):
+    with on_mesh.graph_of("all:8", [(3,)]) as (impl, values, graph):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        slices = tf.IndexedSlices(values=tf.ones([1, 3]), indices=tf.zeros([1], tf.int32))
+        bad = {
+            "IndexedSlices.*dense": impl.LaidOutTensor([slices] * 8),
+            "shape.*unknown": impl.LaidOutTensor([tf.placeholder(tf.float32, [None, 3])] * 8),
+            "shape of values.1. is unknown": impl.LaidOutTensor([tf.placeholder(tf.float32)] * 8),
+            "dtype bool": impl.LaidOutTensor([tf.placeholder(tf.bool, [3])] * 8),
+            "LaidOutTensor": values[0].tensor_list[0],
+        }
+        before = len(graph.get_operations())
+        for message, value in bad.items():
+            with pytest.raises(ValueError, match=message):
+                STRATEGIES[strategy]().all_reduce(impl, [values[0], value], groups)
+        assert len(graph.get_operations()) == before
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_of_a_tensor_stay_copies(strategy):
+    """Groups that hold the same add it up in the same order, whoever does the work."""
+    data = [np.repeat(x[:4], 2, axis=0) for x in arrays()]
+
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
+
+    for out in on_mesh.run("placement", "rows:4;cols:2", data, make):
+        assert len({x.tobytes() for x in out}) == 1

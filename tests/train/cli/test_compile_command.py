@@ -1,0 +1,64 @@
+"""The command ``mtf-gradsync compile``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtf_gradsync import xla
+from mtf_gradsync.train.cli import main as cli
+
+TINY = str(Path(__file__).parents[1] / "tiny.gin")
+
+missing = xla.why_no_tpu_compiler()
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compile", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("gin_file", "gin_param", "topology", "json", "save_hlo", "verbosity"):
+        assert f"--{flag}" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
+def test_without_the_compiler_the_error_says_what_to_install(capsys):
+    assert cli.main(["compile", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
+    assert 'pip install "mtf-gradsync[train,tpu]"' in capsys.readouterr().err
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(missing), reason=missing)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_compiles_the_transformer_of_a_config(capsys, tmp_path, microbatches):
+    path = tmp_path / "compiled.json"
+    tokens = 4 * 16 // microbatches
+    status = cli.main(
+        [
+            "compile",
+            f"--gin_file={TINY}",
+            f"--gin_param=serialize_num_microbatches.tokens_per_microbatch_per_replica = {tokens}",
+            "--topology=v5e:2x2",
+            f"--json={path}",
+            f"--save_hlo={tmp_path}",
+        ]
+    )
+    assert status == 0
+    assert "accepted" in capsys.readouterr().out
+    compiled = json.loads(path.read_text())
+    assert compiled["num_replicas"] == 4
+    assert compiled["memory"]["aliased"] > 0
+    assert len(compiled["after"]) <= len(compiled["before"])
+    in_loop = [c for c in compiled["before"] if c["inside"]]
+    assert bool(in_loop) is (microbatches > 1)
+    assert "ENTRY" in (tmp_path / "after.hlo.txt").read_text()
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(missing), reason=missing)
+def test_a_topology_of_another_size_is_a_bad_config(capsys):
+    arguments = ["compile", f"--gin_file={TINY}", "--topology=v3:2x2"]
+    assert cli.main(arguments) == cli.EXIT_BAD_CONFIG
+    assert "has 8 cores and the program's mesh 4" in capsys.readouterr().err

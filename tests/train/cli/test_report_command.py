@@ -1,0 +1,154 @@
+import json
+
+import pytest
+
+from mtf_gradsync.train.cli import main as cli
+from tests.train.conftest import TINY
+
+ACCUMULATION = [
+    "train.run.optimizer = @GradientAccumulationOptimizer",
+    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+    "GradientAccumulationOptimizer.backward_passes_per_step = 4",
+    "GradientAccumulationOptimizer.mesh_shape = 'batch:2;model:2'",
+    "GradientAccumulationOptimizer.layout = "
+    "'batch:batch,d_ff:model,heads:model,vocab:model'",
+]  # fmt: skip
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """Runs the command on tiny.gin with more bindings; returns what it printed and its JSON."""
+
+    def call(*bindings, flags=()):
+        path = tmp_path / "report.json"
+        params = [f"--gin_param={binding}" for binding in bindings]
+        arguments = ["report", f"--gin_file={TINY}", *params, f"--json={path}", *flags]
+        assert cli.main(arguments) == 0
+        return capsys.readouterr().out, json.loads(path.read_text())
+
+    return call
+
+
+def gradient_rows(step):
+    return [row for row in step["collectives"]["rows"] if row["part"] == "gradients"]
+
+
+def without_gradients(step):
+    """Totals of the parts that no wrapper touches."""
+    parts = step["collectives"]["totals"]["by_part"]
+    return {name: total for name, total in parts.items() if name != "gradients"}
+
+
+def test_wrapper_sums_the_same_bytes_in_fewer_collectives(report, tmp_path):
+    picture = tmp_path / "report.png"
+    text, content = report(flags=[f"--png={picture}"])
+    bare, wrapped = content["bare"], content["wrapped"]
+    assert content["mesh"] == "batch:2;model:2"
+    assert bare["optimizers"] == ["AdafactorOptimizer"]
+    assert wrapped["optimizers"] == ["CrossShardOptimizer", "AdafactorOptimizer"]
+
+    # Eleven variables cross the batch axis, the sliced positional embedding among them; wrapped,
+    # they share a bucket.
+    before = bare["collectives"]["totals"]["by_part"]["gradients"]
+    after = wrapped["collectives"]["totals"]["by_part"]["gradients"]
+    assert (before["operations"], after["operations"]) == (11, 1)
+    # One core's slices in float32: positions, embedding (vocab split), three norms, q, k, v and o,
+    # two dense kernels (d_ff split).
+    numbers = 16 * 16 + 260 // 2 * 16 + 3 * 16 + 4 * 16 * 8 + 2 * 16 * 16
+    assert before["bytes_per_core"] == after["bytes_per_core"] == 4 * numbers
+    assert {row["group"] for row in gradient_rows(bare) + gradient_rows(wrapped)} == {"batch"}
+    assert without_gradients(bare) == without_gradients(wrapped)
+    whole = wrapped["collectives"]["totals"]
+    assert whole["every_step"] == whole["update_step"]
+    assert whole["conditional"]["operations"] == 0
+
+    before, after = (step["transfers"]["totals"]["every_step"] for step in (bare, wrapped))
+    assert 0 < after["operations"] < before["operations"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "CrossShardOptimizer > AdafactorOptimizer" in text
+    assert "sum_gradients" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_accumulation_sums_gradients_in_update_steps_only(report):
+    text, content = report(*ACCUMULATION, flags=["--no_placement", "--rows"])
+    bare, wrapped = content["bare"], content["wrapped"]
+    assert wrapped["transfers"] is None
+    sums = gradient_rows(wrapped)
+    # The accumulators of all variables cross the mesh together, when there is an update.
+    (update,) = sums
+    assert update["branches"]
+    assert update["bytes_per_core"] == sum(row["bytes_per_core"] for row in gradient_rows(bare))
+    assert not any(row["branches"] for row in bare["collectives"]["rows"])
+    parts = [step["collectives"]["totals"]["by_part"] for step in (bare, wrapped)]
+    assert parts[0]["model"] == parts[1]["model"]
+    assert parts[0]["optimizer"] == parts[1]["optimizer"]
+    # The update's own collectives wait for the update too.
+    totals = wrapped["collectives"]["totals"]
+    optimizer = totals["by_part"]["optimizer"]
+    assert optimizer["operations"] > 0
+    assert totals["conditional"]["operations"] == 1 + optimizer["operations"]
+    assert (
+        totals["every_step"]["bytes_per_core"]
+        < (bare["collectives"]["totals"]["every_step"]["bytes_per_core"])
+    )
+    assert "in branches" in text
+    assert "All collectives, bare" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_optimizer_without_wrapper_is_listed_once(report):
+    text, content = report(
+        "train.run.optimizer = @AdafactorOptimizer", flags=["--no_placement"]
+    )  # fmt: skip
+    assert content["bare"] == content["wrapped"]
+    assert "has no wrapper" in text
+
+
+def test_microbatches_count_every_turn_of_the_loop(report):
+    _, content = report(
+        "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 16",
+        flags=["--no_placement"],
+    )
+    rows = content["wrapped"]["collectives"]["rows"]
+    assert {row["turns"] for row in rows if row["loops"]} == {4}
+    # Gradients add up unsummed while the loop turns, and cross the mesh behind it.
+    inside, behind = gradient_rows(content["wrapped"])
+    assert (inside["turns"], inside["bytes_per_core"]) == (4, 4 * 16 * 16)
+    assert not behind["loops"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--gin_param=train.run.batch_size = 7", "train.run.batch_size = 7"),
+        ("--gin_param=train.run.optimizer = @ByteVocabulary", "cannot be called with"),
+        ("--gin_param=Unitransformer.max_length = 4", "max_length"),
+        ("--gin_file=no_such.gin", "no_such.gin"),
+        ("--json=/no/such/directory/report.json", "--json=/no/such/directory/report.json"),
+        ("--png=/no/such/directory/report.png", "--png=/no/such/directory/report.png"),
+    ],
+)
+def test_bad_config_is_one_message(capsys, argument, message):
+    code = cli.main(["report", f"--gin_file={TINY}", "--no_placement", argument])
+    assert code == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_missing_bindings_are_named(capsys):
+    assert cli.main(["report", "--gin_param=train.run.train_steps = 1"]) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert "missing in the config: train.run." in error
+    assert "train.run.mesh_shape" in error
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("gin_file", "gin_param", "rows", "json", "png", "no_placement"):
+        assert f"--{flag}" in text
+    assert max(map(len, text.splitlines())) <= 100

@@ -1,0 +1,113 @@
+import pytest
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
+from mtf_gradsync.train.config import settings
+from mtf_gradsync.train.data.vocabulary import ByteVocabulary
+from mtf_gradsync.train.errors import ConfigError
+
+MESH = "batch:4;model:2"
+LAYOUT = "batch:batch,d_ff:model"
+
+
+def test_mesh_stands_on_virtual_cpu_devices_by_default():
+    mesh = settings.resolve_mesh(MESH, LAYOUT, None)
+    assert mesh.devices == [f"/device:CPU:{i}" for i in range(8)]
+    assert mesh.num_cpu_devices == 8
+    assert (mesh.split("batch"), mesh.split("d_ff"), mesh.split("heads")) == (4, 2, 1)
+
+
+def test_shapes_and_rules_are_taken_as_objects_too():
+    shape, layout = mtf.convert_to_shape(MESH), mtf.convert_to_layout_rules(LAYOUT)
+    mesh = settings.resolve_mesh(shape, layout, ["gpu:0"] * 8)
+    assert mesh.num_cpu_devices == 1
+    assert mesh.shape == shape
+
+
+def test_mesh_is_mesh_tfs_or_the_one_that_is_asked_for():
+    mesh = settings.resolve_mesh(MESH, LAYOUT, None).placement_mesh()
+    assert type(mesh) is mtf.placement_mesh_impl.PlacementMeshImpl
+    asked = settings.resolve_mesh(MESH, LAYOUT, None, placement_mesh_impl).placement_mesh()
+    assert type(asked) is PlacementMeshImpl
+    assert asked.devices == mesh.devices
+    with pytest.raises(ConfigError, match="mesh_impl must be a class or function"):
+        settings.resolve_mesh(MESH, LAYOUT, None, asked)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "layout", "devices", "message"),
+    [
+        ("batch=4", LAYOUT, None, "mesh_shape = 'batch=4' cannot be read; write it like"),
+        (None, LAYOUT, None, "mesh_shape must be given"),
+        (MESH, 7, None, "layout_rules = 7 cannot be read"),
+        (MESH, "batch:rows", None, 'maps "batch" to the mesh dimension "rows".*batch.*model'),
+        (MESH, LAYOUT, ["cpu:0"] * 4, "mesh_devices must list 8 devices.*got 4"),
+        (MESH, LAYOUT, "cpu:0", "mesh_devices must list 8 devices.*got 'cpu:0'"),
+        ("batch:1", "batch:batch", ["/job:a/bogus:x"], "'/job:a/bogus:x', which is not a device"),
+    ],
+)
+def test_mesh_errors_name_the_binding(mesh_shape, layout, devices, message):
+    with pytest.raises(ConfigError, match=message):
+        settings.resolve_mesh(mesh_shape, layout, devices)
+
+
+def test_rules_for_other_meshes_have_no_effect():
+    mesh = settings.resolve_mesh("batch:4", "ensemble:ensemble," + LAYOUT, None)
+    assert mesh.shape == mtf.convert_to_shape("batch:4")
+
+
+def test_batch_size_may_be_given_per_replica():
+    mesh = settings.resolve_mesh(MESH, LAYOUT, None)
+    lengths = settings.resolve_sequence_length(64)
+    assert settings.resolve_batch_size(("tokens_per_replica", 128), lengths, mesh, 0) == 8
+    assert settings.resolve_batch_size(24, lengths, mesh, 2) == 24
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "outer", "message"),
+    [
+        (10, 0, "batches of 10 sequences, which the mesh cannot split.*4 parts. Use a multiple"),
+        (4, 2, "in 2 outer batches.*a multiple of 8"),
+        ("ten", 0, "must be a positive integer or a pair.*'ten'"),
+        (("per_moon", 4), 0, "unknown method per_moon"),
+        (0, 0, "got 0"),
+    ],
+)
+def test_batch_size_errors(batch_size, outer, message):
+    mesh = settings.resolve_mesh(MESH, LAYOUT, None)
+    with pytest.raises(ConfigError, match=f"train.run.batch_size.*{message}"):
+        settings.resolve_batch_size(batch_size, {"targets": 64}, mesh, outer)
+
+
+@pytest.mark.parametrize("length", [0, "64", {"inputs": 64}, {"targets": -1}, True])
+def test_sequence_length_errors(length):
+    with pytest.raises(ConfigError, match="sequence_length must be a positive integer or a dict"):
+        settings.resolve_sequence_length(length)
+
+
+def test_learning_rate_forms():
+    def double(step, total_train_steps):
+        return 2.0 * step / total_train_steps
+
+    assert settings.resolve_learning_rate(None, 10) is None
+    assert settings.resolve_learning_rate(0.1, 10) == 0.1
+    assert settings.resolve_learning_rate(double, 10)(step=5) == 1.0
+    assert settings.resolve_learning_rate([3.0, double], 10)(step=5) == 3.0
+    with pytest.raises(ConfigError, match=r"learning_rate_schedule must be a number.*'fast'"):
+        settings.resolve_learning_rate("fast", 10)
+    with pytest.raises(ConfigError, match="learning_rate_schedule"):
+        settings.resolve_learning_rate([0.1, "fast"], 10)
+
+
+@pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None)])
+def test_vocabulary_errors(vocabulary):
+    with pytest.raises(ConfigError, match=r"train.run.vocabulary.*@ByteVocabulary\(\)"):
+        settings.check_vocabulary(vocabulary)
+
+
+def test_counts_and_references():
+    settings.check_count("keep_checkpoint_max", None, optional=True)
+    with pytest.raises(ConfigError, match=r"train.run.train_steps must be a positive integer; got"):
+        settings.check_count("train_steps", 1.5)
+    with pytest.raises(ConfigError, match="without parentheses like @CrossShardOptimizer"):
+        settings.check_callable("optimizer", object(), "@CrossShardOptimizer")

@@ -1,0 +1,30 @@
+import pytest
+
+from mtf_gradsync.train.evaluation.plot import plot_losses
+
+ROWS = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "other": 1}, {"step": 2, "held_out_nats": 2.5}]  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize("rows", [ROWS, []])
+def test_writes_a_png_and_nothing_else(tmp_path, rows):
+    path = tmp_path / "loss.png"
+    plot_losses(rows, path, unigram_nats=3.3, title="a run")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 5000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_draws_training_held_out_and_baseline(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **kw: (drawn.append(self), path.touch())
+    )
+    plot_losses(ROWS, tmp_path / "loss.png", unigram_nats=3.3)
+    (axes,) = drawn[0].axes
+    lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+    assert list(lines["training loss"]) == [3.0, 2.0]
+    assert list(lines["held out"]) == [2.5]
+    assert set(lines["unigram baseline"]) == {3.3}
