@@ -186,7 +186,7 @@ def _collectives(model: models.Model) -> simd.CommunicationReport:
 @contextlib.contextmanager
 def _simd_mesh(model: models.Model) -> Iterator[Any]:
     """The model's mesh as TPU cores. Its gradients are what crosses "batch" on the way to state."""
-    with simd.replicas(model.mesh_shape, model.layout) as program:
+    with simd.tpu_program(model.mesh_shape, model.layout) as program:
         yield program.mesh_impl
 
 

@@ -40,7 +40,7 @@ class _Emulated(NamedTuple):
       first: seconds of the first step.
     """
 
-    session: simd.Session
+    session: simd.CpuReplicaSession
     step: Callable[[], float]
     operations: int
     build: float
@@ -133,7 +133,7 @@ def _emulated(job: TrainingJob, batch: np.ndarray) -> Iterator[_Emulated]:
 
 @contextlib.contextmanager
 def _placement(
-    job: TrainingJob, batch: np.ndarray, like: simd.Session
+    job: TrainingJob, batch: np.ndarray, like: simd.CpuReplicaSession
 ) -> Iterator[Callable[[], float]]:
     """The same step on virtual CPU devices, from the variables that a session has now."""
     with tf.Graph().as_default() as tf_graph, tempfile.TemporaryDirectory() as directory:

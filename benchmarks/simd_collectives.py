@@ -47,7 +47,7 @@ def measure(options: report.Options) -> report.Table:
 
 @contextlib.contextmanager
 def _simd_mesh(model: models.Model) -> Iterator[Any]:
-    with simd.replicas(model.mesh_shape, model.layout) as program:
+    with simd.tpu_program(model.mesh_shape, model.layout) as program:
         yield program.mesh_impl
 
 

@@ -83,7 +83,7 @@ def run(
             for name, value in feeds[0].items()
         }
         if kind == "simd":
-            block = simd.replicas(mesh_shape, layout, logical_to_physical=logical_to_physical)
+            block = simd.tpu_program(mesh_shape, layout, logical_to_physical=logical_to_physical)
         else:
             block = contextlib.nullcontext()
         with block as program:

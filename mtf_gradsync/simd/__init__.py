@@ -5,9 +5,9 @@ See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` co
 
 from mtf_gradsync.simd.emulator.emulated_graph import EmulatedGraph
 from mtf_gradsync.simd.emulator.rewrite import emulate
-from mtf_gradsync.simd.emulator.session import Session, cpu_config, session_on
+from mtf_gradsync.simd.emulator.session import CpuReplicaSession, cpu_config, session_on
 from mtf_gradsync.simd.errors import BranchDivergenceError, UnsupportedProgramError
-from mtf_gradsync.simd.program import Program, replicas
+from mtf_gradsync.simd.program import Program, tpu_program
 from mtf_gradsync.simd.traffic.collectives import list_collectives
 from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow, Total
 from mtf_gradsync.simd.traffic.transfers import (
@@ -23,7 +23,7 @@ __all__ = [
     "EmulatedGraph",
     "ProcessTransfers",
     "Program",
-    "Session",
+    "CpuReplicaSession",
     "Total",
     "UnsupportedProgramError",
     "count_process_transfers",
@@ -31,6 +31,6 @@ __all__ = [
     "emulate",
     "list_collectives",
     "list_transfers",
-    "replicas",
     "session_on",
+    "tpu_program",
 ]

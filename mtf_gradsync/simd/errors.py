@@ -15,7 +15,7 @@ class UnsupportedProgramError(ValueError):
         Args:
           node: a ``NodeDef``.
           problem: what is wrong with it, as in "it stands outside every TPU program".
-          remedy: what would do, as in "build it inside simd.replicas(...)".
+          remedy: what would do, as in "build it inside simd.tpu_program(...)".
 
         Returns:
           The error, whose message names the operation and its type.

@@ -7,7 +7,7 @@ from typing import Any, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd import replicated
-from mtf_gradsync.simd.emulator.session import PreparedGraph, Session
+from mtf_gradsync.simd.emulator.session import PreparedGraph, CpuReplicaSession
 from mtf_gradsync.simd.lowerings import lowerings_in
 
 
@@ -67,7 +67,7 @@ class Program:
         self,
         lowering: Any = None,
         config: tf.ConfigProto | None = None,
-    ) -> Session:
+    ) -> CpuReplicaSession:
         """Makes a session on CPU replicas, with variables initialized and copied into slices.
 
         Args:
@@ -76,7 +76,7 @@ class Program:
           config: session configuration; default `cpu_config`.
 
         Returns:
-          A `Session`; use it as a context manager.
+          A `CpuReplicaSession`; use it as a context manager.
 
         Raises:
           UnsupportedProgramError: when the graph holds what cannot be emulated.
@@ -87,7 +87,7 @@ class Program:
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
             prepared = self._prepared[key] = PreparedGraph(self.graph, lowerings)
-        return Session(prepared, config)
+        return CpuReplicaSession(prepared, config)
 
 
 class TPUContext:
@@ -112,7 +112,7 @@ class TPUContext:
 
 
 @contextlib.contextmanager
-def replicas(
+def tpu_program(
     mesh_shape: Any, layout: Any, logical_to_physical: Sequence[int] | None = None
 ) -> Iterator[Program]:
     """Opens a TPU program in the default graph.
@@ -121,7 +121,7 @@ def replicas(
     (placeholders, pipelines) can be used inside; all cores see the same value, except where
     `Program.per_replica` gives each its own.
 
-        with simd.replicas("batch:4;model:2", "batch:batch;d_ff:model") as program:
+        with simd.tpu_program("batch:4;model:2", "batch:batch;d_ff:model") as program:
             lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
             updates = [lowering.lowered_operation(op) for op in update_ops]
             loss = lowering.export_to_tf_tensor(mtf_loss)

@@ -125,7 +125,7 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
 
     @contextlib.contextmanager
     def block() -> Iterator[Any]:
-        with simd.replicas(job.model.mesh.shape, job.model.mesh.layout) as program:
+        with simd.tpu_program(job.model.mesh.shape, job.model.mesh.layout) as program:
             programs.append(program)
             yield program.mesh_impl
 

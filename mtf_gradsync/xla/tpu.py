@@ -84,7 +84,7 @@ def compile_for_tpu(
     of a core's program, and their new values results that are written over them.
 
     Args:
-      program: what `replicas` yielded, with the whole model built.
+      program: what `tpu_program` yielded, with the whole model built.
       fetches: tensors of the program that a step returns besides the updates, such as the loss.
       topology: TPU generation and chips, as in "v3:2x2"; it must have as many cores as the
         program's mesh. (A "v3" chip has two.)
@@ -145,7 +145,7 @@ def run_on_cpu_devices(
     initializers say.
 
     Args:
-      program: what `replicas` yielded, with the whole model built.
+      program: what `tpu_program` yielded, with the whole model built.
       lowering: as for `Program.session`.
       fetches: tensors of the program.
       feeds: for each step, tensors outside the program -> values.

@@ -82,7 +82,7 @@ def program(
             name: tf.placeholder(tf.as_dtype(value.dtype), value.shape)
             for name, value in feed.items()
         }
-        block = simd.replicas(mesh_shape, layout) if kind == "simd" else contextlib.nullcontext()
+        block = simd.tpu_program(mesh_shape, layout) if kind == "simd" else contextlib.nullcontext()
         with block as cores:
             mesh_impl = cores.mesh_impl if cores else harness.placement(mesh_shape, layout)
             graph = mtf.Graph()

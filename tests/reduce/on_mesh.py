@@ -46,7 +46,7 @@ def run(
     with tf.Graph().as_default():
         if kind == "simd":
             inputs = [[tf.constant(a[order.index(p)]) for p in range(shape.size)] for a in arrays]
-            with simd.replicas(mesh_shape, "", logical_to_physical=order) as program:
+            with simd.tpu_program(mesh_shape, "", logical_to_physical=order) as program:
                 impl = program.mesh_impl
                 values = [impl.LaidOutTensor([program.per_replica(x)]) for x in inputs]
                 slices = [tf.identity(x.one_slice) for x in make(impl, values)]

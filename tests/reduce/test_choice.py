@@ -82,7 +82,7 @@ def test_groups_within_a_process_need_no_levels():
 
 def test_simd(caplog):
     caplog.set_level(logging.INFO, "mtf_gradsync")
-    with simd.replicas("all:8", "batch:all") as program:
+    with simd.tpu_program("all:8", "batch:all") as program:
         chosen = reduce.choose_the_best(program.mesh_impl)
     assert isinstance(chosen, reduce.FusedAllReduce)
     assert "SIMD mesh of 8" in messages(caplog, logging.INFO)[0]
@@ -197,7 +197,7 @@ def test_wire_dtype_is_that_of_the_choice():
     processes = placement(cpus(2, 0) + cpus(2, 1))
     best, groups = reduce.BestAllReduce(), reduce.ProcessorGroups.along(processes, [0])
     assert best.wire_dtype(processes, tf.bfloat16, groups) == tf.bfloat16
-    with simd.replicas("all:16", "batch:all") as program:
+    with simd.tpu_program("all:16", "batch:all") as program:
         groups = reduce.ProcessorGroups.along(program.mesh_impl, [0])
         assert best.wire_dtype(program.mesh_impl, tf.bfloat16, groups) == tf.float32
 

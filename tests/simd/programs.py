@@ -102,7 +102,7 @@ class Regression:
         """Losses and final variables on emulated cores."""
         with tf.Graph().as_default():
             self.placeholders()
-            with simd.replicas(mesh_shape, layout, logical_to_physical) as program:
+            with simd.tpu_program(mesh_shape, layout, logical_to_physical) as program:
                 lowering, loss, updates = self.build(program.mesh_impl)
             with program.session(lowering) as session:
                 losses = [out[0] for out in self.steps_in(session, [loss, updates])]

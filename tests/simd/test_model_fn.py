@@ -86,7 +86,7 @@ def test_mesh_tensorflows_own_model_fn(tmp_path, monkeypatch):
     tokens = np.random.RandomState(0).randint(1, VOCABULARY, [STEPS, BATCH, LENGTH])
     tf.train.get_or_create_global_step()
     x = tf.placeholder(tf.int32, [BATCH, LENGTH])
-    with simd.replicas("batch:4;model:2", "") as program:
+    with simd.tpu_program("batch:4;model:2", "") as program:
         spec = transformer_model_fn("batch:4;model:2", use_tpu=True)(
             {"targets": x}, None, "train", params={"context": program.tpu_context}
         )
@@ -117,7 +117,7 @@ def test_mesh_tensorflows_own_model_fn(tmp_path, monkeypatch):
 
 
 def test_context_describes_the_cores():
-    with simd.replicas("batch:4;model:2", "") as program:
+    with simd.tpu_program("batch:4;model:2", "") as program:
         context = program.tpu_context
     assert context.num_replicas == 8
     assert context.num_hosts == 1
@@ -132,14 +132,14 @@ def test_context_describes_the_cores():
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 6, 16, 32])
 def test_any_number_of_cores_has_a_device_each(cores):
-    with simd.replicas(f"all:{cores}", "") as program:
+    with simd.tpu_program(f"all:{cores}", "") as program:
         assignment = program.tpu_context.device_assignment
     devices = {assignment.tpu_device(replica=core) for core in range(cores)}
     assert len(devices) == cores
 
 
 def test_session_wants_a_lowering():
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         tf.constant(1.0)
     with pytest.raises(TypeError, match=r"mtf\.Lowering.*got 'lowering'"):
         program.session("lowering")

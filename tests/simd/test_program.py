@@ -62,7 +62,7 @@ def test_stacked_variables_keep_their_names(fresh_graph):
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     dim = mtf.Dimension("hidden", 4)
-    with simd.replicas("all:2", "hidden:all") as program:
+    with simd.tpu_program("all:2", "hidden:all") as program:
         for name in "abc":
             mtf.get_variable(mesh, name, [dim], initializer=tf.ones_initializer())
         updates = [
@@ -99,7 +99,7 @@ def test_relayout(fresh_graph, dtype, order):
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     layout = "split_rows:rows;split_cols:cols"
-    with simd.replicas("rows:4;cols:2", layout, order) as program:
+    with simd.tpu_program("rows:4;cols:2", layout, order) as program:
         x = relayout(
             mesh, [("split_rows", 8), ("c", 12)], values, dtype, ["r", "split_cols"]
         )  # AllToAll cannot do this one: it goes through an all-gather
@@ -119,7 +119,7 @@ def test_shift_between_neighbours(fresh_graph, wrap):
     values = np.arange(8.0)
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
-    with simd.replicas("all:4", "x:all", [2, 0, 3, 1]) as program:
+    with simd.tpu_program("all:4", "x:all", [2, 0, 3, 1]) as program:
         dim = mtf.Dimension("x", 8)
         x = mtf.import_tf_tensor(mesh, tf.constant(values, tf.float32), [dim])
         x = mtf.shift(x, 2, dim, wrap)
@@ -142,7 +142,7 @@ def test_sums_and_maxima_over_every_choice_of_axes(order):
     shape = (2, 3, 2)
     order = order and [*order, 11, 8, 10, 9]
     feeds = [tf.placeholder(tf.float32, []) for _ in range(12)]
-    with simd.replicas("a:2;b:3;c:2", "", order) as program:
+    with simd.tpu_program("a:2;b:3;c:2", "", order) as program:
         impl = program.mesh_impl
         mine = impl.LaidOutTensor([program.per_replica(feeds)])
         out = {
@@ -164,7 +164,7 @@ def test_sums_and_maxima_over_every_choice_of_axes(order):
 
 def test_each_core_gets_its_own_input_in_physical_order(fresh_graph):
     feeds = [tf.placeholder(tf.float32, []) for _ in range(4)]
-    with simd.replicas("rows:2;cols:2", "", [2, 0, 3, 1]) as program:
+    with simd.tpu_program("rows:2;cols:2", "", [2, 0, 3, 1]) as program:
         mine = program.per_replica(feeds)
         logical = tf.identity(program.mesh_impl.pnum_tensor)
         total = program.mesh_impl.allreduce(
@@ -182,7 +182,7 @@ def test_each_core_gets_its_own_input_in_physical_order(fresh_graph):
 
 def test_random_operations_differ_between_cores_and_repeat_between_sessions(fresh_graph):
     tf.set_random_seed(1)
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         noise = tf.random_uniform([3])
     runs = []
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_random_operations_differ_between_cores_and_repeat_between_sessions(fres
 def test_mesh_random_agrees_where_a_tensor_is_replicated(fresh_graph):
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
-    with simd.replicas("rows:2;cols:2", "x:rows") as program:
+    with simd.tpu_program("rows:2;cols:2", "x:rows") as program:
         noise = mtf.random_uniform(mesh, [mtf.Dimension("x", 4)])
         lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
         slices = lowering.tensors[noise].to_laid_out_tensor().one_slice
@@ -207,7 +207,7 @@ def test_mesh_random_agrees_where_a_tensor_is_replicated(fresh_graph):
 
 
 def test_scalars_and_tensors_without_elements(fresh_graph):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         impl = program.mesh_impl
         scalar, empty = (
             impl.allreduce(impl.LaidOutTensor([t]), [0], "SUM").one_slice
@@ -227,24 +227,24 @@ def test_one_core(fresh_graph):
 
 def test_arguments_are_checked_before_the_graph_changes(fresh_graph):
     before = fresh_graph.version
-    with pytest.raises(ValueError, match="permutation"), simd.replicas("all:2", "", [0, 0]):
+    with pytest.raises(ValueError, match="permutation"), simd.tpu_program("all:2", "", [0, 0]):
         pass
-    with pytest.raises(ValueError, match="repeated dim"), simd.replicas("all:2;all:2", "x:all"):
+    with pytest.raises(ValueError, match="repeated dim"), simd.tpu_program("all:2;all:2", "x:all"):
         pass
     assert fresh_graph.version == before
 
 
 def test_per_replica_wants_one_alike_tensor_per_core(fresh_graph):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         with pytest.raises(ValueError, match="1 tensors for 2 cores"):
             program.per_replica([tf.constant(1.0)])
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         with pytest.raises(ValueError, match="different dtypes or shapes"):
             program.per_replica([tf.zeros([1]), tf.zeros([2])])
 
 
 def test_an_error_inside_leaves_the_graph_usable(fresh_graph):
-    with pytest.raises(RuntimeError, match="stop"), simd.replicas("all:2", ""):
+    with pytest.raises(RuntimeError, match="stop"), simd.tpu_program("all:2", ""):
         raise RuntimeError("stop")
     assert simd_free(tf.constant(1.0).op)
     assert not tf.get_variable_scope().use_resource or tf.resource_variables_enabled()

@@ -11,7 +11,7 @@ OLD = tuple(map(int, tf.__version__.split(".")[:2])) < (2, 18)
 
 
 def four_cores():
-    return simd.replicas("all:4", "batch:all")
+    return simd.tpu_program("all:4", "batch:all")
 
 
 def types(replica):

@@ -42,7 +42,7 @@ class Step:
     def __init__(self, wrapper, optimizer="adam"):
         feeds = models.mlp_batches(1)[0]
         self.inputs = {k: tf.placeholder(tf.float32, v.shape, k) for k, v in feeds.items()}
-        with simd.replicas(SHAPE, LAYOUT) as self.program:
+        with simd.tpu_program(SHAPE, LAYOUT) as self.program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
             operations, fetches = models.train(
@@ -111,7 +111,7 @@ class Conditional:
             zeros = tf.zeros_initializer()
             total = tf.get_variable("total", [4], initializer=zeros)
             count = tf.get_variable("count", [], tf.int32, initializer=zeros)
-        with simd.replicas("all:8", "batch:all") as self.program:
+        with simd.tpu_program("all:8", "batch:all") as self.program:
             mine = self.program.per_replica(parts)
             now = tf.identity(count.read_value())
 
@@ -173,7 +173,7 @@ def test_nested_branches_and_loops_compute_what_they_say():
     with tf.variable_scope("", use_resource=True):
         zeros = tf.zeros_initializer()
         count, visits = (tf.get_variable(n, [], initializer=zeros) for n in ("count", "visits"))
-    with simd.replicas("all:2", "batch:all") as program:
+    with simd.tpu_program("all:2", "batch:all") as program:
         positive = tf.greater(x, 0.0)
 
         def turn(i, a):
@@ -217,7 +217,7 @@ def test_hlo_of_the_training_step_equals_float64(wrapper, optimizer):
 
 def test_a_program_that_needs_too_much_memory_is_refused_with_the_numbers():
     x = tf.placeholder(tf.float32, [2**17])
-    with simd.replicas("all:8", "batch:all") as program:
+    with simd.tpu_program("all:8", "batch:all") as program:
         y = tf.cos(x[:, tf.newaxis] + x)  # 64 GiB
     compiled = xla.compile_for_tpu(program, [y], "v5e:2x4")
     assert not compiled.accepted
@@ -230,7 +230,7 @@ def test_a_program_that_needs_too_much_memory_is_refused_with_the_numbers():
 
 def test_an_operation_without_xla_kernel_is_refused_by_name():
     x = tf.placeholder(tf.float32, [4])
-    with simd.replicas("all:8", "batch:all") as program:
+    with simd.tpu_program("all:8", "batch:all") as program:
         y = tf.strings.to_number(tf.strings.as_string(x))
     compiled = xla.compile_for_tpu(program, [y])
     assert "TensorFlow's bridge to XLA" in compiled.error
@@ -242,7 +242,7 @@ def test_an_operation_without_xla_kernel_is_refused_by_name():
     [("v3:4x4", "has 32 cores and the program's mesh 8"), ("v3:3x5", "does not know")],
 )
 def test_a_topology_that_does_not_match_is_refused(topology, message):
-    with simd.replicas("all:8", "batch:all") as program:
+    with simd.tpu_program("all:8", "batch:all") as program:
         y = tf.ones([])
     with pytest.raises(ValueError, match=message):
         xla.compile_for_tpu(program, [y], topology)
@@ -250,7 +250,7 @@ def test_a_topology_that_does_not_match_is_refused(topology, message):
 
 def test_a_compiler_that_dies_leaves_its_last_words(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with simd.replicas("all:8", "batch:all") as program:
+    with simd.tpu_program("all:8", "batch:all") as program:
         y = tf.ones([])
     with pytest.raises(xla.CompilerDiedError, match="status 1 and no answer"):
         xla.compile_for_tpu(program, [y])

@@ -29,7 +29,7 @@ _SEED_STRIDE = 0x9E3779B1
 def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
     """Rewrites every TPU program of a graph so that it runs on CPU replicas.
 
-    The programs may come from `mtf_gradsync.simd.replicas` or from ``tf.tpu.replicate``. The graph
+    The programs may come from `mtf_gradsync.simd.tpu_program` or from ``tf.tpu.replicate``. The graph
     itself stays as it is.
 
     Args:

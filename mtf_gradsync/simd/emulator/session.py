@@ -72,7 +72,7 @@ def _value_name(graph: tf.Graph, variable: Any) -> str:
     return graph.as_graph_element(variable, allow_operation=False).name
 
 
-class Session:
+class CpuReplicaSession:
     """A session on N CPU replicas. Use it as a context manager.
 
     Running any tensor or operation of a program runs the whole program on all cores, updates
@@ -90,7 +90,7 @@ class Session:
             self._session.close()
             raise
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> CpuReplicaSession:
         return self
 
     def __exit__(
@@ -241,10 +241,10 @@ class Session:
 
 def session_on(
     graph: tf.Graph, lowering: Any = None, config: tf.ConfigProto | None = None
-) -> Session:
+) -> CpuReplicaSession:
     """Makes a session on CPU replicas for a graph whose programs ``tf.tpu.replicate`` made.
 
-    For a program opened with `replicas`, use its own ``session`` method, which prepares the graph
+    For a program opened with `tpu_program`, use its own ``session`` method, which prepares the graph
     only once.
 
     Args:
@@ -253,10 +253,10 @@ def session_on(
       config: session configuration; default `cpu_config`.
 
     Returns:
-      A `Session`; use it as a context manager.
+      A `CpuReplicaSession`; use it as a context manager.
 
     Raises:
       UnsupportedProgramError: when the graph holds what cannot be emulated.
       TypeError: when lowering is of no known kind.
     """
-    return Session(PreparedGraph(graph, lowerings_in(lowering)), config)
+    return CpuReplicaSession(PreparedGraph(graph, lowerings_in(lowering)), config)

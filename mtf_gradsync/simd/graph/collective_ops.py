@@ -55,7 +55,7 @@ def _read(facts: GraphFacts, name: str) -> Collective:
     node = facts.node[name]
     if name not in facts.cluster:
         raise UnsupportedProgramError.of(
-            node, "it stands outside every TPU program", "build it inside simd.replicas(...)"
+            node, "it stands outside every TPU program", "build it inside simd.tpu_program(...)"
         )
     cores = facts.num_replicas[facts.cluster[name]]
     value = facts.constant(facts.inputs(name)[1][0])

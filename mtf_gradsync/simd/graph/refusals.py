@@ -34,7 +34,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
     """
     if not facts.num_replicas:
         raise UnsupportedProgramError(
-            "The graph holds no TPU program. Build the model inside simd.replicas(...) or "
+            "The graph holds no TPU program. Build the model inside simd.tpu_program(...) or "
             "tf.tpu.replicate(...)."
         )
     check_functions_are_silent(facts)

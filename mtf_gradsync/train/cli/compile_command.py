@@ -96,7 +96,7 @@ def compile_config(topology: str, save_hlo: str | None = None) -> Any:
 
     @contextlib.contextmanager
     def block() -> Iterator[Any]:
-        with simd.replicas(job.model.mesh.shape, job.model.mesh.layout) as program:
+        with simd.tpu_program(job.model.mesh.shape, job.model.mesh.layout) as program:
             opened.append(program)
             yield program.mesh_impl
 

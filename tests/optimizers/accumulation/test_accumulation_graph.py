@@ -16,7 +16,7 @@ def simd_report(make):
     """The collectives of the model's training step."""
     with tf.Graph().as_default():
         inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-        with simd.replicas(MESH, LAYOUT) as program:
+        with simd.tpu_program(MESH, LAYOUT) as program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
             _, fetches = models.train(make)(mesh, inputs)

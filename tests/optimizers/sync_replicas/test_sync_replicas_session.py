@@ -230,7 +230,7 @@ def test_the_hook_raises_on_a_simd_mesh():
     with tf.Graph().as_default():
         feed = batches(1)[0]
         inputs = {k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()}
-        with simd.replicas(MESH, LAYOUT) as program:
+        with simd.tpu_program(MESH, LAYOUT) as program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
             loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)

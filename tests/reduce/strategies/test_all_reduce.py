@@ -206,7 +206,7 @@ def test_simd_falls_back_with_one_warning(strategy, said, caplog):
 
 def test_packs_are_collectives_on_simd():
     with tf.Graph().as_default() as graph:
-        with simd.replicas("all:8", "") as program:
+        with simd.tpu_program("all:8", "") as program:
             impl = program.mesh_impl
             values = [impl.LaidOutTensor([tf.ones(shape)]) for shape in [(4, 5), (), (5,), (5,)]]
             groups = reduce.ProcessorGroups.along(impl, [0])

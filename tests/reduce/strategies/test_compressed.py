@@ -168,7 +168,7 @@ def test_simd_sends_bfloat16_where_mesh_tf_does():
     assert (np.abs(out - x.sum(0, dtype=float)) <= ((1 + U["bfloat16"]) ** 9 - 1) * size).all()
     assert len({y.tobytes() for y in out}) == 1
     with tf.Graph().as_default() as graph:
-        with simd.replicas(MESH, "") as program:
+        with simd.tpu_program(MESH, "") as program:
             impl = program.mesh_impl
             reducing(strategy)(impl, [impl.LaidOutTensor([tf.ones([3])])])
         dtypes = [

@@ -70,7 +70,7 @@ def test_simd_has_one_collective_a_bucket_and_no_extra_bytes(bucket_bytes, colle
     data = feed()
     with tf.Graph().as_default():
         inputs = {k: tf.constant(v) for k, v in data.items()}
-        with simd.replicas("all:8", "batch:all") as program:
+        with simd.tpu_program("all:8", "batch:all") as program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
             gs.sum_shards(pending(mesh, inputs), reducer=gs.FusedAllReduce(bucket_bytes))

@@ -159,7 +159,7 @@ def test_inner_groups_of_different_sizes(mesh_kind, caplog):
 def simd_sums(spec, shape, axes=(0, 1), **kwargs):
     """(elements, group size) of each CrossReplicaSum, on a mesh of 4x2 cores."""
     with tf.Graph().as_default() as graph:
-        with simd.replicas("rows:4;cols:2", "") as program:
+        with simd.tpu_program("rows:4;cols:2", "") as program:
             impl = program.mesh_impl
             strategy = reduce.HierarchicalAllReduce(spec, **kwargs)
             groups = reduce.ProcessorGroups.along(impl, axes)

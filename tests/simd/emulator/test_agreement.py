@@ -16,7 +16,7 @@ def sum_over(groups, x):
 def conditional_sum(groups, nested=False):
     """Each core feeds a predicate and a value; the branch sums the values over groups."""
     predicates = [tf.placeholder(tf.bool, []) for _ in range(4)]
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         mine = program.per_replica(predicates)
         core = tf.cast(program.mesh_impl.pnum_tensor, tf.float32)
 
@@ -75,7 +75,7 @@ def test_inner_conditional_is_compared_too():
 
 def test_branch_without_collectives_needs_no_agreement():
     predicates = [tf.placeholder(tf.bool, []) for _ in range(2)]
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         mine = program.per_replica(predicates)
         out = sum_over([[0, 1]], tf.cond(mine, lambda: 1.0, lambda: 10.0))
     with program.session() as session:
@@ -90,7 +90,7 @@ def loop(groups, turns):
 
 
 def test_loop_with_collectives():
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         out = loop(PAIRS, 3)
     with program.session() as session:
         assert session.run(out, per_replica=True) == [8] * 4
@@ -98,7 +98,7 @@ def test_loop_with_collectives():
 
 def test_loop_turns_have_to_agree_within_a_group():
     turns = [tf.placeholder(tf.int32, []) for _ in range(4)]
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         out = loop(PAIRS, program.per_replica(turns))
     with program.session() as session:
         assert session.run(out, dict(zip(turns, [1, 1, 4, 4])), True) == [2, 2, 16, 16]
@@ -109,7 +109,7 @@ def test_loop_turns_have_to_agree_within_a_group():
 
 def test_loops_without_collectives_turn_as_often_as_each_core_wants():
     turns = [tf.placeholder(tf.int32, []) for _ in range(4)]
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         mine = program.per_replica(turns)
         outer = tf.while_loop(
             lambda i, _: i < 2,
@@ -129,7 +129,7 @@ def test_loops_without_collectives_turn_as_often_as_each_core_wants():
 
 def test_permutation_needs_only_the_cores_it_connects():
     predicates = [tf.placeholder(tf.bool, []) for _ in range(4)]
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         mine = program.per_replica(predicates)
         core = tf.cast(program.mesh_impl.pnum_tensor, tf.float32) + 1
         out = tf.cond(
@@ -148,7 +148,7 @@ def test_permutation_needs_only_the_cores_it_connects():
 
 def test_conditional_inside_a_loop_is_compared_on_every_turn():
     feeds = [tf.placeholder(tf.int32, []) for _ in range(4)]
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         switch_at = program.per_replica(feeds)
 
         def turn(i, v):
@@ -165,7 +165,7 @@ def test_conditional_inside_a_loop_is_compared_on_every_turn():
 
 def test_loop_inside_a_conditional():
     feeds = [tf.placeholder(tf.bool, []) for _ in range(4)]
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         out = tf.cond(program.per_replica(feeds), lambda: loop(PAIRS, 3), lambda: 0.5)
     with program.session() as session:
         assert session.run(out, dict(zip(feeds, [True, True, False, False])), True) == [

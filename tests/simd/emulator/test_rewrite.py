@@ -78,7 +78,7 @@ def test_the_graph_given_is_not_changed():
 def test_names_do_not_collide_with_the_users():
     with tf.name_scope("replica_0"):
         tf.constant(1.0, name="x")
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         x = tf.constant(2.0, name="x")
     with program.session() as session:
         assert session.run(["replica_0/x:0", x]) == [1, 2]
@@ -86,9 +86,9 @@ def test_names_do_not_collide_with_the_users():
 
 def test_two_programs_in_one_graph():
     value = tf.placeholder(tf.float32, [])
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         first = tf.tpu.cross_replica_sum(value, [[0, 1]])
-    with simd.replicas("all:4", ""):
+    with simd.tpu_program("all:4", ""):
         second = tf.tpu.cross_replica_sum(value, [[0, 1, 2, 3]])
     with program.session() as session:
         assert session.run([first, second], {value: 1}, per_replica=True) == [[2] * 2, [4] * 4]

@@ -17,7 +17,7 @@ def program():
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     dim = mtf.Dimension("x", 4)
-    with simd.replicas("all:2", "x:all") as program:
+    with simd.tpu_program("all:2", "x:all") as program:
         w = mtf.get_variable(mesh, "w", [dim], initializer=tf.zeros_initializer())
         update = mtf.assign_add(w.operation, mtf.import_tf_tensor(mesh, value, []) + w * 0)
         program.lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
@@ -56,7 +56,7 @@ def test_reads_variables_by_name_and_object(program):
 def test_wrong_fetches_and_feeds_say_why(program):
     with program.graph.as_default():
         inside_loop = []
-        with simd.replicas("all:2", "") as other:
+        with simd.tpu_program("all:2", "") as other:
 
             def body(i):
                 inside_loop.append(i + 1)
@@ -99,7 +99,7 @@ def test_user_graph_keeps_what_was_built(program):
 def test_checkpoint_goes_on_as_if_never_stopped(tmp_path):
     model = Regression(lambda: mtf.optimize.AdamWeightDecayOptimizer(0.25), steps=4)
     model.placeholders()
-    with simd.replicas(*MESHES["4x2"]) as program:
+    with simd.tpu_program(*MESHES["4x2"]) as program:
         lowering, loss, updates = model.build(program.mesh_impl)
     with program.session(lowering) as session:
         whole = model.steps_in(session, [loss, updates])
@@ -119,7 +119,7 @@ def test_checkpoint_goes_on_as_if_never_stopped(tmp_path):
 def test_checkpoints_cross_between_emulated_cores_and_one_processor(tmp_path):
     model = Regression(lambda: SGD(RATE), steps=1)
     model.placeholders()
-    with simd.replicas(*MESHES["2x2x2"]) as program:
+    with simd.tpu_program(*MESHES["2x2x2"]) as program:
         lowering, _, updates = model.build(program.mesh_impl)
     with program.session(lowering) as session:
         model.steps_in(session, updates)
@@ -140,7 +140,7 @@ def test_checkpoints_cross_between_emulated_cores_and_one_processor(tmp_path):
 
 
 def test_nothing_to_save(tmp_path):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         tf.constant(1.0)
     with program.session() as session, pytest.raises(ValueError, match="no variables to save"):
         session.save(str(tmp_path / "model"))

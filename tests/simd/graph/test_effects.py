@@ -12,7 +12,7 @@ def step():
 
 
 def test_a_write_runs_though_nobody_fetches_it(step):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         out = tf.constant(1.0) + 1
         tf.assign_add(step, 5)
     with program.session() as session:
@@ -21,7 +21,7 @@ def test_a_write_runs_though_nobody_fetches_it(step):
 
 
 def test_all_cores_write_a_shared_variable_as_one(step):
-    with simd.replicas("all:4", "") as program:
+    with simd.tpu_program("all:4", "") as program:
         before = step.read_value()
         added = step.assign_add(1, read_value=False)
         after = step.read_value()
@@ -33,7 +33,7 @@ def test_all_cores_write_a_shared_variable_as_one(step):
 
 
 def test_reads_and_writes_follow_program_order(step):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         values = []
         for i in range(20):
             values.append(step.read_value())
@@ -47,7 +47,7 @@ def test_reads_and_writes_follow_program_order(step):
 
 def test_a_write_in_a_branch_happens_before_later_reads(step):
     take = tf.placeholder(tf.bool, [])
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         before = step.read_value()
 
         def write():
@@ -63,7 +63,7 @@ def test_a_write_in_a_branch_happens_before_later_reads(step):
 
 
 def test_reads_in_a_loop_happen_between_the_writes_around_it(step):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         step.assign(7, read_value=False)
         out = tf.while_loop(
             lambda i, _: i < 3, lambda i, v: (i + 1, v + step.read_value()), [0, 0]
@@ -76,7 +76,7 @@ def test_reads_in_a_loop_happen_between_the_writes_around_it(step):
 
 
 def test_writes_in_a_loop(step):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
 
         def turn(i):
             with tf.control_dependencies([step.assign_add(2, read_value=False)]):
@@ -89,7 +89,7 @@ def test_writes_in_a_loop(step):
 
 
 def test_outside_operations_wait_for_the_whole_program(step):
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         out = tf.constant(1.0)
         tf.assign_add(step, 1)
     with tf.control_dependencies([out.op]):
@@ -101,7 +101,7 @@ def test_outside_operations_wait_for_the_whole_program(step):
 
 def test_failed_assertion_stops_the_program():
     value = tf.placeholder(tf.float32, [])
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         tf.debugging.Assert(value > 0, ["value has to be positive"])
         out = value + 1
     with program.session() as session:

@@ -12,7 +12,7 @@ from tests.simd.programs import BATCH, HIDDEN, INPUTS, MESHES, SGD, Regression
 def report_of(mesh, with_lowering=True, **kwargs):
     model = Regression(lambda: SGD(0.5), **kwargs)
     model.placeholders()
-    with simd.replicas(*MESHES[mesh]) as program:
+    with simd.tpu_program(*MESHES[mesh]) as program:
         lowering, _, _ = model.build(program.mesh_impl)
     return simd.list_collectives(program, lowering=lowering if with_lowering else None)
 
@@ -63,7 +63,7 @@ def test_microbatches_sum_inside_the_loop_and_reduce_behind_it():
 
 def conditional_report():
     take = tf.placeholder(tf.bool, [])
-    with simd.replicas("rows:2;cols:2", "") as program:
+    with simd.tpu_program("rows:2;cols:2", "") as program:
         x = program.mesh_impl.LaidOutTensor([tf.zeros([3])])
         every = program.mesh_impl.allreduce(x, [0, 1], "SUM").one_slice
         tf.cond(
@@ -91,7 +91,7 @@ def test_conditionals_are_counted_apart():
 
 def test_unknown_turns_are_said_to_be_unknown():
     turns = tf.placeholder(tf.int32, [])
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         tf.while_loop(
             lambda i, _: i < turns,
             lambda i, x: (i + 1, tf.tpu.cross_replica_sum(x, [[0, 1]])),
@@ -105,7 +105,7 @@ def test_unknown_turns_are_said_to_be_unknown():
 
 
 def test_other_groups_are_spelled_as_core_numbers():
-    with simd.replicas("rows:2;cols:2", "") as program:
+    with simd.tpu_program("rows:2;cols:2", "") as program:
         tf.tpu.cross_replica_sum(1.0, [[0, 3], [1, 2]])
     assert simd.list_collectives(program).rows[0].group == "[0,3],[1,2]"
     assert simd.list_collectives(program.graph).mesh == ""
@@ -115,7 +115,7 @@ def test_stacked_variables_are_named_one_by_one():
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     batch, dim = mtf.Dimension("batch", 4), mtf.Dimension("x", 4)
-    with simd.replicas("all:2", "batch:all") as program:
+    with simd.tpu_program("all:2", "batch:all") as program:
         for name in "ab":
             mtf.get_variable(mesh, name, [dim])
         variables = list(graph.trainable_variables)
@@ -152,7 +152,7 @@ def test_collective_in_a_function_is_refused():
     def total(x):
         return tf.tpu.cross_replica_sum(x, [[0, 1]])
 
-    with simd.replicas("all:2", "") as program:
+    with simd.tpu_program("all:2", "") as program:
         total(tf.constant(1.0))
     with pytest.raises(simd.UnsupportedProgramError, match="holds the collective"):
         simd.list_collectives(program)
