@@ -3,7 +3,7 @@
 See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
 """
 
-from mtf_gradsync.simd.emulator.emulated_graph import EmulatedGraph
+from mtf_gradsync.simd.emulator.result import EmulatedGraph
 from mtf_gradsync.simd.emulator.rewrite import emulate
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, cpu_config, session_on
 from mtf_gradsync.simd.errors import BranchDivergenceError, UnsupportedProgramError
@@ -20,10 +20,10 @@ __all__ = [
     "BranchDivergenceError",
     "CommunicationReport",
     "CommunicationRow",
+    "CpuReplicaSession",
     "EmulatedGraph",
     "ProcessTransfers",
     "Program",
-    "CpuReplicaSession",
     "Total",
     "UnsupportedProgramError",
     "count_process_transfers",

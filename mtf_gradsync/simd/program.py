@@ -7,7 +7,7 @@ from typing import Any, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd import replicated
-from mtf_gradsync.simd.emulator.session import PreparedGraph, CpuReplicaSession
+from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
 from mtf_gradsync.simd.lowerings import lowerings_in
 
 

@@ -250,7 +250,7 @@ class _Cut:
         if self._facts.cluster.get(name) != self._program.name:
             raise ValueError(
                 f"{tensor.name!r} cannot be fetched: it stands outside the program "
-                f"{self._program.name!r}. Fetch tensors that were made inside simd.tpu_program(...)."
+                f"{self._program.name!r}. Fetch what was made inside simd.tpu_program(...)."
             )
         if self._facts.context_of_output(name, number):
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.emulator.agreement import Agreement, find_agreements
-from mtf_gradsync.simd.emulator.emulated_graph import EmulatedGraph, clone_name
+from mtf_gradsync.simd.emulator.result import EmulatedGraph, clone_name
 from mtf_gradsync.simd.graph.collective_ops import Collective, connected, find_collectives
 from mtf_gradsync.simd.graph.effects import find_effects
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, Loop, join_input, split_input
@@ -29,8 +29,8 @@ _SEED_STRIDE = 0x9E3779B1
 def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
     """Rewrites every TPU program of a graph so that it runs on CPU replicas.
 
-    The programs may come from `mtf_gradsync.simd.tpu_program` or from ``tf.tpu.replicate``. The graph
-    itself stays as it is.
+    The programs may come from `mtf_gradsync.simd.tpu_program` or from ``tf.tpu.replicate``. The
+    graph itself stays as it is.
 
     Args:
       graph: a graph, or its ``GraphDef``.

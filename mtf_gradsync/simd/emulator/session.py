@@ -244,8 +244,8 @@ def session_on(
 ) -> CpuReplicaSession:
     """Makes a session on CPU replicas for a graph whose programs ``tf.tpu.replicate`` made.
 
-    For a program opened with `tpu_program`, use its own ``session`` method, which prepares the graph
-    only once.
+    For a program opened with `tpu_program`, use its own ``session`` method, which prepares the
+    graph only once.
 
     Args:
       graph: the graph. Operations that initialize, copy and save variables are added to it.
