@@ -1,0 +1,106 @@
+"""What this package uses of Mesh-TensorFlow that has no public name, one function each.
+
+All were read on Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each that
+fails where a version means something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf
+
+
+def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
+    """The `LaidOutTensor` that a pending sum has become for one of its readers, None before."""
+    return lazy._reduced
+
+
+def keep_sum(lazy: mtf.LazyAllreduceSum, value: Any) -> None:
+    """Gives a pending sum the `LaidOutTensor` that readers get, in place of an all-reduce."""
+    lazy._reduced = value
+
+
+def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
+    """The largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
+    return mesh_impl._allreduce_in_bfloat16_max_group_size
+
+
+def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
+    """The lowering whose masters an `MtfRestoreHook` copies to their slices."""
+    return hook._lowering
+
+
+def slice_function(
+    operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
+) -> Callable[..., Any]:
+    """The function of tf tensors that an operation calls on the slices of its inputs.
+
+    `AddOperation` and `MinMaxOperation` are binary operations too.
+    """
+    return operation._tf_fn
+
+
+def scalar_added(operation: mtf.ScalarAddOperation) -> Any:
+    """The number or tf scalar that is added to every element."""
+    return operation._scalar
+
+
+def scalar_multiplied(operation: mtf.ScalarMultiplyOperation) -> Any:
+    """The number or tf scalar that every element is multiplied by."""
+    return operation._scalar
+
+
+def reduction(operation: mtf.ReduceOperation) -> str:
+    """How a reduction combines elements: "SUM", "MAX" or "MIN"."""
+    return operation._reduction_fn_string
+
+
+class DifferentiatedOperation(NamedTuple):
+    """What a `GenericGradOperation` differentiates.
+
+    Its outputs are the gradients of the operation's inputs, in order.
+
+    Attributes:
+      operation: the forward operation.
+      output_gradients: an `mtf.Tensor` for each of its outputs.
+    """
+
+    operation: mtf.Operation
+    output_gradients: list[mtf.Tensor]
+
+
+def differentiated(operation: mtf.GenericGradOperation) -> DifferentiatedOperation:
+    """The operation that a gradient by `tf.gradients` is of."""
+    return DifferentiatedOperation(operation._forward_op, operation._grad_ys)
+
+
+def custom_gradient_results(operation: mtf.CustomGradientOperation) -> list[mtf.Tensor]:
+    """The tensors that an operation with a gradient of its own passes on, one for each output."""
+    return operation._fn_outputs
+
+
+class LoopPart(NamedTuple):
+    """The condition or the body of an `mtf.while_loop`.
+
+    Attributes:
+      inputs: the tensors that stand for the loop's variables in it.
+      operations: what it is made of, in order; the loop's own list. They stand in no graph's list
+        of operations.
+      outputs: what it returns. The body of a loop with accumulators has more outputs than inputs;
+        those past the inputs are summed over the iterations.
+    """
+
+    inputs: list[mtf.Tensor]
+    operations: list[mtf.Operation]
+    outputs: list[mtf.Tensor]
+
+
+def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
+    """The condition of a loop; its only output says whether to go on."""
+    return LoopPart(operation._cond_inputs, operation._cond_ops, [operation._cond_output])
+
+
+def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
+    """The body of a loop."""
+    return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))

@@ -1,0 +1,188 @@
+"""What is used of Mesh-TensorFlow without a public name still means what it did."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mtf_gradsync._private import mesh_tensorflow as private
+from mtf_gradsync._private.libraries import mtf, tf
+
+ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
+
+
+@pytest.fixture
+def mesh():
+    return mtf.Mesh(mtf.Graph(), "mesh")
+
+
+@pytest.fixture
+def x(mesh):
+    values = np.arange(8, dtype="f").reshape(4, 2)
+    return mtf.import_tf_tensor(mesh, tf.constant(values), mtf.Shape([ROWS, COLUMNS]))
+
+
+def lower(mesh, size=2):
+    shape = f"all:{size}"
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(shape, "rows:all", [""] * size)
+    return mtf.Lowering(mesh.graph, {mesh: mesh_impl})
+
+
+def run(fetches):
+    with tf.Session() as session:
+        return session.run(fetches)
+
+
+def test_a_pending_sum_keeps_what_it_has_become(mesh, x):
+    total = mtf.reduce_sum(x, reduced_dim=ROWS)
+    lazy = lower(mesh).tensors[total]
+    assert isinstance(lazy, mtf.LazyAllreduceSum)
+    assert private.kept_sum(lazy) is None
+    reduced = lazy.to_laid_out_tensor()
+    assert private.kept_sum(lazy) is reduced
+    np.testing.assert_array_equal(run(reduced.tensor_list), [[12, 16]] * 2)
+
+
+def test_a_pending_sum_gives_readers_what_it_was_given(mesh, x):
+    total = mtf.reduce_sum(x, reduced_dim=ROWS)
+    lowering = lower(mesh)
+    lazy = lowering.tensors[total]
+    given = lazy.laid_out_input
+    private.keep_sum(lazy, given)
+    before = tf.get_default_graph().version
+    assert lazy.to_laid_out_tensor() is given
+    assert tf.get_default_graph().version == before
+    assert not [name for name, _ in lowering.counters if name.startswith("allreduce")]
+
+
+@pytest.mark.parametrize(("largest", "narrow"), [(2, False), (4, True)])
+def test_bfloat16_is_cast_in_larger_groups_only(largest, narrow):
+    mesh_impl = mtf.simd_mesh_impl.SimdMeshImpl(
+        "all:4", "", allreduce_in_bfloat16_max_group_size=largest
+    )
+    assert private.bfloat16_group_size(mesh_impl) == largest
+    value = mesh_impl.LaidOutTensor([tf.constant([1.0], tf.bfloat16)])
+    mesh_impl.allreduce(value, [0], "SUM")
+    (summed,) = [
+        op for op in tf.get_default_graph().get_operations() if op.type == "CrossReplicaSum"
+    ]
+    assert (summed.inputs[0].dtype == tf.bfloat16) is narrow
+
+
+def test_bfloat16_goes_as_it_is_in_groups_of_up_to_eight():
+    mesh_impl = mtf.simd_mesh_impl.SimdMeshImpl("all:4", "")
+    assert private.bfloat16_group_size(mesh_impl) == 8
+
+
+def test_a_restore_hook_has_its_lowering(mesh, x):
+    lowering = lower(mesh)
+    assert private.restored_lowering(mtf.MtfRestoreHook(lowering)) is lowering
+
+
+def test_slice_functions(x):
+    def double(y):
+        return 2 * y
+
+    doubled = mtf.slicewise(double, [x], splittable_dims=[ROWS])
+    assert private.slice_function(doubled.operation) is double
+    assert private.slice_function(mtf.cwise(double, [x]).operation) is double
+    assert private.slice_function((x + x).operation) is tf.add
+    assert private.slice_function(mtf.maximum(x, x).operation) is tf.maximum
+    assert private.slice_function(mtf.less(x, x).operation) is tf.less
+
+
+def test_scalars(x):
+    added, multiplied = (x + 3.0).operation, (x * 5.0).operation
+    assert isinstance(added, mtf.ScalarAddOperation)
+    assert isinstance(multiplied, mtf.ScalarMultiplyOperation)
+    assert private.scalar_added(added) == 3.0
+    assert private.scalar_multiplied(multiplied) == 5.0
+    scalar = tf.constant(7.0)
+    assert private.scalar_added((x + scalar).operation) is scalar
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "min"])
+def test_reductions(x, name):
+    reduced = getattr(mtf, f"reduce_{name}")(x, reduced_dim=ROWS)
+    assert isinstance(reduced.operation, mtf.ReduceOperation)
+    assert private.reduction(reduced.operation) == name.upper()
+
+
+def test_a_generic_gradient_is_of_an_operation(mesh, x):
+    forward = mtf.cwise(tf.math.softplus, [x])
+    (gradient,) = mtf.gradients([mtf.reduce_sum(forward)], [x])
+    assert isinstance(gradient.operation, mtf.GenericGradOperation)
+    found = private.differentiated(gradient.operation)
+    assert found.operation is forward.operation
+    (output_gradient,) = found.output_gradients
+    assert output_gradient.shape == forward.shape
+    assert gradient is gradient.operation.outputs[0]
+
+
+def test_a_custom_gradient_passes_its_results_on(mesh, x):
+    made = []
+
+    def forward(y):
+        made.append(mtf.square(y))
+        return made[0]
+
+    result = mtf.custom_gradient(forward, lambda output_grads, **_: output_grads, [x])
+    operation = result.operation
+    assert isinstance(operation, mtf.CustomGradientOperation)
+    assert private.custom_gradient_results(operation) == made
+    lowering = lower(mesh)
+    assert lowering.tensors[result] is lowering.tensors[made[0]]
+
+
+def test_the_parts_of_a_loop(mesh, x):
+    number = mtf.zeros(mesh, mtf.Shape([]), dtype=tf.int32)
+    body_arguments, condition_arguments = [], []
+
+    def condition(n, y):
+        condition_arguments.extend([n, y])
+        return mtf.less(n, 3)
+
+    def body(n, y):
+        body_arguments.extend([n, y])
+        return [n + 1, y * 2.0, mtf.reduce_sum(y)]
+
+    outputs = mtf.while_loop(condition, body, [number, x], has_accumulators=True)
+    operation = outputs[0].operation
+    assert isinstance(operation, mtf.WhileLoopOperation)
+    assert operation.inputs == [number, x]
+    assert operation.outputs == list(outputs)
+
+    part = private.loop_condition(operation)
+    assert part.inputs == condition_arguments
+    assert [x.dtype for x in part.outputs] == [tf.bool]
+    assert part.outputs[0].operation is part.operations[-1]
+
+    part = private.loop_body(operation)
+    assert part.inputs == body_arguments
+    assert len(part.outputs) == 3
+    assert all(x.operation in part.operations for x in part.outputs)
+    assert part.operations is private.loop_body(operation).operations
+    assert not set(part.operations) & set(mesh.graph.operations)
+
+    lowering = lower(mesh, size=1)
+    count, last, total = run([lowering.export_to_tf_tensor(y) for y in outputs])
+    assert (count, total) == (3, 28 * 7)
+    np.testing.assert_array_equal(last, 8 * np.arange(8).reshape(4, 2))
+
+
+def test_operations_that_are_taken_out_of_a_body_do_not_run(mesh, x):
+    """The list of a loop's operations is the one that it goes by."""
+    number = mtf.zeros(mesh, mtf.Shape([]), dtype=tf.int32)
+
+    def body(n, y):
+        doubled = y * 2.0
+        mtf.scalar_summary("left_out", mtf.reduce_sum(doubled))
+        return [n + 1, doubled]
+
+    (_, last) = mtf.while_loop(lambda n, y: mtf.less(n, 3), body, [number, x])
+    operations = private.loop_body(last.operation).operations
+    before = len(operations)
+    operations[:] = [o for o in operations if not isinstance(o, mtf.ScalarSummaryOperation)]
+    assert len(operations) == before - 1
+    lower(mesh, size=1)
+    assert tf.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY) == []
