@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.sync_replicas.replica_state import Limit, limit_text
+from mtf_gradsync.optimizers.sync_replicas.no_update import Watch
 
 
 class NothingToQueue(tf.train.QueueRunner):
@@ -56,9 +54,8 @@ class SyncReplicasHook(tf.train.SessionRunHook):
         self._optimizer = optimizer
         self._is_chief = is_chief
         self._num_tokens = num_tokens
-        self._limit: Limit | None = None
+        self._watch: Watch | None = None
         self._not_ready: Any = None
-        self._reads: dict[str, tf.Tensor] = {}
 
     def begin(self) -> None:
         """See `tf.train.SessionRunHook.begin`.
@@ -75,8 +72,8 @@ class SyncReplicasHook(tf.train.SessionRunHook):
             self._optimizer.get_init_tokens_op(self._num_tokens)
         with tf.control_dependencies(None):
             self._not_ready = tf.report_uninitialized_variables(tf.global_variables())
-            self._limit = self._optimizer.limit
-            self._reads = self._limit.reads_outside() if self._limit else {}
+            limit = self._optimizer.limit
+            self._watch = limit.watch() if limit and limit.takes_a_hook else None
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """See `tf.train.SessionRunHook.after_create_session`.
@@ -96,12 +93,9 @@ class SyncReplicasHook(tf.train.SessionRunHook):
         """See `tf.train.SessionRunHook.after_run`.
 
         Raises:
-          RuntimeError: too many steps went by without an update.
+          NoUpdateError: too many steps went by without an update.
         """
         del run_values
-        if self._limit is None or not self._reads:
-            return
-        values = run_context.session.run(self._reads)
-        if values["waiting"] > self._limit.limit:
-            absent = np.flatnonzero(np.reshape(values["missed"], -1)).tolist()
-            raise RuntimeError(f"{limit_text(self._limit.limit)} {absent}.")
+        error = self._watch.error(run_context.session) if self._watch else None
+        if error:
+            raise error

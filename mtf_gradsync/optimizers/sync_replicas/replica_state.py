@@ -13,6 +13,7 @@ from mtf_gradsync.optimizers.state.variables import (
     root_scope,
     state_variable,
 )
+from mtf_gradsync.optimizers.sync_replicas.no_update import Watch, beginning
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
@@ -102,6 +103,10 @@ class Limit(mtf.Operation):
 
     On placement meshes the step fails. A TPU program cannot fail by itself; there the session
     hook looks at the variables.
+
+    Attributes:
+      limit: the largest number of steps in a row without an update.
+      takes_a_hook: whether steps do not fail by themselves.
     """
 
     def __init__(self, state: ReplicaState, now: ReplicaState, limit: int):
@@ -114,23 +119,33 @@ class Limit(mtf.Operation):
         """
         super().__init__([now.waiting, now.missed], name="max_steps_without_update")
         self.limit = limit
+        self.takes_a_hook = False
         self._state = state
         self._done: Any = weakref.WeakKeyDictionary()
-        self._outside: dict[str, Any] = {}
+        # Of each lowering, what to read `waiting` and `missed` from after a step.
+        self._found: list[tuple[Any, Any]] = []
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         if is_simd(lowering.mesh_impl(self)):
             self._done[lowering] = tf.no_op()
-            for name in ("waiting", "missed"):
-                variable = lowering.variables[getattr(self._state, name)]
-                self._outside[name] = variable.laid_out_tensor.one_slice
+            variables = (lowering.variables[v] for v in (self._state.waiting, self._state.missed))
+            waiting, missed = (v.laid_out_tensor.one_slice for v in variables)
+            self._found.append((waiting, missed))
+            self.takes_a_hook = True
             return
         waiting, missed = (whole(lowering, x) for x in self.inputs)
-        absent = tf.where_v2(tf.greater(tf.reshape(missed, [-1]), 0))
+        missed = tf.reshape(missed, [-1])
+        # A step that fails leaves its state as it was: what it found has to be kept elsewhere.
+        kept = _on_the_host(waiting, 0), _on_the_host(waiting, [0] * self.inputs[1].shape.size)
+        keep = [v.assign(x, read_value=False) for v, x in zip(kept, (waiting, missed))]
+        self._found.append(kept)
+        with tf.control_dependencies(keep):
+            waiting, missed = tf.identity(waiting), tf.identity(missed)
+        absent = tf.where_v2(tf.greater(missed, 0))
         self._done[lowering] = tf.Assert(
             tf.less_equal(waiting, self.limit),
-            [limit_text(self.limit), tf.reshape(absent, [-1])],
+            [beginning(self.limit), tf.reshape(absent, [-1])],
             summarize=1000,
         )
 
@@ -138,17 +153,27 @@ class Limit(mtf.Operation):
         """The check."""
         return self._done[lowering]
 
-    def reads_outside(self) -> dict[str, tf.Tensor]:
-        """Reads of `waiting` and `missed` outside a TPU program; none on placement meshes."""
-        return {name: variable.read_value() for name, variable in self._outside.items()}
+    def watch(self) -> Watch:
+        """Adds to the default graph what tells an error by this check from others.
+
+        Returns:
+          What to ask after a step.
+        """
+        return Watch(self.limit, [(w.read_value(), m.read_value()) for w, m in self._found])
 
 
-def limit_text(limit: int) -> str:
-    """What an error about too many steps without an update begins with."""
-    return (
-        f"No update for more than max_steps_without_update={limit} steps. These replicas (shards, "
-        "row by row) did not contribute in the last step:"
-    )
+def _on_the_host(like: tf.Tensor, value: Any) -> tf.Variable:
+    """An int32 variable of the process that a tensor is in; in no checkpoint."""
+    spec = tf.DeviceSpec.from_string(like.device)
+    host = tf.DeviceSpec(spec.job, spec.replica, spec.task, "CPU", 0)
+    with tf.device(host.to_string()):
+        return tf.Variable(
+            tf.constant(value, tf.int32),
+            trainable=False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+            use_resource=True,
+            name="found_by_max_steps_without_update",
+        )
 
 
 class ReplicaSummaries(mtf.Operation):
