@@ -125,6 +125,7 @@ class GradientAccumulationOptimizer(Wrapper):
         # An optimizer may serve several graphs; the last one is what its properties tell of.
         self._counters_of: Any = weakref.WeakKeyDictionary()
         self._counters: _Counters | None = None
+        self._update_step_now: mtf.Tensor | None = None
         self._progress: dict[str, mtf.Tensor] = {}
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
 
@@ -137,6 +138,11 @@ class GradientAccumulationOptimizer(Wrapper):
     def update_step(self) -> mtf.Variable | None:
         """Updates made so far (int32); None before gradients were applied."""
         return self._counters and self._counters.update_step
+
+    @property
+    def update_step_now(self) -> mtf.Tensor | None:
+        """`update_step` with the step that it is fetched with; None where all steps update."""
+        return self._update_step_now
 
     @property
     def skipped(self) -> mtf.Variable | None:
@@ -192,6 +198,7 @@ class GradientAccumulationOptimizer(Wrapper):
         gate, updates = accumulators.when_due(due, update)
         made = mtf.cast(due, tf.int32)
         after_step = _Counters(count * (1 - made), update_step + made, skipped + (1 - counted))
+        self._update_step_now = after_step.update_step
         self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
         if self._skip_fn is not None:
             self._progress["skipped"] = after_step.skipped

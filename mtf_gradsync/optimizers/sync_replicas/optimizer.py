@@ -138,6 +138,7 @@ class SyncReplicasOptimizer(Wrapper):
         self._state: ReplicaState | None = None
         self._made: mtf.Tensor | None = None
         self._limit: Limit | None = None
+        self._update_step_now: mtf.Tensor | None = None
         self._progress: dict[str, mtf.Tensor] = {}
 
     @property
@@ -254,6 +255,11 @@ class SyncReplicasOptimizer(Wrapper):
         """The moving average of a variable, or None if it is not averaged."""
         (variable,) = checks.check_variables([var])
         return moving_average(variable) if variable in self._averaged else None
+
+    @property
+    def update_step_now(self) -> mtf.Tensor | None:
+        """Updates made, with the step that it is fetched with; None before gradients came."""
+        return self._update_step_now
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
         """Update step, and contributions made and dropped of each replica.
@@ -383,6 +389,7 @@ class SyncReplicasOptimizer(Wrapper):
         return mtf.logical_and(fresh, mask_on_mesh(self._contributes, bad.mesh, bad.shape))
 
     def _report(self, now: ReplicaState) -> None:
+        self._update_step_now = now.update_step
         self._progress = {
             "update step": now.update_step,
             "made": now.made,
