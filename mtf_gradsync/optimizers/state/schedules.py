@@ -6,6 +6,7 @@ from typing import Any, Callable, Sequence, Union
 
 import gin
 
+from mtf_gradsync._numbers import is_number, is_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.variables import counter
 
@@ -46,7 +47,7 @@ def per_update(
     passes = _check_passes(backward_passes_per_step)
     factors = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
-        if not (callable(factor) or _is_number(factor)):
+        if not (callable(factor) or is_number(factor)):
             raise TypeError(
                 "schedule must be a function of step and total_train_steps, a number, or a list "
                 f"of both, got {schedule!r}."
@@ -122,13 +123,9 @@ def update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> 
 
 
 def _check_passes(passes: Any) -> int:
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+    if not is_whole(passes):
         raise ValueError(
             "backward_passes_per_step must be a whole number of 1 or more, got "
             f"{passes!r}. Where it changes, base the schedule on update_step."
         )
     return passes
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

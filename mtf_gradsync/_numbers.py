@@ -1,0 +1,16 @@
+"""What counts as a number where a user gives one: not True and False, which Python counts too."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, Python's or numpy's."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Whether a value is a whole number, Python's or numpy's, of at least `least`."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
