@@ -1,4 +1,4 @@
-"""The one file that knows TensorFlow versions; it makes ``mesh_tensorflow`` importable.
+"""The libraries underneath, ``tf`` and ``mtf``: makes ``mesh_tensorflow`` importable.
 
 Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later TensorFlows moved or dropped
 four things that it names while it is being imported:
@@ -26,20 +26,16 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import Any, NoReturn, Sequence
+from typing import Any, NoReturn
 
 import tensorflow as _tf2
 import tensorflow.compat.v1 as tf
 from tensorflow.python import tpu as _tpu_package
 from tensorflow.python.framework import ops as _ops
-from tensorflow.python.ops import collective_ops as _collective_ops
 
 __all__ = [
     "ESTIMATOR_AVAILABLE",
     "EstimatorRemovedError",
-    "collective_sum",
-    "control_flow_context",
-    "local_devices",
     "mtf",
     "tf",
 ]
@@ -168,30 +164,6 @@ def _estimator_stand_in() -> types.ModuleType:
     members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
     members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
     return _stand_in_module(name, members)
-
-
-def collective_sum(
-    tensor: Any, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
-) -> Any:
-    """One member's part in a sum over a group: the operation that TensorFlow's strategies use."""
-    # Read on 2.12 to 2.21; TensorFlow has no public name for it that works in a session.
-    return _collective_ops.all_reduce_v2(
-        tensor, group_size, group_key, instance_key, timeout=timeout_seconds
-    )
-
-
-def local_devices() -> Sequence[Any]:
-    """TensorFlow's `DeviceAttributes` of the devices that this process has."""
-    # Read on 2.12 to 2.21; the public names leave out links between devices.
-    from tensorflow.python.client import device_lib
-
-    return device_lib.list_local_devices()
-
-
-def control_flow_context(graph: Any) -> Any:
-    """The branch or loop of control flow v1 that is being built, None outside of any."""
-    # Read on 2.12 to 2.21.
-    return graph._get_control_flow_context()
 
 
 def _module_exists(name: str) -> bool:

@@ -6,9 +6,50 @@ test of each that fails where a version means something else.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+import contextlib
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
+
+# Operations and graphs.
+
+
+def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
+    """Sets an attribute of an operation that stands in a graph and has not run yet.
+
+    Read on TensorFlow 2.12 to 2.21, which check neither name nor value here.
+    """
+    operation._set_attr(name, value)
+
+
+def control_flow_context(graph: tf.Graph) -> Any:
+    """The branch or loop of control flow v1 that is being built, None outside of any.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    return graph._get_control_flow_context()
+
+
+def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
+    """Puts something else into a function where it would capture a tensor from outside.
+
+    Read on TensorFlow 2.12 to 2.21: ``FuncGraph`` hands every tensor that an operation uses to its
+    method ``capture``.
+
+    Args:
+      func_graph: the graph of a ``tf.function`` while it is traced, its default graph then.
+      make: takes a tensor of another graph. Returns a tensor of this one that the function is to
+        use in its place, or None to capture it as usual.
+    """
+    capture = func_graph.capture
+
+    def make_or_capture(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # Eager tensors have no graph.
+        outside = getattr(tensor, "graph", func_graph) is not func_graph
+        made = make(tensor) if outside else None
+        return capture(tensor, *args, **kwargs) if made is None else made
+
+    func_graph.capture = make_or_capture
 
 
 class TracedFunction(NamedTuple):
@@ -51,3 +92,228 @@ def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> Tra
         # capture returns a tensor of its own graph as it is.
         outputs = [graph.capture(tf.convert_to_tensor(x)) for x in tf.nest.flatten(tf_fn(*inputs))]
     return TracedFunction(graph.get_operations(), inputs, list(graph.captures), outputs)
+
+
+# Sums.
+
+# `OpKernelContext::Params::kNeverForward`: a kernel writes the output into memory of its own.
+_NEVER_FORWARD = -2
+
+
+def write_to_own_memory(operation: tf.Operation) -> None:
+    """Keeps an operation's kernel from writing its output into the memory of its first input.
+
+    An `AddN` then adds up in its inputs' order: it begins with the input whose memory it takes.
+
+    Read on TensorFlow 2.12 to 2.21: the executor takes from the attribute ``_forward_input`` which
+    input's memory is reserved for which output, in pairs.
+    """
+    pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])
+    set_attr(operation, "_forward_input", tf.AttrValue(list=pairs))
+
+
+def collective_sum(
+    tensor: tf.Tensor, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
+) -> tf.Tensor:
+    """One member's part in a sum over a group: the operation that TensorFlow's strategies use.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tensor: what this member adds, of one shape and dtype in the group: float32, float64, int32
+        or int64.
+      group_size: how many members there are.
+      group_key: names the group's devices, the same for all its collectives.
+      instance_key: names this sum, the same for its members and for no other sum.
+      timeout_seconds: how long to wait for the others before it is an error; 0 is for ever.
+
+    Returns:
+      The sum.
+    """
+    from tensorflow.python.ops import collective_ops
+
+    return collective_ops.all_reduce_v2(
+        tensor, group_size, group_key, instance_key, timeout=timeout_seconds
+    )
+
+
+# Devices.
+
+
+def local_devices() -> Sequence[Any]:
+    """TensorFlow's `DeviceAttributes` of the devices that this process has.
+
+    Read on TensorFlow 2.12 to 2.21; the public names leave out links between devices.
+    """
+    from tensorflow.python.client import device_lib
+
+    return device_lib.list_local_devices()
+
+
+# Training.
+
+
+class MovingAverageSettings(NamedTuple):
+    """How a `tf.train.ExponentialMovingAverage` was made.
+
+    Attributes:
+      decay: a number, or a tensor.
+      num_updates: what the decay is bounded by, None for nothing.
+      zero_debias: whether averages start at zero and are corrected for that.
+    """
+
+    decay: Any
+    num_updates: Any
+    zero_debias: bool
+
+
+def moving_average_settings(
+    average: tf.train.ExponentialMovingAverage,
+) -> MovingAverageSettings:
+    """The arguments of a moving average.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
+
+
+# TPU programs.
+
+#: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
+TPU_PROGRAM_ATTR = "_tpu_replicate"
+
+
+@contextlib.contextmanager
+def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
+    """Marks the operations made inside as part of a TPU program.
+
+    Read on TensorFlow 2.12, which has the class in ``tpu.tpu``, and on 2.13 to 2.21.
+
+    Args:
+      name: name of the program.
+      num_replicas: how many cores run it.
+      pivot: an operation outside that stands for the program's beginning.
+
+    Yields:
+      Nothing.
+    """
+    from tensorflow.python.tpu import tpu as home
+
+    if not hasattr(home, "TPUReplicateContext"):
+        from tensorflow.python.tpu import tpu_replication as home
+
+    context = home.TPUReplicateContext(name=name, num_replicas=num_replicas, pivot=pivot)
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
+    """The operation that says how many cores run the TPU program around it.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
+
+
+def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
+    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.tpu import tpu_function
+
+    return tpu_function.tpu_shard_context(num_replicas)
+
+
+def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+    """One tensor of a TPU program that has another value on every core.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tensors: one tensor for each core, all of one dtype and shape.
+      name: name of the operation.
+
+    Returns:
+      The tensor, made in whatever contexts are open.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicated_input(list(tensors), name=name)
+
+
+def kernel_devices(op_type: str) -> frozenset[str]:
+    """The kinds of devices that TensorFlow can run a type of operation on.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      op_type: a type that TensorFlow itself registers.
+
+    Returns:
+      Names such as "CPU"; "DEFAULT" stands for all devices.
+    """
+    from tensorflow.python.framework import kernels
+
+    return frozenset(k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel)
+
+
+# XLA.
+
+
+def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
+    """What TensorFlow's bridge to XLA makes of a function, before any optimization.
+
+    Read on TensorFlow 2.18 and 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
+    calls. It needs eager execution.
+
+    Args:
+      function: a concrete function.
+      input_specs: of its arguments, without what it captures.
+
+    Returns:
+      A serialized ``HloModuleProto``. Its results are the function's, then the new values of the
+      variables that the function assigns; the module's aliases say which is whose.
+
+    Raises:
+      tf.errors.InvalidArgumentError: when XLA has no kernel for an operation.
+    """
+    from tensorflow.python.eager.polymorphic_function import compiler_ir
+
+    generate = compiler_ir.from_concrete_function(function, list(input_specs))
+    return generate(stage="hlo_serialized")
+
+
+def hlo_module(serialized: bytes) -> Any:
+    """Reads a program of XLA.
+
+    Read on TensorFlow 2.12 to 2.21. Later versions know more fields; what a version does not know
+    it keeps as unknown fields.
+
+    Args:
+      serialized: a serialized ``HloModuleProto``; empty for a module to fill.
+
+    Returns:
+      The ``HloModuleProto``.
+
+    Raises:
+      google.protobuf.message.DecodeError: when it is something else.
+    """
+    from tensorflow.compiler.xla.service import hlo_pb2
+
+    return hlo_pb2.HloModuleProto.FromString(serialized)
+
+
+def xla_element_types() -> dict[str, int]:
+    """Name of each element type of XLA, as in "F32" -> its number in an ``HloModuleProto``.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.compiler.xla import xla_data_pb2
+
+    return dict(xla_data_pb2.PrimitiveType.items())

@@ -84,22 +84,30 @@ def _has_state(made_before: int) -> bool:
     return any(op.op_def.is_stateful and op.type not in _REPEATABLE for op in made)
 
 
-class SharedVariable(mtf.placement_mesh_impl.PlacementMeshImpl.LaidOutVariable):
+class SharedVariable:
     """A laid-out variable that has each slice once in each memory.
 
     Processors of one memory that hold the same slice have one tf variable together, on the device
     of one of them, the devices taking turns. It is written once.
+
+    It stands where Mesh-TF's `LaidOutVariable` would, on a mesh of several processors.
+
+    Attributes:
+      laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
+      copy_master_to_slices: the tf operation that sets the tf variables from the master.
+      copy_slices_to_master: the tf operation that does the reverse.
     """
 
-    # Read on Mesh-TF 0.1.21: the attributes below are those that its LaidOutVariable has.
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
+        """Makes the tf variables.
+
+        Args:
+          variable: the mesh variable, whose master exists.
+          mesh_impl: a placement mesh that has `next_turn`.
+        """
         self._variable, self._mesh_impl = variable, mesh_impl
         shape = variable.outputs[0].shape
         self._owners: list[int] = []
-        if self.slice_is_master:
-            super().__init__(variable, mesh_impl)
-            self._owners = [0]
-            return
         slices: list[Any] = [None] * mesh_impl.size
         turn = mesh_impl.next_turn()
         for memory in memories(mesh_impl.devices):
@@ -119,12 +127,12 @@ class SharedVariable(mtf.placement_mesh_impl.PlacementMeshImpl.LaidOutVariable):
                     )
                 for member in members:
                     slices[member] = value
-        self._laid_out_tensor = mesh_impl.LaidOutTensor(slices)
-        self._copy_master_to_slices = self.assign_to_slices(
+        self.laid_out_tensor = mesh_impl.LaidOutTensor(slices)
+        self.copy_master_to_slices = self.assign_to_slices(
             mtf.assign_slice, mesh_impl.make_slices(variable.get_master(), shape)
         )
         to_master = [tf.cast(value, variable.master_dtype) for value in slices]
-        self._copy_slices_to_master = variable.assign_to_master(
+        self.copy_slices_to_master = variable.assign_to_master(
             mesh_impl.combine_slices(to_master, shape)
         )
 
@@ -139,7 +147,7 @@ class SharedVariable(mtf.placement_mesh_impl.PlacementMeshImpl.LaidOutVariable):
           A tf operation.
         """
         owners = self._owners
-        slices = self._laid_out_tensor.all_slices
+        slices = self.laid_out_tensor.all_slices
         return tf.group(
             mtf.parallel(
                 [self._mesh_impl.devices[owner] for owner in owners],

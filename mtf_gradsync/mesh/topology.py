@@ -6,7 +6,8 @@ import functools
 import re
 from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
-from mtf_gradsync._private.libraries import local_devices, tf
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import local_devices
 from mtf_gradsync.mesh.devices import full_name, place_of, process_of
 from mtf_gradsync.mesh.kind import is_simd
 

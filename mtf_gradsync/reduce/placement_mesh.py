@@ -92,7 +92,8 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
         self.reducer: Strategy = FusedAllReduce() if reducer is None else check_strategy(reducer)
         super().__init__(shape, layout, list(devices))
         self._share_copies = share_copies
-        if share_copies:
+        # One processor may use the master itself, as Mesh-TF's variables do.
+        if share_copies and self.size > 1:
             self.LaidOutVariable = SharedVariable
         self._turn = 0
 
@@ -163,7 +164,7 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
             firsts = [partial[members[0]] for members in sharing]
             return self._once_per_memory(devices, lambda members: combine(firsts))
 
-        return self._collective_with_groups(x, mesh_axes, extreme)
+        return self._in_groups(extreme, x, mesh_axes)
 
     def allconcat(self, x: Any, mesh_axis: int, concat_axis: int) -> Any:
         """Gives each processor of a group the slices of all, concatenated.
@@ -182,7 +183,7 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
                 return mtf.placement_mesh_impl.allconcat_ring(xs, devices, concat_axis)
             return self._once_per_memory(devices, lambda members: tf.concat(xs, concat_axis))
 
-        return self._collective_with_groups(x, [mesh_axis], concat)
+        return self._in_groups(concat, x, [mesh_axis])
 
     def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
         """Splits each slice over its group, and concatenates what comes from the others.
@@ -202,7 +203,7 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
             split_axis=split_axis,
             concat_axis=concat_axis,
         )
-        return self._collective_with_groups(x, [mesh_axis], straight)
+        return self._in_groups(straight, x, [mesh_axis])
 
     def laid_out_pcoord(self, mesh_axis: int) -> Any:
         """Each processor's coordinate along a mesh dimension, as a Python integer."""
@@ -211,6 +212,21 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
             for pnum in range(self.size)
         ]
         return self.LaidOutTensor(coordinates)
+
+    def _in_groups(
+        self,
+        collective: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]],
+        x: Any,
+        mesh_axes: Sequence[int],
+    ) -> Any:
+        """Calls a collective with the slices and the devices of each group along mesh_axes."""
+        slices = x.to_laid_out_tensor().tensor_list
+        result: list[Any] = [None] * self.size
+        for group in ProcessorGroups.along(self, mesh_axes).groups:
+            outputs = collective([slices[p] for p in group], [self.devices[p] for p in group])
+            for processor, output in zip(group, outputs):
+                result[processor] = output
+        return self.LaidOutTensor(result)
 
     def _once_per_memory(
         self, devices: Sequence[str], compute: Callable[[list[int]], tf.Tensor]

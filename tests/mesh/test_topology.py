@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtf_gradsync._private.libraries import local_devices, mtf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh import topology
 
 
@@ -101,12 +101,6 @@ def test_gpus_that_nobody_describes():
 def test_parts_of_one_gpu_are_one_chip():
     assert len(set(of_gpus([gpu(0, [1]), gpu(1, [0])]).chips)) == 2
     assert len(set(of_gpus([gpu(0, [1], bus="a"), gpu(1, [0], bus="a")]).chips)) == 1
-
-
-def test_local_devices_say_what_topology_reads():
-    (device,) = [d for d in local_devices() if d.name.endswith("CPU:0")]
-    assert list(device.locality.links.link) == []
-    assert isinstance(device.physical_device_desc, str)
 
 
 def test_strings_that_name_no_device():

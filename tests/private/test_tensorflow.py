@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import trace_function
+from mtf_gradsync._private.tensorflow import (
+    collective_sum,
+    control_flow_context,
+    local_devices,
+    moving_average_settings,
+    replace_capture,
+    set_attr,
+    trace_function,
+    write_to_own_memory,
+)
+
+
+def run(fetches, feeds=None, num_devices=1):
+    config = tf.ConfigProto(device_count={"CPU": num_devices})
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    with tf.Session(config=config) as session:
+        return session.run(fetches, feeds)
 
 
 def types(operations):
     return [op.type for op in operations]
+
+
+def test_attributes_are_set_in_the_graph(fresh_graph):
+    operation = tf.identity(tf.constant(1.0)).op
+    set_attr(operation, "_ours", tf.AttrValue(i=7))
+    assert operation.get_attr("_ours") == 7
+    (node,) = [n for n in fresh_graph.as_graph_def().node if n.name == operation.name]
+    assert node.attr["_ours"].i == 7
+    set_attr(operation, "_ours", tf.AttrValue(i=8))
+    assert operation.get_attr("_ours") == 8
+
+
+def test_branches_and_loops_have_contexts_of_their_own(fresh_graph):
+    seen = {}
+
+    def look(name, result):
+        seen[name] = control_flow_context(fresh_graph)
+        return result()
+
+    def a_loop():
+        return tf.while_loop(
+            lambda n: n < 3, lambda n: look("loop in branch", lambda: n + 1), [tf.constant(0)]
+        )
+
+    tf.cond(
+        tf.placeholder(tf.bool, []),
+        lambda: look("branch", a_loop),
+        lambda: look("other branch", lambda: tf.constant(0)),
+    )
+    assert control_flow_context(fresh_graph) is None
+    assert all(seen.values())
+    assert len({id(context) for context in seen.values()}) == 3
+    assert seen["loop in branch"].outer_context is seen["branch"]
+
+
+def test_a_function_takes_what_stands_in_for_a_capture():
+    replaced, captured = tf.constant([1.0]), tf.constant([2.0])
+    offered = []
+
+    def stand_in(tensor):
+        offered.append(tensor)
+        return tf.constant([10.0]) if tensor is replaced else None
+
+    def body(argument):
+        replace_capture(tf.get_default_graph(), stand_in)
+        return argument + replaced + captured + tf.constant([4.0])
+
+    result = tf.function(body, autograph=False)(tf.constant([100.0]))
+    assert all(any(x is y for y in (replaced, captured)) for x in offered)
+    assert [x for x in result.op.inputs if x is replaced] == []
+    assert len([x for x in result.op.inputs if x is captured]) == 1
+    np.testing.assert_array_equal(run(result), [116.0])
 
 
 def test_a_traced_function_adds_nothing_to_the_graph(fresh_graph):
@@ -62,3 +133,55 @@ def test_traced_conditionals_are_functions():
         lambda p: tf.cond(p, lambda: 1.0, lambda: 2.0), [tf.TensorSpec([], tf.bool)]
     )
     assert {"If", "StatelessIf"} & set(types(traced.operations))
+
+
+def sum_whose_inputs_are_held(make_sum):
+    """A sum of 1, 1e8 and -1e8, where only the memory of the last is free."""
+    fed = tf.placeholder(tf.float32, [3])
+    slices = [fed[i : i + 1] * 1.0 for i in range(3)]
+    total = make_sum(slices)
+    with tf.control_dependencies([total]):
+        holders = [tf.identity(x) for x in slices[:2]]
+    return run([tf.identity(total), holders], {fed: [1.0, 1e8, -1e8]})[0][0]
+
+
+def test_a_sum_in_memory_of_its_own_keeps_its_order():
+    def marked(slices):
+        total = tf.add_n(slices)
+        write_to_own_memory(total.op)
+        return total
+
+    assert sum_whose_inputs_are_held(marked) == 0.0
+    assert sum_whose_inputs_are_held(tf.add_n) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.int32, tf.int64])
+def test_collectives_sum(dtype):
+    sums = []
+    for member in range(2):
+        with tf.device(f"/device:CPU:{member}"):
+            sums.append(collective_sum(tf.constant([1, 10 * (member + 1)], dtype), 2, 1, 11, 60.0))
+    for result in run(sums, num_devices=2):
+        np.testing.assert_array_equal(result, [2, 30])
+
+
+def test_collectives_give_up_after_the_timeout():
+    with tf.device("/device:CPU:0"):
+        alone = collective_sum(tf.constant([1.0]), 2, 2, 12, 1.0)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        run(alone, num_devices=2)
+
+
+def test_devices_say_their_links():
+    (device,) = [d for d in local_devices() if d.name.endswith("CPU:0")]
+    assert device.device_type == "CPU"
+    assert list(device.locality.links.link) == []
+    assert isinstance(device.physical_device_desc, str)
+
+
+def test_moving_averages_say_how_they_were_made():
+    average = tf.train.ExponentialMovingAverage
+    assert moving_average_settings(average(0.9)) == (0.9, None, False)
+    assert moving_average_settings(average(0.9, 7)) == (0.9, 7, False)
+    settings = moving_average_settings(average(0.5, zero_debias=True))
+    assert (settings.decay, settings.num_updates, settings.zero_debias) == (0.5, None, True)

@@ -9,7 +9,8 @@ from typing import Any, Iterator, Sequence
 
 import gin
 
-from mtf_gradsync._private.libraries import collective_sum, control_flow_context, tf
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.devices import full_name, place_of
 from mtf_gradsync.mesh.groups import ProcessorGroups
@@ -111,7 +112,7 @@ class CollectiveAllReduce(Strategy):
             return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
         check_values(values)
         sum_fn = all_reduce_fn(mesh_impl, self._group_sum)
-        if getattr(tf.get_default_graph(), "outer_graph", None) is not None:
+        if tf.get_default_graph().building_function:
             warn_once(
                 "collectives in functions",
                 "CollectiveAllReduce: a session cannot run TensorFlow's collectives inside a "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import write_to_own_memory
 
 # Sums of these are kept in float32 until the last addition is done.
 NARROW_FLOATS = (tf.bfloat16, tf.float16)
@@ -22,11 +23,6 @@ _ELSEWHERE = {
     "rechd": "use 'ring', or 'add_n' with several packs or shards",
     "xring": "the ring is 'ring'",
 }
-
-
-# `OpKernelContext::Params::kNeverForward` of TensorFlow (read on 2.12 to 2.21): the kernel writes
-# this output into memory of its own.
-_NEVER_FORWARD = -2
 
 
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -48,8 +44,7 @@ def in_order(total: tf.Tensor) -> tf.Tensor:
     """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
-        pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])  # which input to which output
-        total.op._set_attr("_forward_input", tf.AttrValue(list=pairs))
+        write_to_own_memory(total.op)
     return total
 
 

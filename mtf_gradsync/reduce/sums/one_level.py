@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import first_alike
@@ -18,15 +19,13 @@ SumFn = Callable[[Any, ProcessorGroups, int], Any]
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
     """The dtype in which values cross a SIMD mesh; a rule of Mesh-TF's all-reduce.
 
-    Only float32 crosses as it is, and bfloat16 in groups of at most 8 processors (a flag of
-    Mesh-TF) along mesh axes; all else is cast to float32 on the way, so float64 keeps float32's
-    precision and integers are exact up to 2**24.
+    Only float32 crosses as it is, and bfloat16 in groups of at most 8 processors (an argument of
+    `SimdMeshImpl`) along mesh axes; all else is cast to float32 on the way, so float64 keeps
+    float32's precision and integers are exact up to 2**24.
     """
-    # Read on Mesh-TF 0.1.21, which keeps the flag's value in this attribute.
-    largest = getattr(mesh_impl, "_allreduce_in_bfloat16_max_group_size", 8)
-    if dtype == tf.bfloat16 and groups.mesh_axes is not None and groups.group_size <= largest:
-        return tf.bfloat16
-    return tf.float32
+    if dtype != tf.bfloat16 or groups.mesh_axes is None:
+        return tf.float32
+    return tf.bfloat16 if groups.group_size <= bfloat16_group_size(mesh_impl) else tf.float32
 
 
 def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
