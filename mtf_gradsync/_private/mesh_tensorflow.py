@@ -10,6 +10,9 @@ from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
 
+#: The one collection of a graph in which a SIMD mesh keeps the slices of variables.
+SLICES_COLLECTION = "TPU_VAR"
+
 
 def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
     """The `LaidOutTensor` that a pending sum has become for one of its readers, None before."""

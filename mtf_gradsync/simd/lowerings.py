@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import restored_lowering
 
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
@@ -27,8 +28,7 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
     if hasattr(given, "training_hooks"):
         hooks = [*(given.training_hooks or ()), *(getattr(given, "training_chief_hooks", ()) or ())]
         hooks = [h for h in hooks if isinstance(h, mtf.MtfRestoreHook)]
-        # Mesh-TF 0.1.21 keeps the lowering only in this private attribute of its hook.
-        found = [hook._lowering for hook in hooks]
+        found = [restored_lowering(hook) for hook in hooks]
         if found:
             return found
     elif isinstance(given, (list, tuple)) and all(isinstance(x, mtf.Lowering) for x in given):

@@ -1,4 +1,4 @@
-"""The parts of TensorFlow that open a TPU program by hand, and where each version keeps them.
+"""Opens a TPU program by hand, for cores that need not exist.
 
 ``tf.tpu.replicate`` takes the model as a function. A Mesh-TF user builds the model, the lowering
 and the update operations step by step, so the program is opened and closed here instead: the same
@@ -11,23 +11,9 @@ import contextlib
 from typing import Any, Iterator, Sequence
 
 import numpy as np
-from tensorflow.python.tpu import tpu as _tpu
-from tensorflow.python.tpu import tpu_function as _tpu_function
-from tensorflow.python.tpu.ops import tpu_ops as _tpu_ops
 
+from mtf_gradsync._private import tensorflow as private
 from mtf_gradsync._private.libraries import tf
-
-# The attribute that marks an operation as part of a TPU program (all TensorFlow versions).
-CLUSTER_ATTR = "_tpu_replicate"
-
-
-def _replicate_context_class() -> Any:
-    """The class that marks operations: in ``tpu.tpu`` on 2.12, in ``tpu.tpu_replication`` since."""
-    if hasattr(_tpu, "TPUReplicateContext"):
-        return _tpu.TPUReplicateContext
-    from tensorflow.python.tpu import tpu_replication
-
-    return tpu_replication.TPUReplicateContext
 
 
 def made_up_device_assignment(num_replicas: int) -> Any:
@@ -65,7 +51,7 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
     """
     # The operation has to stand outside the program, whose context marks all that is made in it.
     with tf.control_dependencies(None):
-        return _tpu_ops.tpu_replicated_input(list(tensors), name=name)
+        return private.tpu_replicated_input(tensors, name)
 
 
 @contextlib.contextmanager
@@ -81,35 +67,14 @@ def replicated_program(num_replicas: int) -> Iterator[str]:
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
     pivot = tf.no_op(name=cluster + "/pivot")
-    context = _replicate_context_class()(name=cluster, num_replicas=num_replicas, pivot=pivot)
     scope = tf.get_variable_scope()
     used_resources = scope.use_resource
-    context.Enter()
-    try:
-        metadata = _tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
+    with private.tpu_replicate_context(cluster, num_replicas, pivot):
+        metadata = private.tpu_replicate_metadata(num_replicas)
         # A TPU program cannot use reference variables.
         scope.set_use_resource(True)
-        with _tpu_function.tpu_shard_context(num_replicas), tf.control_dependencies([metadata]):
-            yield cluster
-    finally:
-        scope.set_use_resource(used_resources)
-        context.Exit()
-
-
-def cpu_kernels_missing(op_types: Sequence[str]) -> list[str]:
-    """Which operation types cannot run on a CPU.
-
-    Args:
-      op_types: names of operation types, without those of a graph's own functions.
-
-    Returns:
-      The ones for which TensorFlow registered no CPU kernel, in the order given.
-    """
-    from tensorflow.python.framework import kernels
-
-    missing = []
-    for op_type in op_types:
-        devices = {k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel}
-        if not devices & {"CPU", "DEFAULT"}:
-            missing.append(op_type)
-    return missing
+        try:
+            with private.tpu_shard_context(num_replicas), tf.control_dependencies([metadata]):
+                yield cluster
+        finally:
+            scope.set_use_resource(used_resources)

@@ -9,14 +9,12 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
 from mtf_gradsync.simd.emulator.agreement import divergence_of
 from mtf_gradsync.simd.emulator.rewrite import emulate
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 from mtf_gradsync.simd.lowerings import lowerings_in
-
-# Mesh-TF keeps slice variables in this collection only.
-_SLICES = "TPU_VAR"
 
 
 def cpu_config() -> tf.ConfigProto:
@@ -49,7 +47,7 @@ class PreparedGraph:
             # None: not inside whatever scope the caller happens to be in.
             stack.enter_context(tf.control_dependencies(None))
             stack.enter_context(tf.name_scope(None))
-            slices = source.get_collection(_SLICES)
+            slices = source.get_collection(SLICES_COLLECTION)
             variables = tf.global_variables()
             self.initialize = [
                 tf.variables_initializer(variables + tf.local_variables() + slices).name

@@ -13,7 +13,7 @@ from typing import NamedTuple, Tuple, Union
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd import replicated
+from mtf_gradsync._private.tensorflow import TPU_PROGRAM_ATTR
 
 
 class Loop(NamedTuple):
@@ -97,9 +97,9 @@ class GraphFacts:
         self.graph_def = graph_def
         self.node: dict[str, tf.NodeDef] = {n.name: n for n in graph_def.node}
         self.cluster: dict[str, str] = {
-            n.name: n.attr[replicated.CLUSTER_ATTR].s.decode()
+            n.name: n.attr[TPU_PROGRAM_ATTR].s.decode()
             for n in graph_def.node
-            if replicated.CLUSTER_ATTR in n.attr
+            if TPU_PROGRAM_ATTR in n.attr
         }
         self.num_replicas: dict[str, int] = {
             self.cluster[n.name]: n.attr["num_replicas"].i

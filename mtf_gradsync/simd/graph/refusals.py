@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Iterator
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd import replicated
+from mtf_gradsync._private.tensorflow import kernel_devices
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES, find_collectives
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts
@@ -49,11 +49,10 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
                 types.setdefault(node.op, node)
         elif node.op not in _BOUNDARY:
             _check_outside(facts, node)
-    for op_type in replicated.cpu_kernels_missing([t for t in types if t not in _REWRITTEN]):
-        remedy = _REMEDIES.get(op_type, "leave it out of the program, or run it on a TPU")
-        raise UnsupportedProgramError.of(
-            types[op_type], "TensorFlow has no CPU kernel for it", remedy
-        )
+    for op_type, node in types.items():
+        if op_type not in _REWRITTEN and not kernel_devices(op_type) & {"CPU", "DEFAULT"}:
+            remedy = _REMEDIES.get(op_type, "leave it out of the program, or run it on a TPU")
+            raise UnsupportedProgramError.of(node, "TensorFlow has no CPU kernel for it", remedy)
 
 
 def check_functions_are_silent(facts: GraphFacts) -> None:
