@@ -5,6 +5,7 @@ from __future__ import annotations
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.emulator.agreement import Agreement
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
+from mtf_gradsync.simd.graph.fetches import check_alive_outside
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:
@@ -89,10 +90,6 @@ class EmulatedGraph:
             return [f"{n}:{k}" for n, k in sources if k != CONTROL]
         if node_name not in self._facts.cluster:
             return [name]
-        if self._facts.context_of_output(node_name, number):
-            raise ValueError(
-                f"{name!r} cannot be fetched: it stands inside a loop or conditional of the "
-                "program. Fetch what the loop or conditional returns."
-            )
+        check_alive_outside(self._facts, node_name, number)
         cores = self.num_replicas[self._facts.cluster[node_name]]
         return [clone_name(self._prefix, name, core) for core in range(cores)]

@@ -17,6 +17,7 @@ from typing import Any, Iterable, Sequence
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.emulator.agreement import Agreement, find_agreements
 from mtf_gradsync.simd.emulator.result import EmulatedGraph, clone_name
+from mtf_gradsync.simd.graph.attributes import untie
 from mtf_gradsync.simd.graph.collective_ops import Collective, connected, find_collectives
 from mtf_gradsync.simd.graph.effects import find_effects
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, Loop, join_input, split_input
@@ -165,7 +166,7 @@ class _Rewriter:
             return
         copy = self._out.node.add()
         copy.CopyFrom(node)
-        _clean(copy)
+        untie(copy)
         del copy.input[:]
         inputs = [t for s, k in self._facts.inputs(node.name) for t in self._outside_input(s, k)]
         copy.input.extend(_data_first(inputs))
@@ -193,7 +194,7 @@ class _Rewriter:
         copy = self._out.node.add()
         copy.CopyFrom(node)
         copy.name = name
-        _clean(copy)
+        untie(copy)
         if node.op in ("LoopCond", "Enter"):
             frame = facts.context[node.name][-1].frame
             leader = self._leaders.get((frame, core), core)
@@ -346,11 +347,3 @@ def _data_first(inputs: Iterable[str]) -> list[str]:
         else:
             data.append(text)
     return data + sorted(control)
-
-
-def _clean(node: tf.NodeDef) -> None:
-    """Takes out what ties a node to a device or to a TPU program."""
-    node.device = ""
-    for attr in list(node.attr):
-        if attr == "_class" or attr == "_XlaCompile" or attr.startswith(("_tpu", "_xla")):
-            del node.attr[attr]

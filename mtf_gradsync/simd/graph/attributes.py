@@ -1,0 +1,19 @@
+"""Attributes that tie an operation to a device or to a TPU."""
+
+from __future__ import annotations
+
+from mtf_gradsync._private.libraries import tf
+
+_PREFIXES = ("_tpu", "_xla", "_Xla")
+
+
+def untie(node: tf.NodeDef) -> None:
+    """Takes out of a node what ties it to a device, to other operations' devices or to a TPU.
+
+    Args:
+      node: the node, changed in place.
+    """
+    node.device = ""
+    for attr in list(node.attr):
+        if attr == "_class" or attr.startswith(_PREFIXES):
+            del node.attr[attr]
