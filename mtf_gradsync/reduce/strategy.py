@@ -1,4 +1,4 @@
-"""What a reduction strategy is: sums of laid-out tensors over groups of processors."""
+"""What a strategy is: sums of laid-out tensors over groups of processors."""
 
 from __future__ import annotations
 
@@ -175,10 +175,13 @@ class Strategy(abc.ABC):
 
 
 def check_strategy(reducer: Any) -> Any:
-    """Returns reducer, or raises TypeError if it is no strategy."""
+    """Returns the strategy that an argument named reducer gave, or raises TypeError if it is none.
+
+    Anything that is no class and has a method `all_reduce` is taken for one.
+    """
     if isinstance(reducer, type) or not callable(getattr(reducer, "all_reduce", None)):
         raise TypeError(
-            "reducer must be a reduction strategy such as mtf_gradsync.reduce.FusedAllReduce(), "
+            "reducer must be a strategy such as mtf_gradsync.reduce.FusedAllReduce(), "
             f"got {reducer!r}."
         )
     return reducer

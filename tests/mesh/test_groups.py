@@ -131,13 +131,13 @@ def test_a_device_off_the_mesh_is_refused_before_anything_is_built():
         x = mesh_impl.LaidOutTensor([tf.ones([2])] * 2)
         before = len(graph.get_operations())
         for wrap in (lambda inner: inner, reduce.CompressedAllReduce):
-            reducer = wrap(reduce.ReductionToOneDevice("/device:CPU:5"))
+            strategy = wrap(reduce.ReductionToOneDevice("/device:CPU:5"))
             with pytest.raises(ValueError, match=r"reduce_to_device must be on the mesh.*CPU:5"):
-                reducer.all_reduce(mesh_impl, [x], groups)
+                strategy.all_reduce(mesh_impl, [x], groups)
         assert len(graph.get_operations()) == before
 
 
 def test_a_device_is_known_by_its_long_name_too():
     mesh_impl = harness.placement("all:2", "batch:all")
-    reducer = reduce.ReductionToOneDevice("/job:localhost/replica:0/task:0/device:CPU:1")
-    reducer.check(mesh_impl, reduce.ProcessorGroups.along(mesh_impl, [0]))
+    strategy = reduce.ReductionToOneDevice("/job:localhost/replica:0/task:0/device:CPU:1")
+    strategy.check(mesh_impl, reduce.ProcessorGroups.along(mesh_impl, [0]))

@@ -160,10 +160,10 @@ def test_what_is_no_mesh_gets_a_strategy_and_one_warning(mesh_impl, caplog):
 def test_training_by_a_wrapper_equals_the_default(mesh_kind, mesh):
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
 
-    def losses(reducer):
+    def losses(strategy):
         def make():
             inner = models.OPTIMIZERS["sgd"]()
-            return gs.CrossShardOptimizer(inner, reducer=reducer)
+            return gs.CrossShardOptimizer(inner, reducer=strategy)
 
         build = models.train(make, batch_dims)
         fetched = harness.run(mesh_kind, mesh_shape, layout, build, models.mlp_batches(3)).fetched

@@ -20,10 +20,10 @@ MESHES = {
 BATCH, IN, HIDDEN, OUT = 8, 5, 16, 8
 
 
-def ours(mesh_shape, layout, reducer=None, devices=None):
+def ours(mesh_shape, layout, strategy=None, devices=None):
     size = mtf.convert_to_shape(mesh_shape).size
     devices = devices or [f"/device:CPU:{i}" for i in range(size)]
-    return gs.placement_mesh_impl(mesh_shape, layout, devices, reducer=reducer)
+    return gs.placement_mesh_impl(mesh_shape, layout, devices, reducer=strategy)
 
 
 def evaluate(mesh_impl, build, **inputs):
@@ -91,12 +91,12 @@ def program(mesh, x, w, v):
     return [loss, h, p, dw, dv, mtf.reduce_max(logits), mtf.reduce_min(logits)]
 
 
-@pytest.mark.parametrize("reducer", [None, gs.FusedAllReduce(0)], ids=["default", "given"])
+@pytest.mark.parametrize("strategy", [None, gs.FusedAllReduce(0)], ids=["default", "given"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_program_equals_numpy(mesh, reducer):
+def test_program_equals_numpy(mesh, strategy):
     inputs = data()
     expected = Reference(**inputs)
-    values, _ = evaluate(ours(*MESHES[mesh], reducer), program, **inputs)
+    values, _ = evaluate(ours(*MESHES[mesh], strategy), program, **inputs)
     wanted = ["loss", "h", "p", "dw", "dv", "largest", "smallest"]
     for name, value in zip(wanted, values):
         # A few dozen roundings of numbers whose partial sums are below 64.
@@ -280,7 +280,7 @@ def test_strings_that_name_no_device_are_refused():
 
 
 def test_a_reducer_that_is_none_is_refused():
-    with pytest.raises(TypeError, match="reducer must be a reduction strategy"):
+    with pytest.raises(TypeError, match="reducer must be a strategy"):
         gs.placement_mesh_impl("all:8", "batch:all", [""] * 8, reducer=gs.FusedAllReduce)
 
 

@@ -1,4 +1,4 @@
-"""Strategies as a wrapper's reducer: training on both kinds of mesh, inside branches too."""
+"""Training by a wrapper with each strategy, on both kinds of mesh, inside branches too."""
 
 import functools
 
@@ -10,7 +10,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import reduce
 from tests import harness, models
 
-REDUCERS = {
+STRATEGIES = {
     "one_device": lambda: reduce.ReductionToOneDevice(),
     "ring": lambda: reduce.RingAllReduce(),
     "packs": lambda: reduce.AllReduce(num_packs=2),
@@ -27,25 +27,27 @@ def losses(kind, mesh, wrap):
     return np.array([step["loss"] for step in fetched])
 
 
-def accumulating(inner, mesh, reducer):
+def accumulating(inner, mesh, strategy):
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
     return gs.GradientAccumulationOptimizer(
-        inner, 3, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=reducer
+        inner, 3, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=strategy
     )
 
 
-def sync_replicas(inner, mesh, reducer):
+def sync_replicas(inner, mesh, strategy):
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
     return gs.SyncReplicasOptimizer(
-        inner, 4, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=reducer
+        inner, 4, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=strategy
     )
 
 
 WRAPPERS = {
-    "cross_shard": lambda inner, mesh, reducer: gs.CrossShardOptimizer(inner, reducer=reducer),
+    "cross_shard": lambda inner, mesh, strategy: gs.CrossShardOptimizer(inner, reducer=strategy),
     "accumulation": accumulating,
     "sync_replicas": sync_replicas,
-    "clip": lambda inner, mesh, reducer: gs.ClipByGlobalNormOptimizer(inner, 0.1, reducer=reducer),
+    "clip": lambda inner, mesh, strategy: gs.ClipByGlobalNormOptimizer(
+        inner, 0.1, reducer=strategy
+    ),
 }
 
 
@@ -55,29 +57,29 @@ def usual_losses(kind, wrapper):
 
 
 @pytest.mark.parametrize(
-    ("reducer", "wrapper"),
-    [(reducer, "cross_shard") for reducer in REDUCERS]
-    + [(reducer, "accumulation") for reducer in ("levels", "float16")],
+    ("strategy", "wrapper"),
+    [(strategy, "cross_shard") for strategy in STRATEGIES]
+    + [(strategy, "accumulation") for strategy in ("levels", "float16")],
 )
-def test_training_is_the_same_with_every_strategy(mesh_kind, reducer, wrapper):
-    check_training(mesh_kind, reducer, wrapper)
+def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
+    check_training(mesh_kind, strategy, wrapper)
 
 
 @pytest.mark.parametrize(
-    ("reducer", "wrapper"), [("collective", "sync_replicas"), ("levels", "clip")]
+    ("strategy", "wrapper"), [("collective", "sync_replicas"), ("levels", "clip")]
 )
-def test_the_other_wrappers_too(monkeypatch, reducer, wrapper):
-    monkeypatch.setitem(REDUCERS, "collective", lambda: reduce.CollectiveAllReduce(3))
-    check_training("placement", reducer, wrapper)
+def test_the_other_wrappers_too(monkeypatch, strategy, wrapper):
+    monkeypatch.setitem(STRATEGIES, "collective", lambda: reduce.CollectiveAllReduce(3))
+    check_training("placement", strategy, wrapper)
 
 
-def check_training(mesh_kind, reducer, wrapper):
+def check_training(mesh_kind, strategy, wrapper):
     def wrap(inner, mesh):
-        return WRAPPERS[wrapper](inner, mesh, REDUCERS[reducer]())
+        return WRAPPERS[wrapper](inner, mesh, STRATEGIES[strategy]())
 
     # Losses are about 1 and fall by about a tenth a step: a gradient off by 2**-7 of its size
     # moves a loss by less than 2**-7 / 10 a step. Without compression only float32 rounds.
-    tolerance = 6 * 2.0**-7 / 10 if reducer in ("bfloat16", "float16") else 1e-5
+    tolerance = 6 * 2.0**-7 / 10 if strategy in ("bfloat16", "float16") else 1e-5
     usual, ours = usual_losses(mesh_kind, wrapper), losses(mesh_kind, "2x2x2", wrap)
     np.testing.assert_allclose(ours, usual, atol=tolerance)
     assert usual[-1] != usual[0]

@@ -12,7 +12,7 @@ from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import slicewise
 from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.packs import packing
-from mtf_gradsync.reduce.packs.planning import Packs, Piece, Planner, whole
+from mtf_gradsync.reduce.packs.planning import Packs, Piece, Planner, packs_of_whole
 from mtf_gradsync.reduce.sums.one_level import SumFn
 
 # Devices of one memory that read one sum can unpack it each, or one for all, which sends them the
@@ -23,7 +23,7 @@ MESSAGE_BYTES = 32 * 1024
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
     """A `Planner` that packs nothing."""
     del itemsize
-    return whole([[i] for i in range(len(sizes))], sizes)
+    return packs_of_whole([[i] for i in range(len(sizes))], sizes)
 
 
 def packed_all_reduce(

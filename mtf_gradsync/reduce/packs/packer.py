@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from mtf_gradsync.reduce.checks import check_count
-from mtf_gradsync.reduce.packs.planning import Packs, plan_packs, plan_small_groups, whole
+from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole, plan_packs, plan_small_groups
 
 
 class Packer:
@@ -45,4 +45,4 @@ class Packer:
         if self.num_packs > 0:
             return plan_packs(sizes, self.num_packs)
         num_bytes = [size * itemsize for size in sizes]
-        return whole(plan_small_groups(num_bytes, self.max_bytes, self.max_group), sizes)
+        return packs_of_whole(plan_small_groups(num_bytes, self.max_bytes, self.max_group), sizes)

@@ -84,7 +84,7 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
     return groups
 
 
-def whole(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
+def packs_of_whole(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
     """The packs of groups of whole tensors.
 
     Args:

@@ -18,7 +18,7 @@ from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.topology import kind_of
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs.packed import packed_all_reduce
-from mtf_gradsync.reduce.packs.planning import Packs, whole
+from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.algorithms import NARROW_FLOATS, add_n
 from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
@@ -136,7 +136,7 @@ class CollectiveAllReduce(Strategy):
     def _plan(self, sizes: Sequence[int], itemsize: int) -> Packs:
         del itemsize
         numbers, step = list(range(len(sizes))), self.merge_scope
-        return whole([numbers[i : i + step] for i in range(0, len(numbers), step)], sizes)
+        return packs_of_whole([numbers[i : i + step] for i in range(0, len(numbers), step)], sizes)
 
     def _group_sum(self, slices: Sequence[Any], devices: Sequence[str], root: int) -> Sequence[Any]:
         """A `GroupSum`: one collective."""

@@ -119,9 +119,9 @@ class CompressedAllReduce(Strategy):
         return results
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`; what the reducer cannot do is no better compressed."""
+        """See `Strategy.check`; what the inner strategy cannot do is no better compressed."""
         super().check(mesh_impl, groups)
-        # A reducer that is none of this package's may have no such method.
+        # A strategy that is none of this package's may have no such method.
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
@@ -133,7 +133,7 @@ class CompressedAllReduce(Strategy):
         return compressed if compressed == self.compressed_dtype else inner
 
     def _sent_as(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        # A reducer that is none of this package's has to be taken at its word.
+        # A strategy that is none of this package's has to be taken at its word.
         wire_dtype = getattr(self.reducer, "wire_dtype", lambda mesh_impl, dtype, groups: dtype)
         return wire_dtype(mesh_impl, dtype, groups)
 

@@ -10,7 +10,7 @@ from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import check_count
 from mtf_gradsync.reduce.packs.packed import packed_all_reduce
-from mtf_gradsync.reduce.packs.planning import Packs, plan_buckets, whole
+from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole, plan_buckets
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
@@ -65,6 +65,6 @@ class FusedAllReduce(Strategy):
 
         def buckets(sizes: Sequence[int], itemsize: int) -> Packs:
             num_bytes = [size * itemsize for size in sizes]
-            return whole(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
+            return packs_of_whole(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
 
         return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl), buckets)

@@ -181,7 +181,7 @@ LARGE_GROUPS = [list(range(0, 8, 2)), list(range(1, 8, 2))]
 
 
 @pytest.mark.parametrize(
-    ("kind", "reducer", "wire", "groups"),
+    ("kind", "strategy", "wire", "groups"),
     [
         ("simd", reduce.FusedAllReduce, "float16", None),
         ("simd", reduce.FusedAllReduce, "bfloat16", LARGE_GROUPS),
@@ -191,11 +191,11 @@ LARGE_GROUPS = [list(range(0, 8, 2)), list(range(1, 8, 2))]
     ],
 )
 def test_where_nothing_is_saved_values_go_as_they_are_with_one_warning(
-    kind, reducer, wire, groups, caplog
+    kind, strategy, wire, groups, caplog
 ):
     def make(impl, values):
         some = reduce.ProcessorGroups(groups) if groups else reduce.ProcessorGroups.along(impl, [0])
-        plain, compressed = reducer(), reduce.CompressedAllReduce(reducer(), wire)
+        plain, compressed = strategy(), reduce.CompressedAllReduce(strategy(), wire)
         return [
             y for s in (plain, compressed, compressed) for y in s.all_reduce(impl, values, some)
         ]

@@ -38,8 +38,8 @@ def test_sums_equal_numpy(mesh_kind, mesh, bucket_bytes):
     data = feed()
 
     def build(mtf_mesh, inputs):
-        reducer = gs.FusedAllReduce(bucket_bytes)
-        sums = gs.sum_shards(pending(mtf_mesh, inputs), reducer=reducer)
+        strategy = gs.FusedAllReduce(bucket_bytes)
+        sums = gs.sum_shards(pending(mtf_mesh, inputs), reducer=strategy)
         return [], dict(zip(sorted(inputs), sums))
 
     out = harness.run(mesh_kind, mesh_shape, layout, build, [data]).fetched[0]
