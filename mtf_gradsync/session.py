@@ -36,7 +36,8 @@ def session_config(
       intra_op_threads: threads inside one operation; 0 is one for each core.
       collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
         cluster meet for `CollectiveAllReduce`: the same for all, given to ``tf.train.Server``.
-        Without it, each process waits for its own devices alone, until a timeout.
+        Without it the processes wait for each other for ever, or as long as that strategy's
+        timeout_seconds.
 
     Returns:
       A ConfigProto for ``tf.Session(config=...)`` and ``tf.train.Server(config=...)``.

@@ -48,9 +48,9 @@ class CompressedAllReduce(Strategy):
     left as it is. Looking for it reads the sums once; the values are read only after a hit.
 
     **Where it does nothing.** Mesh-TF sends bfloat16 over a SIMD mesh as float32 in groups of
-    more than 8 cores, and float16 always; its ring sends both as float32 here. Compression
-    would cost precision and save nothing there, so that values go as they are, and a warning
-    says so.
+    more than 8 cores, and float16 always; its ring and `CollectiveAllReduce` send both as float32
+    on a placement mesh. Compression would cost precision and save nothing there, so that values
+    go as they are, and a warning says so.
     """
 
     def __init__(
