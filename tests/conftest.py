@@ -4,7 +4,7 @@ import absl.flags
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.step import reset_warnings
+from mtf_gradsync._warn import reset_warnings
 
 tf.disable_v2_behavior()
 tf.enable_resource_variables()

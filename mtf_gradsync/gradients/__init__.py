@@ -13,7 +13,7 @@ from mtf_gradsync.gradients.copies import (
     check_group_assignment,
     check_groups_cover,
 )
-from mtf_gradsync.gradients.partial_sums import StageOperation
+from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.stages import (
     SumGradients,
     check_axes,
@@ -23,6 +23,7 @@ from mtf_gradsync.gradients.stages import (
     shard_dims_in,
     sum_shards,
 )
+from mtf_gradsync.gradients.told_apart import check_told_apart, mixed_gradients
 
 __all__ = [
     "StageOperation",
@@ -33,9 +34,11 @@ __all__ = [
     "check_gradients",
     "check_group_assignment",
     "check_groups_cover",
+    "check_told_apart",
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "global_norm",
+    "mixed_gradients",
     "not_finite",
     "on_present",
     "per_shard",

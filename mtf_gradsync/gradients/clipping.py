@@ -10,12 +10,9 @@ from typing import Any, Callable, Sequence, Union
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.partial_sums import (
-    PartialSum,
-    StageOperation,
-    reduce_partial_sums,
-    whole_values,
-)
+from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.stage import StageOperation, whole_values
 from mtf_gradsync.gradients.stages import (
     MaybeGradients,
     check_axes,
@@ -36,8 +33,8 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
     return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
 
 
-# From slices of gradients, and for each of them the dims to sum over, to one sum in a dtype.
-SumFn = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
+# From slices of gradients, and for each of them the dims to sum over, to one number in a dtype.
+Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
 
 
 def _sum_of_squares(
@@ -69,13 +66,15 @@ class SumOverGradients(StageOperation):
         grads: Sequence[mtf.Tensor],
         shard_dims: Sequence[mtf.Dimension],
         axes: ReplicaAxes | None,
-        reducer: Strategy,
-        sum_fn: SumFn = _sum_of_squares,
+        strategy: Strategy,
+        measure: Measure = _sum_of_squares,
     ):
-        self._sum_fn = sum_fn
+        self._measure = measure
         self._shard_dims = list(shard_dims)
         self._axes = axes
-        self._reducer = reducer
+        self._strategy = strategy
+        batch_dims = ["batch"] if axes is None else axes.batch_dims
+        PendingSums.want(grads, True, batch_dims, strategy)
         super().__init__(
             grads,
             [mtf.Shape(self._shard_dims)],
@@ -91,7 +90,7 @@ class SumOverGradients(StageOperation):
         output = self.outputs[0]
         slice_shape = mesh_impl.slice_shape(output.shape)
         shard_axes = set(mesh_impl.tensor_layout(output.shape))
-        values = whole_values(lowering, self.inputs, self._reducer)
+        values = whole_values(lowering, self.inputs)
         # Processors that hold different parts of a gradient add up their squares; those that
         # hold copies must not.
         by_axes = collections.OrderedDict()
@@ -110,11 +109,11 @@ class SumOverGradients(StageOperation):
                     [i for i in range(x.shape.rank) if one or i not in keep]
                     for x, keep in zip(slices, keeps)
                 ]
-                return tf.reshape(self._sum_fn(slices, over, output.dtype), slice_shape)
+                return tf.reshape(self._measure(slices, over, output.dtype), slice_shape)
 
             value = mesh_impl.slicewise(add_up, *[value for value, _ in members])
             sums.append(PartialSum(value, mesh_axes))
-        parts = reduce_partial_sums(mesh_impl, sums, self._reducer)
+        parts = reduce_partial_sums(mesh_impl, sums, self._strategy)
         total = mesh_impl.slicewise(lambda *xs: ordered_add_n(xs), *parts)
         self.set_outputs(lowering, [total])
 
@@ -122,8 +121,7 @@ class SumOverGradients(StageOperation):
 class ScaleGradients(StageOperation):
     """Multiplies gradients by one factor, or each shard's gradients by that shard's factor."""
 
-    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, reducer: Strategy):
-        self._reducer = reducer
+    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor):
         super().__init__(
             [*grads, factor], [g.shape for g in grads], "scale_gradients", [g.dtype for g in grads]
         )
@@ -133,7 +131,7 @@ class ScaleGradients(StageOperation):
         mesh_impl = lowering.mesh_impl(self)
         *grads, factor = self.inputs
         names = {d.name for d in factor.shape.dims}
-        *values, factor_value = whole_values(lowering, self.inputs, self._reducer)
+        *values, factor_value = whole_values(lowering, self.inputs)
         scaled = []
         for grad, value in zip(grads, values):
             kept = [d.name in names for d in grad.shape.dims]
@@ -165,12 +163,12 @@ def _clip(
     clip_norm: ClipNorm,
     shard_dims: Sequence[mtf.Dimension],
     axes: ReplicaAxes | None,
-    reducer: Strategy,
+    strategy: Strategy,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
-    norm = mtf.sqrt(SumOverGradients(present, shard_dims, axes, reducer).outputs[0])
+    norm = mtf.sqrt(SumOverGradients(present, shard_dims, axes, strategy).outputs[0])
     if isinstance(clip_norm, mtf.Tensor) and clip_norm.dtype != norm.dtype:
         clip_norm = mtf.cast(clip_norm, norm.dtype)
     elif isinstance(clip_norm, tf.Tensor):
@@ -180,7 +178,7 @@ def _clip(
     factor = mtf.cwise(
         lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
     )
-    scaled = on_present(grads, lambda some: ScaleGradients(some, factor, reducer).outputs)
+    scaled = on_present(grads, lambda some: ScaleGradients(some, factor).outputs)
     return scaled, norm
 
 
@@ -195,8 +193,8 @@ def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) ->
     Returns:
       An mtf scalar, float32, or float64 if a gradient is.
     """
-    reducer = FusedAllReduce() if reducer is None else reducer
-    return mtf.sqrt(SumOverGradients(list(grads), [], None, reducer).outputs[0])
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    return mtf.sqrt(SumOverGradients(list(grads), [], None, strategy).outputs[0])
 
 
 def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
@@ -209,8 +207,8 @@ def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> 
     Returns:
       A float mtf scalar, the same on all processors: 0 where all entries are finite, else more.
     """
-    reducer = FusedAllReduce() if reducer is None else reducer
-    return SumOverGradients(list(grads), [], None, reducer, _any_not_finite).outputs[0]
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    return SumOverGradients(list(grads), [], None, strategy, _any_not_finite).outputs[0]
 
 
 def shards_not_finite(
@@ -226,9 +224,9 @@ def shards_not_finite(
     Returns:
       A float mtf tensor of shape `[shard dims...]`: 0 where all entries are finite, else more.
     """
-    reducer = FusedAllReduce() if reducer is None else reducer
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     dims = list(axes.shard_dims)
-    return SumOverGradients(list(grads), dims, axes, reducer, _any_not_finite).outputs[0]
+    return SumOverGradients(list(grads), dims, axes, strategy, _any_not_finite).outputs[0]
 
 
 def clip_by_shard_norm(
@@ -236,6 +234,7 @@ def clip_by_shard_norm(
     clip_norm: ClipNorm,
     axes: ReplicaAxes,
     reducer: Strategy | None = None,
+    accept_summed: bool = False,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips each shard's gradients by that shard's own norm over all of them.
 
@@ -250,13 +249,15 @@ def clip_by_shard_norm(
       axes: the replica axes.
       reducer: how sums cross the mesh axes that are not replica axes; None takes
         `FusedAllReduce()`.
+      accept_summed: as for `per_shard`.
 
     Returns:
       The clipped gradients, per shard (`[shard dims...] + var dims`), and the norms before
       clipping, of shape `[shard dims...]`; None as norm when every gradient is None.
 
     Raises:
-      ValueError: clip_norm is not greater than 0, or gradients have different shard dims.
+      ValueError: clip_norm is not greater than 0, gradients have different shard dims, or the
+        shards cannot be told apart in one.
       TypeError: an argument is of the wrong type.
 
     References:
@@ -266,7 +267,7 @@ def clip_by_shard_norm(
     grads = check_gradients(grads)
     check_axes(axes)
     check_clip_norm(clip_norm)
-    reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     shard_dims = None
     for grad in (g for g in grads if g is not None):
         found = {d.name: d for d in shard_dims_in(grad.shape, axes)}
@@ -277,7 +278,8 @@ def clip_by_shard_norm(
                 f"{mtf.Shape(dims)} (of {grad.name}); give each the same."
             )
         shard_dims = dims
-    return _clip(per_shard(grads, axes, reducer), clip_norm, shard_dims, axes, reducer)
+    shards = per_shard(grads, axes, strategy, accept_summed)
+    return _clip(shards, clip_norm, shard_dims, axes, strategy)
 
 
 def clip_by_global_norm(
@@ -304,5 +306,5 @@ def clip_by_global_norm(
     """
     grads = check_gradients(grads)
     check_clip_norm(clip_norm)
-    reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    return _clip(sum_shards(grads, None, reducer), clip_norm, [], None, reducer)
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    return _clip(sum_shards(grads, None, strategy), clip_norm, [], None, strategy)

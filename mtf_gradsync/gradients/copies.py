@@ -7,7 +7,8 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.partial_sums import StageOperation, whole_values
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.stage import StageOperation, whole_values
 from mtf_gradsync.reduce import ProcessorGroups, Strategy
 
 GroupAssignment = Sequence[Sequence[int]]
@@ -86,7 +87,7 @@ class SumCopies(StageOperation):
         grads: Sequence[mtf.Tensor],
         shard_dims: Sequence[Sequence[mtf.Dimension]],
         groups: GroupAssignment | None,
-        reducer: Strategy,
+        strategy: Strategy,
     ):
         """Adds the operation.
 
@@ -94,17 +95,19 @@ class SumCopies(StageOperation):
           grads: tensors that have all their shard dims, in any place.
           shard_dims: for each tensor its shard dims, in the order that numbers the shards.
           groups: checked groups of shard numbers; None for one group of all.
-          reducer: how sums cross the mesh.
+          strategy: how sums cross the mesh.
         """
         self._shard_dims = [list(dims) for dims in shard_dims]
         self._groups = groups
-        self._reducer = reducer
+        self._strategy = strategy
+        batch_dims = [d.name for dims in self._shard_dims for d in dims]
+        PendingSums.want(grads, True, batch_dims, strategy)
         super().__init__(grads, [g.shape for g in grads], name="sum_copies")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        values = whole_values(lowering, self.inputs, self._reducer)
+        values = whole_values(lowering, self.inputs)
         results: list[Any] = [None] * len(values)
         # Copies with the same shard dims cross the mesh together.
         by_dims = {}
@@ -132,11 +135,11 @@ class SumCopies(StageOperation):
         )
         groups = self._groups or [list(range(mtf.Shape(list(dims)).size))]
         if one_each:
-            return self._reducer.all_reduce(
+            return self._strategy.all_reduce(
                 mesh_impl, values, _processor_groups(mesh_impl, mesh_axes, dims, groups)
             )
         return _sum_several_a_processor(
-            mesh_impl, mesh_axes, dims, groups, grads, values, self._reducer
+            mesh_impl, mesh_axes, dims, groups, grads, values, self._strategy
         )
 
 
@@ -169,7 +172,7 @@ def _sum_several_a_processor(
     groups: GroupAssignment,
     grads: Sequence[mtf.Tensor],
     values: Sequence[Any],
-    reducer: Strategy,
+    strategy: Strategy,
 ) -> list[Any]:
     """Sums where a processor holds several shards, of any groups.
 
@@ -197,7 +200,7 @@ def _sum_several_a_processor(
         partial.append(mesh_impl.slicewise(by_group, value, mine))
     split_axes = [axis for axis in mesh_axes if axis is not None]
     if split_axes:
-        partial = reducer.all_reduce(
+        partial = strategy.all_reduce(
             mesh_impl, partial, ProcessorGroups.along(mesh_impl, split_axes)
         )
     results = []

@@ -7,12 +7,13 @@ from typing import Any, Callable, Optional, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.partial_sums import (
     PartialSum,
-    StageOperation,
-    keep_pending,
     partial_sum,
     reduce_partial_sums,
-    whole_values,
+    share,
 )
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.stage import StageOperation
+from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 
@@ -54,17 +55,10 @@ def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
 class PerShard(StageOperation):
     """Gradients of the variables' shapes -> one per shard, without communication."""
 
-    def __init__(
-        self,
-        grads: Sequence[mtf.Tensor],
-        axes: ReplicaAxes,
-        reducer: Strategy,
-        on_summed: Callable[[list[int]], None] | None = None,
-    ):
+    def __init__(self, grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy):
         self._axes = axes
-        self._reducer = reducer
-        self._on_summed = on_summed
-        keep_pending(grads)
+        self._strategy = strategy
+        PendingSums.want(grads, False, [d.name for d in axes.shard_dims], strategy)
         shapes = [mtf.Shape([*axes.free_shard_dims(g.shape), *g.shape.dims]) for g in grads]
         super().__init__(grads, shapes, name="per_shard")
 
@@ -73,30 +67,21 @@ class PerShard(StageOperation):
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         axis_of = dict(zip(self._axes.shard_dims, self._axes.mesh_axes))
-        sums, shares = [], []
+        sums, shared = [], []
         for grad in self.inputs:
             replica_axes = {axis_of[d] for d in self._axes.free_shard_dims(grad.shape)}
             value, mesh_axes = partial_sum(lowering, grad)
             # Along an axis where the gradient is summed already, every shard takes an equal
             # share of it, so that the sum over the shard dims stays the same gradient.
-            shared = replica_axes.difference(mesh_axes)
-            shares.append(mtf.Shape([mesh_impl.shape[axis] for axis in sorted(shared)]).size)
+            shared.append(replica_axes.difference(mesh_axes))
             # Axes beyond the replica axes are no business of the shards: sum them now.
             sums.append(PartialSum(value, tuple(a for a in mesh_axes if a not in replica_axes)))
-        summed = [index for index, share in enumerate(shares) if share > 1]
-        if summed and self._on_summed is not None:
-            self._on_summed(summed)
-        values = reduce_partial_sums(mesh_impl, sums, self._reducer)
+        values = reduce_partial_sums(mesh_impl, sums, self._strategy)
         outputs = []
-        for value, share, output in zip(values, shares, self.outputs):
+        for value, axes, output in zip(values, shared, self.outputs):
             slice_shape = mesh_impl.slice_shape(output.shape)
-
-            def to_shard(x: tf.Tensor, share: int = share, slice_shape: Any = slice_shape):
-                if share > 1:
-                    x = x / tf.cast(share, x.dtype)
-                return tf.reshape(x, slice_shape)
-
-            outputs.append(mesh_impl.slicewise(to_shard, value))
+            mine = share(mesh_impl, value, axes)
+            outputs.append(mesh_impl.slicewise(lambda x, to=slice_shape: tf.reshape(x, to), mine))
         self.set_outputs(lowering, outputs)
 
 
@@ -107,11 +92,22 @@ class SumGradients(StageOperation):
         self,
         grads: Sequence[mtf.Tensor],
         sum_dims: Sequence[Sequence[mtf.Dimension]],
-        reducer: Strategy,
+        strategy: Strategy,
+        batch_dims: Sequence[str] = ("batch",),
     ):
+        """Adds the operation.
+
+        Args:
+          grads: pending, whole or per-shard gradients.
+          sum_dims: for each the dims to sum away.
+          strategy: how sums cross the mesh.
+          batch_dims: names of the dimensions that the batch is split along.
+        """
         self._sum_dims = [list(dims) for dims in sum_dims]
-        keep_pending(grads)
-        self._reducer = reducer
+        self._strategy = strategy
+        plain = [g for g, dims in zip(grads, self._sum_dims) if not dims]
+        if plain:
+            PendingSums.want(plain, True, batch_dims, strategy)
         shapes = [
             mtf.Shape([d for d in g.shape.dims if d not in dims])
             for g, dims in zip(grads, self._sum_dims)
@@ -121,21 +117,18 @@ class SumGradients(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        plain = [i for i, dims in enumerate(self._sum_dims) if not dims]
         results: list[Any] = [None] * len(self.inputs)
         sums, where = [], []
         for index, (grad, dims) in enumerate(zip(self.inputs, self._sum_dims)):
             if not dims:
+                results[index] = lowering.tensors[grad].to_laid_out_tensor()
                 continue
             value, pending_axes = partial_sum(lowering, grad)
             value, summed_axes = local_sum(mesh_impl, value, grad.shape, dims)
             mesh_axes = tuple(sorted(set(pending_axes) | set(summed_axes)))
             sums.append(PartialSum(value, mesh_axes))
             where.append(index)
-        for index, value in zip(where, reduce_partial_sums(mesh_impl, sums, self._reducer)):
-            results[index] = value
-        whole = whole_values(lowering, [self.inputs[i] for i in plain], self._reducer)
-        for index, value in zip(plain, whole):
+        for index, value in zip(where, reduce_partial_sums(mesh_impl, sums, self._strategy)):
             results[index] = value
         self.set_outputs(lowering, results)
 
@@ -166,14 +159,14 @@ def per_shard(
     grads: MaybeGradients,
     axes: ReplicaAxes,
     reducer: Strategy | None = None,
-    on_summed: Callable[[list[int]], None] | None = None,
+    accept_summed: bool = False,
 ) -> list[mtf.Tensor | None]:
     """Turns gradients into one gradient per shard; nothing crosses the replica axes.
 
-    Each processor keeps the partial sum that it has. A gradient that was summed over a replica
-    axis before (it was cast, clipped, or made without the batch) is shared equally among the
-    shards along that axis. A gradient that is split over a replica axis by its own layout (an
-    expert's) gets no shard dim for that axis: each shard holds its own part already.
+    Each processor keeps the partial sum that it has. What knows nothing of the batch (the gradient
+    of a penalty on weights) is shared equally among the shards. A gradient that is split over a
+    replica axis by its own layout (an expert's) gets no shard dim for that axis: each shard holds
+    its own part already.
 
     Args:
       grads: gradients of shapes `var dims`, pending or not; None passes through; a gradient
@@ -181,8 +174,8 @@ def per_shard(
       axes: the replica axes.
       reducer: how sums over mesh axes other than the replica axes are made, where a gradient is
         pending over such axes; None takes `FusedAllReduce()`.
-      on_summed: called when the graph is lowered, if there are gradients that were summed over a
-        replica axis before, with their positions in grads.
+      accept_summed: take equal shares of a gradient, too, in which the shards cannot be told apart
+        (it was clipped by a norm of all, say), in place of an error.
 
     Returns:
       A list of tensors of shape `[shard dims...] + var dims`, in the dtypes of the gradients;
@@ -190,18 +183,16 @@ def per_shard(
 
     Raises:
       TypeError: grads or axes are of the wrong type.
+      ValueError: the shards cannot be told apart in a gradient; says in which, and which operation
+        mixed them.
     """
     grads = check_gradients(grads)
     check_axes(axes)
-    reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-    where = [index for index, g in enumerate(pending) if g is not None]
-
-    def say(summed: list[int]) -> None:
-        if on_summed is not None:
-            on_summed([where[index] for index in summed])
-
-    made = on_present(pending, lambda present: PerShard(present, axes, reducer, say).outputs)
+    if not accept_summed:
+        check_told_apart(pending, axes)
+    made = on_present(pending, lambda present: PerShard(present, axes, strategy).outputs)
     return [new if new is not None else old for new, old in zip(made, grads)]
 
 
@@ -225,11 +216,12 @@ def sum_shards(
     grads = check_gradients(grads)
     if axes is not None:
         check_axes(axes)
-    reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    batch_dims = ("batch",) if axes is None else axes.batch_dims
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         sum_dims = [[] if axes is None else shard_dims_in(g.shape, axes) for g in present]
-        return SumGradients(present, sum_dims, reducer).outputs
+        return SumGradients(present, sum_dims, strategy, batch_dims).outputs
 
     return on_present(grads, make)
 

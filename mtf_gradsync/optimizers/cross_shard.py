@@ -7,6 +7,7 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients import (
     SumCopies,
     check_group_assignment,
@@ -15,7 +16,6 @@ from mtf_gradsync.gradients import (
 )
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import warn_once
 
 Reduction = tf.losses.Reduction
 _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)

@@ -11,7 +11,7 @@ from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import advance_step, gated_update, restored_on_error
+from mtf_gradsync.step import Plan, advance_step, gated_update
 
 _NOT_GIVEN = object()
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
@@ -146,7 +146,7 @@ class Wrapper(mtf.optimize.Optimizer):
                 [d for d in grad.shape.dims if d not in variable.shape.dims]
                 for grad, variable in zip(present, owners)
             ]
-            return SumGradients(present, dims, self.reducer).outputs
+            return SumGradients(present, dims, self.reducer, self._shard_names).outputs
 
         return on_present(grads, add_up)
 
@@ -230,7 +230,7 @@ class Wrapper(mtf.optimize.Optimizer):
         self._check_shapes(grads, variables)
         if all(g is None for g in grads):
             return []
-        with restored_on_error(variables[0].graph):
+        with Plan.of(variables[0].graph).undone_on_error():
             return self._to_inner(grads, variables)
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:

@@ -1,26 +1,19 @@
-"""When an inner optimizer's update may run, and how steps are counted."""
+"""One plan for a training step: what waits for what, what is read once, what runs only when due."""
 
-from mtf_gradsync._warn import reset_warnings, warn_once
-from mtf_gradsync.step.conditional import Branch, Conditional
+from mtf_gradsync.step.branch import Branch, Conditional
 from mtf_gradsync.step.count import AdvanceStep, advance_step
-from mtf_gradsync.step.gate import Gate, after, gated_update, is_ungated, settle
-from mtf_gradsync.step.reads import ReadOnce, kept_in_place, read_variables_once
-from mtf_gradsync.step.rollback import restored_on_error
+from mtf_gradsync.step.gate import Gate, gated_update
+from mtf_gradsync.step.part import Part, PartLowering
+from mtf_gradsync.step.plan import Plan
 
 __all__ = [
     "AdvanceStep",
     "Branch",
     "Conditional",
     "Gate",
-    "ReadOnce",
+    "Part",
+    "PartLowering",
+    "Plan",
     "advance_step",
-    "after",
     "gated_update",
-    "is_ungated",
-    "kept_in_place",
-    "read_variables_once",
-    "reset_warnings",
-    "restored_on_error",
-    "settle",
-    "warn_once",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step.gate import after
+from mtf_gradsync.step.plan import Plan
 
 
 class AdvanceStep(mtf.Operation):
@@ -61,6 +61,8 @@ def advance_step(
             one = mtf.cast(made, value.dtype)
         count = mtf.assign(step, value + one, name=name)
         before = list(update)
-        after([count], lambda lowering: [lowering.operations[op] for op in before])
+        Plan.of(value.graph).wait(
+            [count], lambda lowering: [lowering.operations[op] for op in before]
+        )
         return count
     return AdvanceStep(mesh, step, update, name, made)

@@ -27,12 +27,12 @@ def per_shard_reference(x, shards=4):
     return np.asarray(x, np.float64).reshape(shards, -1, *x.shape[1:]).sum(1)
 
 
-def stages(kind, make_grads, x, axes=AXES, mesh=(MESH, LAYOUT), **kwargs):
+def stages(kind, make_grads, x, axes=AXES, mesh=(MESH, LAYOUT), accept_summed=False, **kwargs):
     """Fetches the gradients that make_grads(mesh, x) returns, per shard and summed."""
 
     def build(mtf_mesh, inputs):
         grads = make_grads(mtf_mesh, inputs["x"])
-        shards = gs.per_shard(grads, axes)
+        shards = gs.per_shard(grads, axes, accept_summed=accept_summed)
         fetches = {}
         for i, (a, b, c) in enumerate(
             zip(shards, gs.sum_shards(shards, axes), gs.sum_shards(grads, axes))
@@ -102,16 +102,40 @@ def test_gradient_pending_over_axes_beyond_the_replica_axes(mesh_kind):
     close(out["direct0"], x.sum((0, 1), dtype=float))
 
 
-def test_gradient_that_is_reduced_already_is_shared_equally(mesh_kind):
+def test_gradient_that_needs_the_sum_is_shared_equally_if_that_is_accepted(mesh_kind):
     x = data(B, D)
-    out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t) * 1.0], x)
+
+    def grads(mesh, t):
+        return [mtf.maximum(pending(mesh, t), -1e9)]
+
+    out = stages(mesh_kind, grads, x, accept_summed=True)
     total = x.sum(0, dtype=float)
     close(out["shard0"], np.stack([total / 4] * 4))
     close(out["sum0"], total)
     close(out["direct0"], total)
 
 
-def test_gradient_that_is_reduced_over_one_replica_axis_of_two(mesh_kind):
+def test_gradient_that_needs_the_sum_is_refused_by_name():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    grad = mtf.maximum(pending(mesh, tf.zeros([B, D])), -1e9)
+    with pytest.raises(
+        ValueError, match=rf"gradient 0 .*: MinMaxOperation '{grad.operation.name}'"
+    ):
+        gs.per_shard([grad], AXES)
+
+
+def test_gradient_without_the_batch_is_shared_equally(mesh_kind):
+    x = data(B, D)
+
+    def grads(mesh, t):
+        return [mtf.constant(mesh, 3.0, mtf.Shape([features])) * 2.0 + pending(mesh, t)]
+
+    out = stages(mesh_kind, grads, x)
+    close(out["shard0"], per_shard_reference(x) + 6 / 4)
+    close(out["direct0"], x.sum(0, dtype=float) + 6)
+
+
+def test_gradient_that_is_scaled_between_two_replica_axes(mesh_kind):
     mesh = ("a:2;b:4", "outer:a;batch:b")
     axes = gs.ReplicaAxes(*mesh, batch_dims=("outer", "batch"))
     outer = mtf.Dimension("outer", 2)
@@ -119,13 +143,12 @@ def test_gradient_that_is_reduced_over_one_replica_axis_of_two(mesh_kind):
 
     def grads(mesh, t):
         t = mtf.import_tf_tensor(mesh, t, mtf.Shape([outer, batch, features]))
-        reduced = mtf.reduce_sum(t, reduced_dim=outer) * 1.0  # the product forces the sum
+        reduced = mtf.reduce_sum(t, reduced_dim=outer) * 0.5
         return [mtf.reduce_sum(reduced, reduced_dim=batch)]
 
     out = stages(mesh_kind, grads, x, axes, mesh)
-    shares = per_shard_reference(x.sum(0, dtype=float)) / 2
-    close(out["shard0"], np.stack([shares, shares]))
-    close(out["sum0"], x.sum((0, 1), dtype=float))
+    close(out["shard0"], np.stack([per_shard_reference(part) for part in x]) / 2)
+    close(out["sum0"], x.sum((0, 1), dtype=float) / 2)
 
 
 def test_tied_variable_adds_up_before_it_crosses_the_mesh(mesh_kind):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple, Sequence
 
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import per_shard
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients import mixed_gradients, per_shard
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip, check_skip_fn
 from mtf_gradsync.optimizers.state.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
-from mtf_gradsync.optimizers.state.variables import claim_name, counter
+from mtf_gradsync.optimizers.state.variables import counter
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import after, is_ungated, settle
+from mtf_gradsync.step import Plan
 
 LOCAL, SYNCED = "local", "synced"
 _NESTED = (
@@ -123,7 +123,6 @@ class GradientAccumulationOptimizer(Wrapper):
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         # An optimizer may serve several graphs; the last one is what its properties tell of.
-        self._counters_of: Any = weakref.WeakKeyDictionary()
         self._counters: _Counters | None = None
         self._update_step_now: mtf.Tensor | None = None
         self._progress: dict[str, mtf.Tensor] = {}
@@ -165,13 +164,11 @@ class GradientAccumulationOptimizer(Wrapper):
     ) -> list[mtf.Operation]:
         if not self.skips_updates:
             return self._apply_inner(grads, variables)
-        graph, mesh = variables[0].graph, variables[0].mesh
-        if is_ungated(graph):
+        mesh = variables[0].mesh
+        plan = Plan.of(mesh.graph)
+        if plan.is_in_branch:
             raise ValueError(_NESTED)
-        if graph not in self._counters_of:
-            claim_name(graph, self.name, self)
-            self._counters_of[graph] = self._make_counters(mesh)
-        self._counters = self._counters_of[graph]
+        self._counters = plan.state(self, self.name, lambda: self._make_counters(mesh))
         mini_step, update_step, skipped = (c.value for c in self._counters)
         for state in self._counters:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
@@ -202,11 +199,10 @@ class GradientAccumulationOptimizer(Wrapper):
         self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
         if self._skip_fn is not None:
             self._progress["skipped"] = after_step.skipped
-        counts = graph.combine_assignments(
+        counts = plan.graph.combine_assignments(
             [mtf.assign(c, value) for c, value in zip(self._counters, after_step)]
         )
-        settle(gate)
-        after(counts, lambda lowering: [gate.barrier(lowering)])
+        gate.hold(counts)
         return [*updates, *counts]
 
     def _check_inner_stack(self) -> None:
@@ -225,7 +221,20 @@ class GradientAccumulationOptimizer(Wrapper):
     ) -> list[mtf.Tensor | None]:
         """The gradients to add up: one a shard, or summed over the mesh now."""
         if self.accumulate == LOCAL:
-            return per_shard(grads, self.axes, self.reducer)
+            mixed = mixed_gradients(
+                [None if g is None or self._shard_dims(g.shape) else g for g in grads], self.axes
+            )
+            if mixed:
+                warn_once(
+                    "gradients summed on each micro step",
+                    "%s: the program itself needs the sums of the gradients of %s on every micro "
+                    "step (for %s), so they cross the mesh on each of them. Do that after "
+                    "accumulation: ClipByGlobalNormOptimizer inside it clips what was accumulated.",
+                    self.name,
+                    [variables[i].name for i in mixed],
+                    ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values())),
+                )
+            return per_shard(grads, self.axes, self.reducer, accept_summed=True)
         return self._summed(grads, variables)
 
 

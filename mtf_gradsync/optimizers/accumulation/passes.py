@@ -8,6 +8,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
+from mtf_gradsync.step import Plan
 
 Passes = Union[int, Callable[[Any], Any]]
 
@@ -94,13 +95,11 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
     """
     if not callable(passes):
         return int(passes)
-    graph = update_step.graph
-    before = list(graph.operations)
     try:
-        result = passes(update_step)
+        with Plan.of(update_step.graph).undone_on_error():
+            result = passes(update_step)
     except (TypeError, ValueError, AttributeError):
         result = None
-        graph.operations[:] = before
     if isinstance(result, mtf.Tensor):
         if result.shape.ndims or not result.dtype.is_integer:
             raise ValueError(

@@ -9,7 +9,7 @@ from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.optimizers.state.leave_out import zeros_where
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, note_per_shard, state_variable
-from mtf_gradsync.step import Branch, Conditional, Gate, after, kept_in_place
+from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 
 
 class Accumulated(NamedTuple):
@@ -79,7 +79,7 @@ class Accumulators:
                 variable.mesh, name, grad.shape, wide, checkpointed, stacked=False
             )
             if accumulator not in before:
-                kept_in_place(accumulator)
+                Plan.of(accumulator.graph).write_in_place(accumulator)
                 slots.record([accumulator], [variable], tf.get_variable_scope().name)
                 if checkpointed:
                     # None is noted too: the checkpoint may come from a mesh with shards.
@@ -111,28 +111,27 @@ class Accumulators:
           direct: when accumulators are passed by; for updates that are due on most steps.
 
         Returns:
-          The gate that all writes wait for, which is to be settled when all state of the step
-          was made, and the operations of the step.
+          The gate that all writes of the step are to wait for, and the operations of the step.
         """
-        graph = due.graph
+        plan = Plan.of(due.graph)
         if direct is not None:
             added = _AddUnless(self._of, direct)
-            gate = Gate(added.outputs)
+            gate = Gate(plan, added.outputs)
 
             def take_added() -> list[mtf.Operation]:
                 return [*update(self._by_variable(added.outputs)), _ClearUnless(added)]
 
-            branch = Branch(graph, take_added)
+            branch = Branch(plan, take_added)
             return gate, Conditional(due, gate, branch, [], as_call=False).updates
-        gate = Gate([one.grad for one in self._of])
+        gate = Gate(plan, [one.grad for one in self._of])
         add = _Add(self._of)
-        after([add], lambda lowering: [gate.barrier(lowering)])
+        gate.hold([add])
 
         def take() -> list[mtf.Operation]:
             taken = _Take(self._of)
             return [*update(self._by_variable(taken.outputs)), _Clear(taken)]
 
-        return gate, [add, *Conditional(due, gate, Branch(graph, take), [add]).updates]
+        return gate, [add, *Conditional(due, gate, Branch(plan, take), [add]).updates]
 
     def _by_variable(self, values: Sequence[mtf.Tensor]) -> list[mtf.Tensor | None]:
         """Values of the accumulators in the order of the variables, None where there is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import Any, Iterator, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -95,30 +94,6 @@ def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.
     result = mtf.VariableDType(dtype, dtype, activation_dtype or dtype)
     result.unstacked = id(result)
     return result
-
-
-_owners: Any = weakref.WeakKeyDictionary()
-
-
-def claim_name(graph: mtf.Graph, name: str, owner: Any) -> None:
-    """Reserves the names of a wrapper's counters in a graph.
-
-    Args:
-      graph: the mtf graph.
-      name: name of the wrapper.
-      owner: the wrapper.
-
-    Raises:
-      ValueError: another wrapper of that name has its counters there already.
-    """
-    owners = _owners.setdefault(graph, {})
-    other = owners.get(name)
-    if other is not None and other() is not None and other() is not owner:
-        raise ValueError(
-            f"Two {type(owner).__name__}s named {name!r} in one graph would share their counters; "
-            "give each a name= of its own."
-        )
-    owners[name] = weakref.ref(owner)
 
 
 @contextlib.contextmanager

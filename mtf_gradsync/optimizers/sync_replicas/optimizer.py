@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import numbers
-import weakref
 from typing import Any, Sequence
 
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import per_shard, shards_not_finite
+from mtf_gradsync.gradients import check_told_apart, per_shard, shards_not_finite
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.state.accumulators import Accumulators, Direct
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
-from mtf_gradsync.optimizers.state.variables import claim_name
 from mtf_gradsync.optimizers.sync_replicas.averages import (
     MovingAverages,
     check_decay,
@@ -30,7 +28,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
 )
 from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import after, is_ungated, settle, warn_once
+from mtf_gradsync.step import Plan
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -73,6 +71,7 @@ class SyncReplicasOptimizer(Wrapper):
         name: str = "sync_replicas",
         contributes: Any = None,
         max_steps_without_update: int | None = None,
+        accept_summed: bool = False,
         learning_rate: Any = _NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
@@ -96,6 +95,9 @@ class SyncReplicasOptimizer(Wrapper):
           max_steps_without_update: largest number of steps in a row without an update; one more
             raises an error that lists the replicas that did not contribute. On SIMD meshes it
             takes the hook of `make_session_run_hook`.
+          accept_summed: take gradients, too, in which the replicas cannot be told apart (they were
+            clipped by a norm of all, say), in place of an error. A replica that is left out is in
+            such a gradient all the same, and its NaN drops all replicas.
           learning_rate: only with a class or factory as opt.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape.
@@ -134,7 +136,7 @@ class SyncReplicasOptimizer(Wrapper):
         self._decay, self._averaged = decay, averaged
         self._contributes = contributes
         self._max_steps = max_steps_without_update
-        self._state_of: Any = weakref.WeakKeyDictionary()
+        self._accept_summed = bool(accept_summed)
         self._state: ReplicaState | None = None
         self._made: mtf.Tensor | None = None
         self._limit: Limit | None = None
@@ -295,6 +297,9 @@ class SyncReplicasOptimizer(Wrapper):
                 )
         if not variables:
             return
+        if not self._accept_summed:
+            own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
+            check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
         mesh = variables[0].mesh
         if isinstance(self._contributes, mtf.Tensor) and self._contributes.mesh is not mesh:
             raise ValueError(f"contributes={self._contributes!r} is on another mesh.")
@@ -312,29 +317,18 @@ class SyncReplicasOptimizer(Wrapper):
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
     ) -> list[mtf.Operation]:
-        graph, mesh = variables[0].graph, variables[0].mesh
-        if is_ungated(graph):
+        mesh = variables[0].mesh
+        plan = Plan.of(mesh.graph)
+        if plan.is_in_branch:
             raise ValueError(
                 "SyncReplicasOptimizer cannot stand inside an optimizer that skips updates: it "
                 "counts contributions by itself. In place of K passes around it, give it "
                 "replicas_to_aggregate=K * num_shards."
             )
-        if graph not in self._state_of:
-            claim_name(graph, self.name, self)
-            self._state_of[graph] = make_state(mesh, self.name, self.axes.shard_dims)
-        self._state = before = self._state_of[graph]
-
-        def warn_of_summed(indices: list[int]) -> None:
-            warn_once(
-                "gradients summed before",
-                "SyncReplicasOptimizer: the gradients of %s were summed over the replicas before "
-                "the optimizer sees them (the model casts, negates or scales these variables, or "
-                "the gradient is made without the batch). A replica that is left out is in them "
-                "all the same, and its NaN drops all replicas.",
-                [variables[index].name for index in indices],
-            )
-
-        shards = per_shard(grads, self.axes, self.reducer, warn_of_summed)
+        self._state = before = plan.state(
+            self, self.name, lambda: make_state(mesh, self.name, self.axes.shard_dims)
+        )
+        shards = per_shard(grads, self.axes, self.reducer, accept_summed=True)
         steps = self._local_steps()
         fresh = self._fresh(shards, steps)
         left_out = mtf.logical_not(fresh)
@@ -362,12 +356,10 @@ class SyncReplicasOptimizer(Wrapper):
         now = after_step(before, steps, came, count, self._made)
         self._limit = Limit(before, now, self._max_steps) if self._max_steps else None
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
-        settle(gate)
-
-        def wait(lowering: mtf.Lowering) -> list[tf.Operation]:
-            return [gate.barrier(lowering), *([self._limit.done(lowering)] if self._limit else [])]
-
-        after(writes, wait)
+        gate.hold(writes)
+        if self._limit:
+            limit = self._limit
+            plan.wait(writes, lambda lowering: [limit.done(lowering)])
         self._report(now)
         return [*updates, *writes]
 

@@ -1,0 +1,275 @@
+"""Which sums over the mesh may stay pending, from the batch to the gradients.
+
+A gradient is summed over the batch where the backward pass first leaves the batch. From there to
+the variable everything is linear in what is summed, in an ordinary model, with factors that all
+shards share. So it can run on each processor's partial sum, and the sum can wait.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
+from mtf_gradsync.gradients.pending.linear import is_product_or_sum, linear_positions, passes_on
+from mtf_gradsync.step.hook import flat
+
+Axes = frozenset
+
+
+class Layout(NamedTuple):
+    """Where tensors lie, before or while a graph is lowered.
+
+    Attributes:
+      axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
+      replica_axes: the mesh axes of a mesh that the batch is split over.
+    """
+
+    axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
+    replica_axes: Callable[[mtf.Mesh], Axes]
+
+    def split(self, tensor: mtf.Tensor) -> Axes:
+        """The mesh axes that a tensor is split over."""
+        axes = {self.axis_of(tensor.mesh, d) for d in tensor.shape.dims}
+        return Axes(axes - {None})
+
+    def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
+        """The replica axes that a tensor is split over."""
+        return self.split(tensor) & self.replica_axes(tensor.mesh)
+
+    def of_shards(self, tensor: mtf.Tensor) -> bool:
+        """Whether each shard holds a part of a tensor that is its own."""
+        replica_axes = self.replica_axes(tensor.mesh)
+        return bool(replica_axes) and self.split(tensor).issuperset(replica_axes)
+
+    def _order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
+        """For each mesh axis that splits a shape, how many parts lie before its dimension."""
+        before, found = 1, {}
+        for dim in shape.dims:
+            axis = self.axis_of(mesh, dim)
+            if axis is not None:
+                found[axis] = before
+            before *= dim.size
+        return found
+
+    def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
+        """Whether a reshape moves nothing between processors."""
+        (source,), (result,) = operation.inputs, operation.outputs
+        mesh = operation.mesh
+        return self._order(source.shape, mesh) == self._order(result.shape, mesh)
+
+
+class Use(NamedTuple):
+    """How an operation carries pending sums on.
+
+    Attributes:
+      positions: the inputs that it is linear in together; the others are factors.
+      axes: the mesh axes that its terms are pending over, all of them.
+      first: mesh axes that pending inputs have to be summed over first, because a factor or the
+        result is split over them; none of them is a replica axis.
+      own_axes: the mesh axes that the operation itself sums over.
+    """
+
+    positions: tuple[int, ...]
+    axes: Axes
+    first: Axes
+    own_axes: Axes
+
+    @property
+    def is_new_sum(self) -> bool:
+        """Whether its results are best summed by themselves, over its own axes as well."""
+        return bool(self.own_axes) and not self.first
+
+
+class Flow:
+    """What becomes of pending sums on their way to some tensors.
+
+    Only what stands between the batch and these tensors is followed: operations that these come
+    from, back to where the shards' parts differ.
+
+    Attributes:
+      operations: those operations.
+      axes: tensor -> the mesh axes that it is pending over, for pending ones.
+      uses: the operations that carry pending sums on by being linear.
+      forced: operation -> inputs that are pending, which it has to have whole.
+    """
+
+    def __init__(self, graph: mtf.Graph, targets: Iterable[mtf.Tensor], layout: Layout):
+        """Follows the sums.
+
+        Args:
+          graph: the graph.
+          targets: tensors of it, gradients as a rule.
+          layout: where tensors lie.
+        """
+        self._layout = layout
+        self.axes: dict[mtf.Tensor, Axes] = {}
+        self.uses: dict[mtf.Operation, Use] = {}
+        self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
+        self._delayed: set[mtf.Operation] = set()
+        self.operations = {op for t in targets for op in self._before(t)}
+        carried = self._carried_by_loops()
+        for operation in flat(graph.operations):
+            if operation in self.operations:
+                self._follow(operation, may_be_pending=not carried.intersection(operation.outputs))
+
+    # What tensors come from.
+
+    def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
+        """What a tensor is made of, one step back; nothing where shards' parts differ."""
+        operation = tensor.operation
+        if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
+            return []
+        if passes_on(operation):
+            return [_passed_on(operation)[operation.outputs.index(tensor)]]
+        if isinstance(operation, mtf.WhileLoopOperation):
+            if tensor not in operation.outputs:  # a loop's variable, seen from inside
+                return []
+            number = operation.outputs.index(tensor)
+            before = operation.inputs[number : number + 1]
+            return [loop_body(operation).outputs[number], *before]
+        return operation.inputs
+
+    def _before(self, target: mtf.Tensor) -> list[mtf.Operation]:
+        """The operations that a tensor comes from, back to where shards' parts differ."""
+        seen, found, pending = {target}, [], [target]
+        while pending:
+            tensor = pending.pop()
+            if self._layout.of_shards(tensor):
+                continue
+            found.append(tensor.operation)
+            for source in self._sources(tensor):
+                if source not in seen:
+                    seen.add(source)
+                    pending.append(source)
+        return list(dict.fromkeys(found))
+
+    def _carried_by_loops(self) -> set[mtf.Tensor]:
+        """What loops carry into their next turn, which has to be whole."""
+        return {
+            tensor
+            for operation in self.operations
+            if isinstance(operation, mtf.WhileLoopOperation)
+            for tensor in loop_body(operation).outputs[: len(operation.inputs)]
+        }
+
+    # What becomes of sums.
+
+    def _follow(self, operation: mtf.Operation, may_be_pending: bool) -> None:
+        outputs = operation.outputs
+        if isinstance(operation, mtf.WhileLoopOperation):
+            # Sums over the turns of a loop stay pending (Mesh-TF's accumulators).
+            self._give(outputs, loop_body(operation).outputs)
+            return
+        if passes_on(operation):
+            self._give(outputs, _passed_on(operation))
+            return
+        own = self._own_axes(operation)
+        pending = {i: self.axes[t] for i, t in enumerate(operation.inputs) if t in self.axes}
+        if pending and self._delays(operation, pending):
+            self._delayed.add(operation)
+            self._give(outputs, [operation.inputs[0]] * len(outputs))
+            return
+        use = self._use(operation, pending, own) if pending and may_be_pending else None
+        if use is not None:
+            self.uses[operation] = use
+            own = own | use.axes
+        elif pending:
+            self.forced[operation] = [t for t in operation.inputs if t in self.axes]
+        if own:
+            self.axes.update((t, own) for t in outputs)
+
+    def _give(self, outputs: list[mtf.Tensor], sources: list[mtf.Tensor]) -> None:
+        self.axes.update((o, self.axes[s]) for o, s in zip(outputs, sources) if s in self.axes)
+
+    def _own_axes(self, operation: mtf.Operation) -> Axes:
+        """The mesh axes that an operation sums over."""
+        if not is_product_or_sum(operation):
+            return Axes()
+        kept = {d for t in operation.outputs for d in t.shape.dims}
+        summed = {d for t in operation.inputs for d in t.shape.dims} - kept
+        return Axes({self._layout.axis_of(operation.mesh, d) for d in summed} - {None})
+
+    def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
+        """Whether Mesh-TF itself keeps the sum pending."""
+        inputs = operation.inputs
+        if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
+            return False
+        if isinstance(operation, mtf.ReshapeOperation):
+            return self._layout.stays_in_place(operation)
+        return (
+            isinstance(operation, mtf.AddOperation)
+            and len(set(pending.values())) == 1
+            and all(t.shape == operation.outputs[0].shape for t in inputs)
+        )
+
+    def _use(self, operation: mtf.Operation, pending: dict[int, Axes], own: Axes) -> Use | None:
+        axes = Axes().union(*pending.values())
+        tensors = [*operation.inputs, *operation.outputs]
+        # Where something is split along an axis, processors along it need the whole sum.
+        first = axes & Axes().union(*[self._layout.split(t) for t in tensors])
+        if first & self._layout.replica_axes(operation.mesh):
+            return None
+        positions = linear_positions(operation, pending)
+        return None if positions is None else Use(positions, axes - first, first, own)
+
+    # What follows for tensors.
+
+    def is_derived(self, tensor: mtf.Tensor) -> bool:
+        """Whether a pending tensor is made of others that may become whole in its place."""
+        use = self.uses.get(tensor.operation)
+        return use is not None and not use.is_new_sum
+
+    def sums_behind(self, targets: Iterable[mtf.Tensor], whole: bool) -> list[mtf.Tensor]:
+        """The pending sums that have to be made whole for some tensors, as Mesh-TF would.
+
+        Args:
+          targets: the tensors.
+          whole: whether they are wanted whole themselves, or as each processor's part.
+
+        Returns:
+          Pending tensors, each once.
+        """
+        found: dict[mtf.Tensor, None] = {}
+        seen: set[tuple[mtf.Tensor, bool]] = set()
+        todo = [(t, whole) for t in targets]
+        while todo:
+            tensor, needed = todo.pop()
+            if (tensor, needed) in seen or tensor.operation not in self.operations:
+                continue
+            seen.add((tensor, needed))
+            operation = tensor.operation
+            derived = self.is_derived(tensor)
+            if needed and tensor in self.axes and not derived and not passes_on(operation):
+                found[tensor] = None
+            forced = self.forced.get(operation, ())
+            for source in self._sources(tensor):
+                passed = needed and (derived or passes_on(operation))
+                todo.append((source, passed or source in forced))
+        return list(found)
+
+    def mixes_shards(self, target: mtf.Tensor) -> mtf.Operation | None:
+        """An operation through which a tensor knows of several shards' parts but their sum."""
+        replica_axes = self._layout.replica_axes(target.mesh)
+        for operation in self._before(target):
+            if any(self.axes[t] & replica_axes for t in self.forced.get(operation, ())):
+                return operation
+            if self._gathers(operation):
+                return operation
+        return None
+
+    def _gathers(self, operation: mtf.Operation) -> bool:
+        """Whether an operation takes what shards hold of something together, but for sums."""
+        if passes_on(operation) or is_product_or_sum(operation):
+            return False
+        if isinstance(operation, mtf.WhileLoopOperation):
+            return False
+        split = Axes().union(*[self._layout.split_over_shards(t) for t in operation.inputs])
+        return any(split - self._layout.split_over_shards(t) for t in operation.outputs)
+
+
+def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
+    """The inputs that the outputs of an operation that passes tensors on are."""
+    if isinstance(operation, mtf.CustomGradientOperation):
+        return custom_gradient_results(operation)
+    return operation.inputs

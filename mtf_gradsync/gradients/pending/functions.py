@@ -1,0 +1,105 @@
+"""Whether a Python function of TensorFlow tensors is linear in some of its arguments."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import Any, Callable, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import trace_function
+
+_logger = logging.getLogger("mtf_gradsync")
+
+# Linear in their first input; what other inputs they have are shapes, axes and the like.
+_FIRST = frozenset({
+    "BroadcastTo", "Conj", "Cumsum", "ExpandDims", "GatherNd", "GatherV2", "Identity",
+    "MatrixDiagV3", "Mean", "MirrorPad", "Neg", "Pad", "Reshape", "ReverseV2", "Roll", "Slice",
+    "Snapshot", "Squeeze", "StopGradient", "StridedSlice", "Sum", "Tile", "Transpose", "Unpack",
+})  # fmt: skip
+# Linear in all of their inputs together.
+_TOGETHER = frozenset({"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"})
+# Linear in each input by itself.
+_PRODUCTS = frozenset({
+    "BatchMatMul", "BatchMatMulV2", "Conv2D", "Conv2DBackpropFilter", "Conv2DBackpropInput",
+    "Conv3D", "Einsum", "MatMul", "Mul", "MulNoNan",
+})  # fmt: skip
+_QUOTIENTS = frozenset({"Div", "DivNoNan", "RealDiv"})
+_CHOICES = frozenset({"Select", "SelectV2"})
+_SPLITS = {"Split": 1, "SplitV": 0}
+
+
+class _Term(enum.Enum):
+    """What is known of a tensor: a factor that all parts share, linear, or zero."""
+
+    SHARED = enum.auto()
+    LINEAR = enum.auto()
+    ZERO = enum.auto()  # both of the others
+
+
+def linear_arguments(
+    fn: Callable[..., Any],
+    specs: Sequence[tuple[Sequence[int], tf.DType]],
+    arguments: Sequence[int],
+) -> bool:
+    """Whether all results of a function are linear in some of its arguments together.
+
+    The function is run once, in a graph of its own. It may be linear and not be known to be: only
+    TensorFlow's plainest operations are followed.
+
+    Args:
+      fn: from tf tensors to one tensor or a tuple of them.
+      specs: shape and dtype of each argument.
+      arguments: positions.
+
+    Returns:
+      Whether it is known to be linear.
+    """
+    try:
+        traced = trace_function(fn, [tf.TensorSpec(shape, dtype) for shape, dtype in specs])
+    except Exception as error:  # a user's function, which wants its own surroundings
+        _logger.debug("%r cannot be looked into: %s", fn, error)
+        return False
+    terms: dict[str, _Term | None] = {
+        x.name: _Term.LINEAR if i in arguments else _Term.SHARED
+        for i, x in enumerate(traced.inputs)
+    }
+    terms.update((inner.name, _Term.SHARED) for _, inner in traced.captures)
+    for op in traced.operations:
+        if any(x.name in terms for x in op.outputs):
+            continue
+        term = _of(op, [terms.get(x.name) for x in op.inputs])
+        terms.update((x.name, term) for x in op.outputs)
+    return all(terms.get(x.name) in (_Term.LINEAR, _Term.ZERO) for x in traced.outputs)
+
+
+def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
+    """What is known of an operation's results; None for nothing."""
+    if None in inputs:
+        return None
+    if op.type == "ZerosLike" or (
+        op.type == "Const" and not np.any(tf.make_ndarray(op.get_attr("value")))
+    ):
+        return _Term.ZERO
+    linear = [i for i, term in enumerate(inputs) if term is _Term.LINEAR]
+    if not linear:
+        return _Term.SHARED
+    if op.type == "Cast":
+        floats = op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating
+        return _Term.LINEAR if floats else None
+    if op.type in _FIRST or op.type in _QUOTIENTS:
+        return _Term.LINEAR if linear == [0] else None
+    if op.type in _SPLITS:
+        return _Term.LINEAR if linear == [_SPLITS[op.type]] else None
+    if op.type in _PRODUCTS:
+        return _Term.LINEAR if len(linear) == 1 else None
+    if op.type in _CHOICES:
+        values = inputs[1:]
+        fits = linear and 0 not in linear and _Term.SHARED not in values
+        return _Term.LINEAR if fits else None
+    if op.type in _TOGETHER:
+        values = inputs[:-1] if op.type == "ConcatV2" else inputs  # the last is an axis
+        return None if _Term.SHARED in values else _Term.LINEAR
+    return None

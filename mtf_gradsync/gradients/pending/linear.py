@@ -1,0 +1,99 @@
+"""Which operations are linear in which of their inputs.
+
+What a linear operation makes of a sum is the sum of what it makes of the sum's parts, if its other
+inputs are the same for all parts.
+"""
+
+from __future__ import annotations
+
+from typing import Collection
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import differentiated, reduction, slice_function
+from mtf_gradsync.gradients.pending.functions import linear_arguments
+
+# Linear in all of their inputs together: each output is a sum of terms of one input each.
+_JOINTLY = (
+    mtf.AddOperation,
+    mtf.BroadcastOperation,
+    mtf.ConcatOperation,
+    mtf.Depend,
+    mtf.PadOperation,
+    mtf.ReshapeOperation,
+    mtf.ScalarAddOperation,  # but for what it adds, which is shared out
+    mtf.ScalarMultiplyOperation,
+    mtf.ShiftOperation,
+    mtf.SliceOperation,
+    mtf.SplitOperation,
+    mtf.StackOperation,
+    mtf.UnstackOperation,
+)
+# Linear in each of their inputs by itself, the others held: products.
+_IN_EACH = (
+    mtf.EinsumOperation,
+    mtf.Conv2dOperation,
+    mtf.Conv3dOperation,
+    mtf.Conv2dTransposeOperation,
+    mtf.Conv3dTransposeOperation,
+    mtf.Conv2or3dBackpropInputOperation,
+    mtf.Conv2or3dBackpropFilterOperation,
+)
+# Outputs are the very objects that inputs are, pending or not.
+_PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
+
+
+def passes_on(operation: mtf.Operation) -> bool:
+    """Whether an operation only passes lowered tensors on."""
+    return isinstance(operation, _PASSES_ON)
+
+
+def is_product_or_sum(operation: mtf.Operation) -> bool:
+    """Whether an operation adds up over the dimensions that its outputs lack."""
+    if isinstance(operation, mtf.ReduceOperation):
+        return reduction(operation) == "SUM"
+    return isinstance(operation, _IN_EACH)
+
+
+def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
+    """The inputs that an operation is linear in together, among them the pending ones.
+
+    Args:
+      operation: any mtf operation.
+      pending: positions of inputs, at least one.
+
+    Returns:
+      Positions of inputs, or None where the operation is not known to be linear in the pending
+      ones.
+    """
+    inputs = operation.inputs
+    if isinstance(operation, _IN_EACH):
+        return tuple(pending) if len(pending) == 1 else None
+    if isinstance(operation, mtf.GenericGradOperation):
+        found = range(len(inputs) - len(differentiated(operation).output_gradients), len(inputs))
+    elif isinstance(operation, mtf.ReduceOperation):
+        found = range(1 if reduction(operation) == "SUM" else 0)
+    elif isinstance(operation, mtf.PoolBackPropOperation):
+        found = range(2, 3)
+    elif isinstance(operation, _JOINTLY):
+        found = range(len(inputs))
+    elif isinstance(operation, (mtf.SlicewiseOperation, mtf.BinaryOpWithBroadcasting)):
+        return _of_function(operation, pending)
+    else:
+        return None
+    return tuple(found) if set(found).issuperset(pending) else None
+
+
+def _of_function(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
+    shapes = [x.shape for x in operation.inputs]
+    if isinstance(operation, mtf.BinaryOpWithBroadcasting):
+        # Its function gets slices that were brought to the output's shape.
+        shapes = [operation.outputs[0].shape] * 2
+    specs = [(s.to_integer_list, x.dtype) for s, x in zip(shapes, operation.inputs)]
+    floating = [i for i, x in enumerate(operation.inputs) if x.dtype.is_floating]
+    # In as few as possible first: the others may be factors.
+    for found in (tuple(sorted(pending)), tuple(floating)):
+        if set(found).issuperset(pending) and linear_arguments(
+            slice_function(operation), specs, found
+        ):
+            return found
+    return None

@@ -1,0 +1,42 @@
+"""The base of operations on lists of gradients."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+
+
+class StageOperation(mtf.Operation):
+    """An operation on a list of tensors, all of which are lowered at once.
+
+    Subclasses give the shapes of their outputs.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[mtf.Tensor],
+        shapes: Sequence[mtf.Shape],
+        name: str,
+        dtypes: Any = None,
+    ):
+        super().__init__(list(inputs), name=name)
+        dtypes = dtypes or [x.dtype for x in inputs]
+        self._outputs = [
+            mtf.Tensor(self, shape, dtype, index=index)
+            for index, (shape, dtype) in enumerate(zip(shapes, dtypes))
+        ]
+        # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
+        self._splittable_dims, self._unsplittable_dims = (
+            self._initialize_all_dimensions_as_splittable()
+        )
+
+    def set_outputs(self, lowering: mtf.Lowering, values: Sequence[Any]) -> None:
+        """Records the lowered outputs, in order."""
+        for output, value in zip(self.outputs, values):
+            lowering.set_tensor_lowering(output, value)
+
+
+def whole_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
+    """The lowered values of tensors, each summed over all of its pending axes."""
+    return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]

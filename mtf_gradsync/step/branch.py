@@ -1,0 +1,129 @@
+"""Work that a step does only when it is due: skipped otherwise, not masked out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Callable, Iterator, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.step.as_call import can_call, run_as_call
+from mtf_gradsync.step.gate import Gate
+from mtf_gradsync.step.plan import Plan, takes_stack_apart
+
+
+class Branch:
+    """The operations that a function makes, to be run by a `Conditional`.
+
+    Attributes:
+      plan: of their graph.
+      updates: the assignments and other operations that the function returned.
+    """
+
+    def __init__(self, plan: Plan, make: Callable[[], Sequence[mtf.Operation]]):
+        self.plan = plan
+        self.updates = plan.collect(self, make)
+
+
+class Conditional(mtf.Operation):
+    """Runs a branch when it is due; the operations of the branch are its updates.
+
+    All processors must decide alike: the predicate has the same value everywhere. The updates of
+    the branch, looked up in the lowering, are one tf operation, which runs the branch if it is
+    due.
+    """
+
+    def __init__(
+        self,
+        predicate: mtf.Tensor,
+        gate: Gate,
+        branch: Branch,
+        behind: Sequence[mtf.Operation],
+        as_call: bool = True,
+    ):
+        """Adds the conditional.
+
+        Args:
+          predicate: a boolean mtf scalar.
+          gate: the point of the step to wait for.
+          branch: what to run where the predicate holds.
+          behind: operations of the step to wait for, too.
+          as_call: whether skipping the branch is to be cheap, by one call where that can be. A
+            call costs what it is handed on every step, so a branch that takes all gradients and
+            runs on most steps is better off without.
+        """
+        super().__init__([predicate], name="conditional")
+        self._gate = gate
+        self._branch = branch
+        self._behind = list(behind)
+        self._as_call = as_call
+
+    @property
+    def updates(self) -> list[mtf.Operation]:
+        """The operations of the branch."""
+        return self._branch.updates
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        plan = self._branch.plan
+        predicate = lowering.tensors[self.inputs[0]].to_laid_out_tensor().tensor_list[0]
+        in_call = self._as_call and can_call(lowering)
+
+        def run() -> tf.Operation:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(plan.inside_branch(self._branch, lowering))
+                stack.enter_context(_no_summaries())
+                if in_call:
+                    stack.enter_context(_read_inside(lowering, self.updates))
+                for op in plan.members(self._branch):
+                    with tf.name_scope(op.name):
+                        op.lower(lowering)
+            return tf.group(*[lowering.operations[op] for op in self.updates])
+
+        waited_for = [lowering.operations[op] for op in self._behind]
+        with tf.control_dependencies([self._gate.barrier(lowering), *waited_for]):
+            done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
+        for op in self.updates:
+            lowering.operations[op] = done.op
+
+
+@contextlib.contextmanager
+def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
+    """Reads the variables that updates assign within a call, instead of handing the values in.
+
+    Nothing else writes them in this step, and a value that is handed in from another device
+    costs a transfer even when the call is not made.
+    """
+    before = dict(lowering.tensors)
+    assigned = dict.fromkeys(
+        v for op in updates if isinstance(op, mtf.Assign) for v in op.variables
+    )
+    for variable in assigned:
+        lowered = lowering.variables[variable].laid_out_tensor
+        mesh_impl = lowering.mesh_impl(variable)
+        dtype = variable.activation_dtype
+        lowering.tensors[variable.value] = mesh_impl.slicewise(
+            lambda x, dtype=dtype: tf.cast(tf.convert_to_tensor(x), dtype), lowered
+        )
+    for op in lowering.graph.operations:
+        if takes_stack_apart(op) and op.inputs[0].operation in assigned:
+            op.lower_itself(lowering)
+    yield
+    lowering.tensors.clear()
+    lowering.tensors.update(before)
+
+
+@contextlib.contextmanager
+def _no_summaries() -> Iterator[None]:
+    """Leaves out scalar summaries of a branch: on the steps that skip it they have no value."""
+    summaries = tf.get_collection_ref(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
+    before = len(summaries)
+    yield
+    if summaries[before:]:
+        warn_once(
+            "summaries in a branch",
+            "The scalar summaries %s are made by an update that runs on some steps only; they are "
+            "left out.",
+            [name for name, _ in summaries[before:]],
+        )
+        del summaries[before:]

@@ -1,0 +1,44 @@
+"""What a plan knows of one lowering of its graph."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step.part import PartLowering
+
+
+class Lowered:
+    """The state of one lowering.
+
+    Attributes:
+      scope: name scope that the lowering's operations are lowered in.
+      branch: the branch that is being lowered, None outside of any.
+      parts: what the plan's parts do in it.
+      early: operations that were lowered before their turn.
+      reads: mesh -> values of its variables that this step reads once.
+      barriers: gate -> the tf operation that comes after what the gate waits for.
+    """
+
+    def __init__(self, scope: str):
+        self.scope = scope
+        self.branch: Any = None
+        self.parts: list[PartLowering] = []
+        self.early: set[mtf.Operation] = set()
+        self.reads: dict[mtf.Mesh, list[mtf.Tensor]] = {}
+        self.barriers: dict[Any, tf.Operation] = {}
+
+    @contextlib.contextmanager
+    def name_scope(self, name: str) -> Iterator[None]:
+        """The name scope that Mesh-TF's own walk would open for an operation of a name."""
+        with tf.name_scope(self.scope + "/" if self.scope else None):
+            with tf.name_scope(name):
+                yield
+
+
+def scope_around(operation: mtf.Operation) -> str:
+    """The name scope around the one that Mesh-TF opened for an operation."""
+    inner = tf.get_default_graph().get_name_scope().split("/")
+    # A name with slashes opens as many scopes, the last of which may be numbered.
+    return "/".join(inner[: -(operation.name.count("/") + 1)])

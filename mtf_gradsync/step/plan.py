@@ -1,0 +1,281 @@
+"""One plan for each mtf graph: it owns what a training step does to the graph's operations.
+
+Wrappers say what they want, in any order and as often as they like: what waits for what, which
+variables are written in place, what runs only when it is due. When the graph is lowered, every
+operation asks the plan (see `hook`). Nothing else replaces how operations are lowered, rearranges
+the graph's list of operations, or keeps registries by graph.
+
+The rules:
+
+1. All variables are lowered first, and each is read there, once for the whole step; all later
+   operations use that value. Two kinds keep Mesh-TF's way, a read wherever they are used: those
+   that a wrapper writes in place, and those that something outside of the plan assigns.
+2. An operation that was told to wait is lowered under the control dependencies of all that it was
+   told to wait for.
+3. The operations of a branch stay where they stand in the graph's list, and are passed over there:
+   the conditional of the branch lowers them, in order.
+4. Parts (`Part`) may lower operations in a way of their own.
+5. An error while wrappers build leaves graph and plan as they were. A lowering leaves no trace in
+   the plan, so that a graph can be lowered again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from typing import Any, Callable, Iterator, Sequence, TypeVar
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step.hook import PLAN, adopt, flat
+from mtf_gradsync.step.lowered import Lowered, scope_around
+from mtf_gradsync.step.part import Part
+
+ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
+_Part = TypeVar("_Part", bound=Part)
+# Where a lowering keeps what the plan knows of it.
+_LOWERED = "mtf_gradsync_lowered"
+
+
+class Plan:
+    """What a training step does to an mtf graph.
+
+    Attributes:
+      graph: the graph.
+    """
+
+    def __init__(self, graph: mtf.Graph):
+        """For `Plan.of` alone."""
+        self.graph = graph
+        self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
+        self._branch_of: dict[mtf.Operation, Any] = {}
+        self._open_branch: Any = None
+        self._in_place: dict[mtf.Variable, None] = {}
+        self._states: dict[str, tuple[Any, Any]] = {}
+        self._parts: dict[type, Part] = {}
+
+    @classmethod
+    def of(cls, graph: mtf.Graph) -> Plan:
+        """The plan of a graph, made when it is first asked for."""
+        plan = vars(graph).get(PLAN)
+        if plan is None:
+            plan = vars(graph)[PLAN] = cls(graph)
+        return plan
+
+    # What wrappers want.
+
+    def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
+        """Makes operations run after others.
+
+        Args:
+          operations: mtf operations that are not lowered yet.
+          control_inputs: called with the lowering when one of them is lowered; gives the tf
+            operations to wait for.
+        """
+        self.adopt()
+        for operation in operations:
+            self._waits[operation] = (*self._waits.get(operation, ()), control_inputs)
+
+    def write_in_place(self, variable: mtf.Variable) -> None:
+        """Leaves a variable out of the single reads: a wrapper writes it in place.
+
+        TensorFlow copies a variable that is added to while a value read from it is still in use.
+        What reads it has to order the read itself.
+        """
+        self._in_place[variable] = None
+
+    @property
+    def is_in_branch(self) -> bool:
+        """Whether a branch is being built: what surrounds it waits, so its updates need not."""
+        return self._open_branch is not None
+
+    def collect(self, branch: Any, make: Callable[[], Sequence[mtf.Operation]]) -> list[Any]:
+        """Gives a branch the operations that a function makes; variables stay outside.
+
+        Args:
+          branch: what they belong to, any object.
+          make: makes the operations.
+
+        Returns:
+          What make returned.
+        """
+        self.adopt()
+        before = set(self.graph.operations)
+        outer, self._open_branch = self._open_branch, branch
+        try:
+            updates = list(make())
+        finally:
+            self._open_branch = outer
+        for operation in self.graph.operations:
+            if operation not in before and not isinstance(operation, mtf.Variable):
+                self._branch_of.setdefault(operation, branch)
+        return updates
+
+    def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
+        """What a wrapper keeps in this graph, made at its first use.
+
+        Args:
+          owner: the wrapper.
+          name: its name, the prefix of what it creates.
+          make: makes the state.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: another wrapper of that name has its state here already.
+        """
+        other, state = self._states.get(name, (lambda: None, None))
+        if other() is owner:
+            return state
+        if other() is not None:
+            raise ValueError(
+                f"Two {type(owner).__name__}s named {name!r} in one graph would share their "
+                "counters; give each a name= of its own."
+            )
+        state = make()
+        self._states[name] = (weakref.ref(owner), state)
+        return state
+
+    def part(self, kind: type[_Part]) -> _Part:
+        """The part of a kind, made when it is first asked for."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        return self._parts[kind]
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Takes back what was added to the graph and wanted of the plan when the block raises.
+
+        TensorFlow's own graph cannot be taken back; what stands there without a mesh operation
+        does nothing.
+        """
+        graph = self.graph
+        lists = (graph.operations, graph.all_variables, graph.trainable_variables)
+        before = [list(items) for items in lists]
+        names = dict(graph.name_to_variable)
+        wanted = {k: copy.copy(v) for k, v in vars(self).items() if k != "graph"}
+        wanted["_parts"] = {kind: copy.copy(part) for kind, part in self._parts.items()}
+        try:
+            yield
+        except BaseException:
+            # Looked up again: Mesh-TF 0.1.21 replaces the list of operations when it combines
+            # assignments.
+            lists = (graph.operations, graph.all_variables, graph.trainable_variables)
+            for items, old in zip(lists, before):
+                items[:] = old
+            graph.name_to_variable.clear()
+            graph.name_to_variable.update(names)
+            vars(self).update(wanted)
+            raise
+
+    # What happens when the graph is lowered.
+
+    def adopt(self) -> list[mtf.Operation]:
+        """Makes all operations that the graph has by now ask this plan; returns the new ones."""
+        return [operation for operation in flat(self.graph.operations) if adopt(operation)]
+
+    def lowered(self, lowering: mtf.Lowering) -> Lowered:
+        """What is known of a lowering that has begun."""
+        return vars(lowering)[_LOWERED]
+
+    def members(self, branch: Any) -> list[mtf.Operation]:
+        """The operations of a branch, in the order in which they are to be lowered."""
+        return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
+
+    def lower(self, operation: mtf.Operation, lowering: mtf.Lowering) -> None:
+        """Lowers an operation as the plan has it; called by the operation itself."""
+        if _LOWERED not in vars(lowering):
+            self._begin(operation, lowering)
+        lowered = self.lowered(lowering)
+        branch = self._branch_of.get(operation)
+        if operation in lowered.early or (branch is not None and branch is not lowered.branch):
+            return
+        waits = [op for find in self._waits.get(operation, ()) for op in find(lowering)]
+        with tf.control_dependencies(waits) if waits else contextlib.nullcontext():
+            if not any(part.lower(operation) for part in lowered.parts):
+                operation.lower_itself(lowering)
+
+    @contextlib.contextmanager
+    def inside_branch(self, branch: Any, lowering: mtf.Lowering) -> Iterator[None]:
+        """Within it, the operations of a branch are lowered where they ask to be."""
+        lowered = self.lowered(lowering)
+        outer, lowered.branch = lowered.branch, branch
+        try:
+            with contextlib.ExitStack() as stack:
+                for part in lowered.parts:
+                    stack.enter_context(part.inside_branch())
+                yield
+        finally:
+            lowered.branch = outer
+
+    def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> None:
+        lowered = vars(lowering)[_LOWERED] = Lowered(scope_around(first))
+        self._give_stacks_to_branches(self.adopt())
+        lowered.parts = [part.begin(lowering) for part in self._parts.values()]
+        self._lower_variables(lowering, lowered)
+
+    def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
+        """Operations that autostack made belong to the branch whose updates they feed.
+
+        It puts the values that a stacked variable is assigned together right before the
+        assignment.
+        """
+        new, wanted = set(new), {}
+        for operation in reversed(self.graph.operations):
+            branch = self._branch_of.get(operation)
+            made_now = operation in new and not takes_stack_apart(operation)
+            if made_now and not isinstance(operation, mtf.Variable):
+                branch = next((wanted[t] for t in operation.outputs if t in wanted), None)
+                if branch is not None:
+                    self._branch_of[operation] = branch
+            if branch is not None:
+                wanted.update((t, branch) for t in operation.inputs)
+
+    def _lower_variables(self, lowering: mtf.Lowering, lowered: Lowered) -> None:
+        several_reads = {*self._in_place, *self._assigned_elsewhere()}
+        for operation in list(self.graph.operations):
+            is_variable = isinstance(operation, mtf.Variable)
+            if not is_variable and not takes_stack_apart(operation):
+                continue
+            if operation not in lowering.variables:  # a stacked one may stand before all others
+                lowered.early.add(operation)
+                with lowered.name_scope(operation.name):
+                    operation.lower_itself(lowering)
+            if isinstance(operation, mtf.StackedVariable) or operation in several_reads:
+                continue
+            if is_variable:
+                with lowered.name_scope(operation.name), tf.name_scope("read_once"):
+                    _read(operation, lowering)
+            lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
+
+    def _assigned_elsewhere(self) -> set[mtf.Variable]:
+        """Variables that operations assign which do not wait for the plan's updates."""
+        return {
+            variable
+            for operation in flat(self.graph.operations)
+            if isinstance(operation, mtf.Assign)
+            and operation not in self._waits
+            and operation not in self._branch_of
+            for variable in operation.variables
+        }
+
+
+def takes_stack_apart(operation: mtf.Operation) -> bool:
+    """Whether an operation of autostack makes the values of variables from a stacked one."""
+    return isinstance(operation, mtf.UnstackOperation) and isinstance(
+        operation.inputs[0].operation, mtf.StackedVariable
+    )
+
+
+def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
+    """Replaces a lowered variable by one read of it, which all later operations share.
+
+    Mesh-TF 0.1.21 lowers a variable to the variable object itself, so that each operation that
+    uses it reads it again, before or after its assignment (see docs/races.md). On a SIMD mesh the
+    value is a tensor already.
+    """
+    lowered = lowering.tensors[variable.value].to_laid_out_tensor()
+    if not all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):
+        value = lowering.mesh_impl(variable).slicewise(tf.convert_to_tensor, lowered)
+        lowering.set_tensor_lowering(variable.value, value)

@@ -1,0 +1,196 @@
+"""What each shard contributed can be told apart, however the model uses a variable."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf
+from tests import harness
+from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
+from tests.properties.models import training, uses
+from tests.properties.sync_replicas_schedules import parts
+
+RATE = 0.1
+MASKED, BROKEN = 2, 1
+SHARD_SIZES = {"4x2": (4,), "2x2x2": (2, 2)}
+# On two replica axes the sum over the batch may be made in two operations, one axis in each.
+ON_TWO_AXES = [
+    "-w",
+    "w * s",
+    "transpose of two",
+    "broadcast over the batch",
+    "shared",
+    "microbatches",
+    "pending over two sets of axes",
+    "regularizer",
+]
+# What needs a step of its own.
+ALONE = [k for k, m in uses.ALL.items() if m.microbatches > 1 or m.dtype is uses.NARROW]
+GROUPS = {
+    name: {k: m for k, m in group.items() if k not in ALONE} for name, group in uses.GROUPS.items()
+}
+
+
+def feeds_for(mesh):
+    """Two steps: a mask leaves out a replica, whose data are large; another one's hold NaNs."""
+    feeds = uses.batches(2)
+    number = int(np.prod(SHARD_SIZES[mesh]))
+    rows = parts(np.arange(len(feeds[0]["x"])), SHARD_SIZES[mesh])
+    for feed in feeds:
+        feed["contributes"] = np.ones(number, bool)
+    feeds[0]["contributes"][MASKED] = False
+    feeds[0]["x"][rows[MASKED]] *= 2
+    feeds[0]["y"][rows[MASKED]] += 3
+    feeds[1]["y"][rows[BROKEN]] = np.nan
+    return feeds
+
+
+# Shard by shard.
+
+
+def check_shards(kind, mesh, model):
+    """Compares `gs.per_shard` with numpy on two steps; the variables stand still."""
+    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+    axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
+    feeds = feeds_for(mesh)
+
+    def build(mesh, inputs):
+        grads, variables = training.gradients_on(model, mesh, inputs, batch_dims)
+        shards = gs.per_shard(grads, axes)
+        return [], {v.name: g for v, g in zip(variables, shards)}
+
+    result = harness.run(kind, mesh_shape, layout, build, feeds)
+    for step, (feed, found) in enumerate(zip(feeds, result.fetched)):
+        shards = training.shard_gradients(model, model.values(), feed, SHARD_SIZES[mesh])
+        for name in model.variables:
+            # The loss is the mean over the shards' losses.
+            expected = np.stack([g[name] for g in shards]) / axes.num_shards
+            actual = np.reshape(found[name].astype(np.float64), expected.shape)
+            whole = [i for i in range(axes.num_shards) if step == 0 or i != BROKEN]
+            size = max(1.0, np.max(np.abs(expected[whole])))
+            np.testing.assert_allclose(
+                actual[whole], expected[whole], atol=16 * model.eps * size, err_msg=name
+            )
+            if np.any(np.isnan(expected)):
+                assert np.any(np.isnan(actual[BROKEN])), name
+
+
+@pytest.mark.parametrize("use", list(uses.ALL))
+def test_shards_are_told_apart(mesh_kind, use):
+    check_shards(mesh_kind, "4x2", uses.ALL[use])
+
+
+@pytest.mark.parametrize("use", ON_TWO_AXES)
+def test_shards_of_two_axes_are_told_apart(mesh_kind, use):
+    check_shards(mesh_kind, "2x2x2", uses.ALL[use])
+
+
+# Synchronous replicas: what those that contribute make of it.
+
+
+def sgd(values, grads):
+    return {k: values[k] - RATE * grads[k] for k in values}
+
+
+class Expected:
+    """Two steps of a model in numpy.
+
+    Attributes:
+      states: values after each step.
+      atol: for each variable, how far rounding may take the mesh from them: that of the narrowest
+        dtype, in numbers as large as the variable and as its gradients times the learning rate.
+      replicas: the `SyncReplicas`.
+    """
+
+    def __init__(self, model, feeds, mesh, eps_of):
+        number = int(np.prod(SHARD_SIZES[mesh]))
+        self.replicas = SyncReplicas(sgd, number, number - 1, model.values())
+        self.states, self.atol = [], {}
+        for feed in feeds:
+            before = self.replicas.values
+            grads = training.shard_gradients(model, before, feed, SHARD_SIZES[mesh])
+            assert self.replicas.step(grads, feed["contributes"])
+            self.states.append(dict(self.replicas.values))
+            for name, value in before.items():
+                change = RATE * np.nanmax(np.abs([g[name] for g in grads]))
+                atol = 16 * (
+                    eps_of(name) * change + uses.FLOAT32 * np.max(np.abs(value), initial=1)
+                )
+                self.atol[name] = max(self.atol.get(name, 0), atol)
+            if feed is feeds[0]:
+                # Whatever gets by the mask is seen.
+                everyone = sgd(before, {k: np.mean([g[k] for g in grads], 0) for k in before})
+                seen = [
+                    np.max(np.abs(everyone[k] - v)) > 2 * self.atol[k]
+                    for k, v in self.replicas.values.items()
+                ]
+                assert all(seen)
+
+
+def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
+    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+    axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
+    feeds = feeds or feeds_for(mesh)
+    expected = Expected(model, feeds, mesh, eps_of or (lambda name: model.eps))
+
+    def apply(grads, variables, inputs):
+        opt = gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(RATE),
+            axes.num_shards - 1,
+            axes=axes,
+            contributes=inputs["contributes"],
+        )
+        return opt.apply_grads(grads, variables)
+
+    build = training.step(model, batch_dims, apply)
+    result = harness.run(kind, mesh_shape, layout, build, feeds)
+    found = [*result.fetched[1:], result.variables]
+    wrong = []
+    for step, (state, actual) in enumerate(zip(expected.states, found), 1):
+        for name, value in state.items():
+            off = np.max(np.abs(actual[name].astype(np.float64) - value))
+            # What is fetched is rounded to the dtype of the activations.
+            rounded = model.eps if model.dtype is uses.NARROW and step < len(found) else 0
+            if not off <= expected.atol[name] + 2 * rounded:
+                wrong.append(f"{name} is off by {off:.3g} after step {step}")
+    assert not wrong
+    for name in ("made", "dropped"):
+        actual = result.variables[f"sync_replicas/{name}"].reshape(-1)
+        np.testing.assert_array_equal(actual, getattr(expected.replicas, name), err_msg=name)
+
+
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_replicas_that_are_left_out_have_no_part_in_the_update(mesh_kind, group):
+    together = uses.together(GROUPS[group])
+    eps = {f"{number}_": m.eps for number, m in enumerate(GROUPS[group].values())}
+    check_replicas(
+        mesh_kind,
+        "4x2",
+        together,
+        eps_of=lambda name: next(e for k, e in eps.items() if name.startswith(k)),
+    )
+
+
+@pytest.mark.parametrize("use", ALONE)
+def test_replicas_that_are_left_out_of_a_step_of_its_own(mesh_kind, use):
+    check_replicas(mesh_kind, "4x2", uses.ALL[use])
+
+
+@pytest.mark.parametrize("use", ON_TWO_AXES[:4])
+def test_replicas_of_two_axes_that_are_left_out(use):
+    check_replicas("simd", "2x2x2", uses.ALL[use])
+
+
+def test_recomputation_after_its_gradients():
+    """Mesh-TF adds a sum of gradients, made tiny, to what is recomputed from.
+
+    A NaN of one replica is in that sum: none can contribute then. A mask leaves out its replica.
+    """
+
+    def loss(m, v, d):
+        def layer(w, x):
+            return uses.predict(m, m.tanh(w) * m.square(w), {**d, "x": x})
+
+        return uses.squared_error(m, m.recompute_grad(layer, [v["w"], d["x"]]), d["y"])
+
+    check_replicas("simd", "4x2", uses.Model({"w": uses.W}, loss), feeds_for("4x2")[:1])
