@@ -16,8 +16,8 @@ import mtf_gradsync as gs
 from benchmarks import models, report, timing
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.config import gin_files
-from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
+from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders, resolve_job
 
 CONFIG = "lm_cpu_mesh.gin"
 # How many ways the batch is split; the model is split two ways.
@@ -106,7 +106,7 @@ def measure(options: report.Options) -> report.Table:
 def _job(split: int, quick: bool) -> TrainingJob:
     bindings = [f"train.run.mesh_shape = 'batch:{split};model:2'", "train.run.mesh_devices = None"]
     gin_files.load([CONFIG], [*bindings, *(_TINY if quick else ())])
-    return gin_files.training_job()
+    return resolve_job(gin_files.run_config())
 
 
 def _length(job: TrainingJob) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from mtf_gradsync._private.libraries import tf
@@ -132,26 +129,6 @@ def initialize_from(init_checkpoint: str) -> int:
         )
     tf.train.init_from_checkpoint(init_checkpoint, chosen)
     return len(chosen)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that a reader or a killed writer never leaves half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes private files; results are for everyone whom the directory is for.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file atomically."""
-    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _first_line(error: BaseException) -> str:

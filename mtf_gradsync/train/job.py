@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.config import settings
-from mtf_gradsync.train.data import datasets as data
-from mtf_gradsync.train.model import (
-    ModelSettings,
-    TrainGraph,
-    VariableFilter,
-    build_train_graph,
-    feature_length,
+from mtf_gradsync.train.config.bindings import RunConfig, VariableFilter
+from mtf_gradsync.train.config.checks import check_callable, check_count, check_vocabulary
+from mtf_gradsync.train.config.mesh import resolve_mesh
+from mtf_gradsync.train.config.settings import (
+    LearningRate,
+    resolve_batch_size,
+    resolve_learning_rate,
+    resolve_sequence_length,
 )
+from mtf_gradsync.train.data import datasets as data
+from mtf_gradsync.train.model import ModelSettings
+from mtf_gradsync.train.train_graph import TrainGraph, build_train_graph
 
 
 class TrainingJob(NamedTuple):
@@ -32,8 +35,13 @@ class TrainingJob(NamedTuple):
     model: ModelSettings
     train_dataset_fn: Callable[..., Any]
     optimizer: Callable[..., Any]
-    learning_rate: settings.LearningRate
+    learning_rate: LearningRate
     variable_filter: VariableFilter
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets in a global batch, padding included."""
+        return self.model.batch_size * self.model.sequence_length["targets"]
 
     def dataset(self) -> tf.data.Dataset:
         """The training examples."""
@@ -46,7 +54,7 @@ class TrainingJob(NamedTuple):
     def build(
         self,
         features: dict[str, tf.Tensor],
-        mesh_block: Callable[[], ContextManager[Any]] | None = None,
+        mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
     ) -> TrainGraph:
         """Adds the training step to the default graph; see `build_train_graph`."""
         return build_train_graph(
@@ -59,26 +67,11 @@ class TrainingJob(NamedTuple):
         )
 
 
-def resolve_job(
-    model_type: str,
-    vocabulary: Any,
-    train_dataset_fn: Callable[..., Any],
-    autostack: bool,
-    batch_size: int | tuple[str, int],
-    outer_batch_size: int | None,
-    train_steps: int,
-    total_run_steps: int | None,
-    sequence_length: settings.SequenceLength,
-    mesh_shape: Any,
-    mesh_devices: Sequence[str] | None,
-    mesh_impl: Callable[..., Any] | None,
-    layout_rules: Any,
-    learning_rate_schedule: settings.LearningRate | list[Any],
-    optimizer: Callable[..., Any],
-    variable_filter: VariableFilter,
-    seed: int,
-) -> TrainingJob:
-    """Checks the arguments that `mtf_gradsync.train.run.run` has under the same names.
+def resolve_job(config: RunConfig) -> TrainingJob:
+    """Checks what a config says of the training step.
+
+    Args:
+      config: the run that was asked for.
 
     Returns:
       The job.
@@ -86,28 +79,36 @@ def resolve_job(
     Raises:
       ConfigError: if a setting cannot work.
     """
-    settings.check_count("train_steps", train_steps)
-    settings.check_count("outer_batch_size", outer_batch_size, optional=True)
-    settings.check_count("total_run_steps", total_run_steps, optional=True)
-    settings.check_callable("optimizer", optimizer, "@CrossShardOptimizer")
-    settings.check_callable("train_dataset_fn", train_dataset_fn, "@python_topics")
-    settings.check_vocabulary(vocabulary)
-    lengths = settings.resolve_sequence_length(sequence_length)
-    mesh = settings.resolve_mesh(mesh_shape, layout_rules, mesh_devices, mesh_impl)
+    check_count("train_steps", config.train_steps)
+    check_count("outer_batch_size", config.outer_batch_size, optional=True)
+    check_count("total_run_steps", config.total_run_steps, optional=True)
+    check_callable("optimizer", config.optimizer, "@CrossShardOptimizer")
+    check_callable("train_dataset_fn", config.train_dataset_fn, "@python_topics")
+    check_vocabulary(config.vocabulary)
+    lengths = resolve_sequence_length(config.sequence_length)
+    mesh = resolve_mesh(
+        config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl
+    )
+    outer = config.outer_batch_size or 0
     model = ModelSettings(
-        model_type=model_type,
-        vocabulary=vocabulary,
+        model_type=config.model_type,
+        vocabulary=config.vocabulary,
         mesh=mesh,
-        batch_size=settings.resolve_batch_size(batch_size, lengths, mesh, outer_batch_size or 0),
-        outer_batch_size=outer_batch_size or 0,
+        batch_size=resolve_batch_size(config.batch_size, lengths, mesh, outer),
+        outer_batch_size=outer,
         sequence_length=lengths,
-        autostack=autostack,
-        seed=seed,
+        autostack=config.autostack,
+        seed=config.seed,
     )
-    learning_rate = settings.resolve_learning_rate(
-        learning_rate_schedule, total_run_steps or train_steps
+    return TrainingJob(
+        model=model,
+        train_dataset_fn=config.train_dataset_fn,
+        optimizer=config.optimizer,
+        learning_rate=resolve_learning_rate(
+            config.learning_rate_schedule, config.total_run_steps or config.train_steps
+        ),
+        variable_filter=config.variable_filter,
     )
-    return TrainingJob(model, train_dataset_fn, optimizer, learning_rate, variable_filter)
 
 
 def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
@@ -151,6 +152,6 @@ def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
             continue
         # A data set made of a Python generator knows no shapes; then the config's counts.
         known = shapes[name] if shapes[name].is_fully_defined() else None
-        shape = [feature_length(job.model, name)] if known is None else known.as_list()
+        shape = [job.model.feature_length(name)] if known is None else known.as_list()
         made[name] = tf.placeholder(dtypes[name], [job.model.batch_size, *shape], name=name)
     return made

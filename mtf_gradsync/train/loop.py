@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
 import threading
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import SyncReplicasOptimizer
 from mtf_gradsync.train.checkpoint import Checkpointer, check_fits, latest_checkpoint
 from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.model import TrainGraph
 from mtf_gradsync.train.progress import MetricsFile, Progress
+from mtf_gradsync.train.train_graph import TrainGraph
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
@@ -114,9 +114,9 @@ def train_loop(
 
     Raises:
       ConfigError: if the newest checkpoint in model_dir does not fit the graph.
-      TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is no
-        longer a finite number. Nothing is saved then. Where the
-        optimizer leaves out gradients that are not finite, only if no update comes any more.
+      TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
+        no longer a finite number; where the optimizer leaves out gradients that are not finite,
+        only if no update comes any more. Nothing is saved then.
     """
     # The hook adds the copy from masters to slices and runs it after every restore.
     masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
@@ -131,7 +131,10 @@ def train_loop(
     )
     global_step = tf.train.get_global_step()
     fetches = {"step": graph.step, "loss": graph.loss, "fields": graph.fields}
-    patience = _Patience(graph.optimizer)
+    if graph.update_step is not None:
+        fetches["update_step"] = graph.update_step
+    patience = Patience(graph.optimizers)
+    waits = _Waits(graph.optimizers)
     seconds = 0.0
     with StopSignal() as stop, tf.train.MonitoredSession(
         creator, hooks=[masters_to_slices, *hooks]
@@ -152,10 +155,14 @@ def train_loop(
                 if session.should_stop():
                     break
                 began = time.monotonic()
-                values = _run(session, fetches, saved_at)
+                try:
+                    values = session.run(fetches)
+                except tf.errors.InvalidArgumentError:
+                    waits.check(session, saved_at)
+                    raise
                 seconds += time.monotonic() - began
                 step, loss = int(values["step"]), float(values["loss"])
-                if not patience.goes_on(loss, values["fields"]):
+                if not patience.goes_on(loss, values.get("update_step")):
                     raise TrainingError(
                         f"the loss of step {step} is {loss}{patience.since()}; the newest "
                         f"checkpoint is of step {saved_at}. Lower "
@@ -176,24 +183,7 @@ def train_loop(
     return LoopResult(step, stop.received, seconds, step - first)
 
 
-def _run(session: Any, fetches: Any, saved_at: int) -> Any:
-    try:
-        return session.run(fetches)
-    except tf.errors.InvalidArgumentError as error:
-        # SyncReplicasOptimizer says it from within the step.
-        said = re.search(
-            r"No update for more than max_steps_without_update[^\]\n]*\]? *\[[\d ]*\]",
-            error.message,
-        )
-        if not said:
-            raise
-        raise TrainingError(
-            f"{said.group()}; the newest checkpoint is of step {saved_at}. Look at the data of "
-            "these replicas, or lower SyncReplicasOptimizer.replicas_to_aggregate."
-        ) from None
-
-
-class _Patience:
+class Patience:
     """How long a loss may be no finite number.
 
     Not at all, as a rule. Where an optimizer of the stack leaves out gradients that are not
@@ -202,16 +192,24 @@ class _Patience:
 
     _STEPS = 100
 
-    def __init__(self, optimizer: Any):
-        stack = [optimizer, *getattr(optimizer, "inner_stack", list)()]
-        leaves_out = any(getattr(opt, "leaves_out_not_finite", False) for opt in stack)
+    def __init__(self, optimizers: Sequence[Any]):
+        """Begins a run.
+
+        Args:
+          optimizers: the optimizer and those inside it.
+        """
+        leaves_out = any(getattr(opt, "leaves_out_not_finite", False) for opt in optimizers)
         self._most = self._STEPS if leaves_out else 0
         self._bad = 0
-        self._update_step: Any = None
+        self._update_step: int | None = None
 
-    def goes_on(self, loss: float, fields: dict[str, Any]) -> bool:
-        """Whether to go on after a step."""
-        update_step = fields.get("update step")
+    def goes_on(self, loss: float, update_step: int | None) -> bool:
+        """Whether to go on after a step.
+
+        Args:
+          loss: of the step.
+          update_step: updates made with it; None where the optimizers do not count.
+        """
         if math.isfinite(loss) or update_step != self._update_step:
             self._bad = 0
         self._update_step = update_step
@@ -222,3 +220,26 @@ class _Patience:
     def since(self) -> str:
         """What an error says of the steps before."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""
+
+
+class _Waits:
+    """Knows when a step failed because an optimizer waits too long for its replicas."""
+
+    def __init__(self, optimizers: Sequence[Any]):
+        limits = [opt.limit for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
+        self._watches = [limit.watch() for limit in limits if limit]
+
+    def check(self, session: Any, saved_at: int) -> None:
+        """Raises TrainingError if that is why the step failed."""
+
+        # The argument's name is prescribed.
+        def find(step_context: Any) -> Any:
+            errors = (watch.error(step_context.session) for watch in self._watches)
+            return next((error for error in errors if error), None)
+
+        error = session.run_step_fn(find)
+        if error:
+            raise TrainingError(
+                f"{error} The newest checkpoint is of step {saved_at}. Look at the data of these "
+                "replicas, or lower SyncReplicasOptimizer.replicas_to_aggregate."
+            ) from error

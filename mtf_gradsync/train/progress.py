@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from mtf_gradsync.train.checkpoint import write_atomically
+from mtf_gradsync.train.files import write_text
 
 # Of a field with one number for each replica, say.
 _MOST_NUMBERS = 16
@@ -144,7 +144,7 @@ class MetricsFile:
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, **values: Any) -> None:
         """Adds a line."""

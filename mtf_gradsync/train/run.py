@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Callable, NamedTuple
 
 import gin
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import checkpoint
-from mtf_gradsync.train.config import settings
+from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluation.evaluate import Score
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
-from mtf_gradsync.train.evaluation.plot import check_matplotlib
+from mtf_gradsync.train.evaluation.scores import Score
+from mtf_gradsync.train.files import check_matplotlib, write_text
 from mtf_gradsync.train.job import TrainingJob, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.model import TrainGraph, VariableFilter
 from mtf_gradsync.train.progress import MetricsFile
+from mtf_gradsync.train.train_graph import TrainGraph
 
 CONFIG_FILE = "operative_config.gin"
 
@@ -41,72 +43,16 @@ class RunResult(NamedTuple):
     unigram: Score | None
 
 
-@gin.configurable(module="mtf_gradsync.train")
-def run(
-    model_dir: str,
-    model_type: str = "lm",
-    vocabulary: Any = gin.REQUIRED,
-    train_dataset_fn: Callable[..., Any] = gin.REQUIRED,
-    eval_dataset_fn: Callable[..., Any] | None = None,
-    autostack: bool = True,
-    save_checkpoints_steps: int = 5000,
-    keep_checkpoint_max: int | None = None,
-    batch_size: int | tuple[str, int] = ("tokens_per_replica", 2048),
-    outer_batch_size: int | None = None,
-    train_steps: int = gin.REQUIRED,
-    total_run_steps: int | None = None,
-    sequence_length: settings.SequenceLength = gin.REQUIRED,
-    mesh_shape: Any = gin.REQUIRED,
-    mesh_devices: Sequence[str] | None = None,
-    mesh_impl: Callable[..., Any] | None = None,
-    layout_rules: Any = gin.REQUIRED,
-    learning_rate_schedule: settings.LearningRate | list[Any] = None,
-    optimizer: Callable[..., Any] = gin.REQUIRED,
-    variable_filter: VariableFilter = None,
-    perplexity_eval_steps: int = 100,
-    init_checkpoint: str | None = None,
-    log_steps: int = 10,
-    hooks: Sequence[Any] = (),
-    seed: int = 0,
-    say: Callable[[str], None] = print,
-) -> RunResult:
+def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
-    Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here. A run
-    goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which data
-    a step sees follows from the step, so a run that was stopped takes the same steps as one that
-    was not.
+    A run goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which
+    data a step sees follows from the step, so a run that was stopped takes the same steps as one
+    that was not.
 
     Args:
+      config: what to train; ``RunConfig()`` is what gin says of it.
       model_dir: directory of everything that the run writes.
-      model_type: "lm", "aligned" or "bitransformer".
-      vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
-      train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
-        returns a tf.data.Dataset of examples. It is repeated when it ends.
-      eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
-        of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
-      autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
-      save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
-      keep_checkpoint_max: delete older checkpoints; None keeps all.
-      batch_size: global batch size in sequences, or a (method, value) pair.
-      outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
-      train_steps: how many steps in all.
-      total_run_steps: length of the run as the schedule sees it; None for train_steps.
-      sequence_length: an integer, or a dict from feature to integer.
-      mesh_shape: for example "batch:4;model:2".
-      mesh_devices: one device for each processor; None for as many virtual CPU devices.
-      mesh_impl: makes the placement mesh, such as `mtf_gradsync.placement_mesh_impl`; None for
-        Mesh-TensorFlow's.
-      layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
-      learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
-        to be multiplied, or None for the optimizer's own.
-      optimizer: a class or function called with learning_rate=.
-      variable_filter: which variables train: a regular expression or a function; None for all.
-      perplexity_eval_steps: evaluate on at most this many batches.
-      init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
-      log_steps: a line in the metrics file every this many steps.
-      hooks: functions without arguments that each return a tf.train.SessionRunHook.
-      seed: of the initial values.
       say: takes each line that tells how the run goes.
 
     Returns:
@@ -114,94 +60,93 @@ def run(
 
     Raises:
       ConfigError: if a setting cannot work.
-      TrainingError: if the loss is no longer finite.
+      TrainingError: if the loss is no longer finite, or updates no longer come.
     """
-    settings.check_count("save_checkpoints_steps", save_checkpoints_steps)
-    settings.check_count("keep_checkpoint_max", keep_checkpoint_max, optional=True)
-    settings.check_count("perplexity_eval_steps", perplexity_eval_steps)
-    settings.check_count("log_steps", log_steps)
-    settings.check_callable("eval_dataset_fn", eval_dataset_fn, "@python_topics", optional=True)
-    for hook in hooks if isinstance(hooks, (list, tuple)) else [hooks]:
-        settings.check_callable("hooks", hook, "[@MyHook]")
+    _check_schedule(config)
     check_matplotlib()
-    job = resolve_job(
-        model_type=model_type,
-        vocabulary=vocabulary,
-        train_dataset_fn=train_dataset_fn,
-        autostack=autostack,
-        batch_size=batch_size,
-        outer_batch_size=outer_batch_size,
-        train_steps=train_steps,
-        total_run_steps=total_run_steps,
-        sequence_length=sequence_length,
-        mesh_shape=mesh_shape,
-        mesh_devices=mesh_devices,
-        mesh_impl=mesh_impl,
-        layout_rules=layout_rules,
-        learning_rate_schedule=learning_rate_schedule,
-        optimizer=optimizer,
-        variable_filter=variable_filter,
-        seed=seed,
-    )
-    model, mesh = job.model, job.model.mesh
-    loop = LoopSettings(
-        model_dir=model_dir,
-        train_steps=train_steps,
-        save_checkpoints_steps=save_checkpoints_steps,
-        keep_checkpoint_max=keep_checkpoint_max,
-        log_steps=log_steps,
-        tokens_per_step=model.batch_size * model.sequence_length["targets"],
-    )
+    job = resolve_job(config)
     directory = _make_directory(model_dir)
-    config = session_config(num_cpu_devices=mesh.num_cpu_devices)
     path = checkpoint.latest_checkpoint(model_dir)
-    step = checkpoint.checkpoint_step(path) if path else 0
-
-    evaluation = HeldOut(model, directory, config, say)
-    if eval_dataset_fn is not None:
-        evaluation.prepare(train_dataset_fn, eval_dataset_fn, perplexity_eval_steps)
+    begin = checkpoint.checkpoint_step(path) if path else None
+    session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
+    evaluation = HeldOut(job.model, directory, session, say)
+    if config.eval_dataset_fn is not None:
+        evaluation.prepare(
+            config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
+        )
     with evaluation:
-        if step >= train_steps:
-            say(f"{model_dir} has all {train_steps} steps already (train.run.train_steps)")
-            result = LoopResult(step, None, 0.0, 0)
-        else:
-            metrics = MetricsFile(directory / METRICS_FILE, step)
-            began = time.monotonic()
-            with tf.Graph().as_default():
-                graph = _training_graph(job)
-                if init_checkpoint and not path:
-                    count = checkpoint.initialize_from(init_checkpoint)
-                    say(f"{count} variables begin as in {init_checkpoint}")
-                say(
-                    f"training {graph.num_parameters:,} parameters on the mesh {_names(mesh)}, "
-                    f"from step {step} to {train_steps} (graph built in "
-                    f"{time.monotonic() - began:.0f} s)"
-                )
-                checkpoint.write_atomically(directory / CONFIG_FILE, gin.operative_config_str())
-                result = train_loop(
-                    graph,
-                    loop,
-                    config,
-                    metrics,
-                    lambda saved, at, progress: evaluation.point(saved, at, metrics, progress),
-                    hooks=[hook() for hook in hooks],
-                )
+        result = _train(config, job, directory, begin, session, evaluation, say)
         if result.stopped_by is not None:
             evaluation.plot()
             say(
-                f"stopped after step {result.step} of {train_steps}, with a checkpoint; the same "
-                "command goes on from there"
+                f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
+                "the same command goes on from there"
             )
             return RunResult(result.step, result.stopped_by, None, None)
         speed = {}
         if result.steps_made:
-            rate = result.steps_made * loop.tokens_per_step / result.seconds
+            rate = result.steps_made * job.tokens_per_step / result.seconds
             speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
             say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
         held_out = evaluation.finish(
             checkpoint.latest_checkpoint(model_dir), step=result.step, **speed
         )
     return RunResult(result.step, None, held_out, evaluation.unigram)
+
+
+def _check_schedule(config: RunConfig) -> None:
+    """Checks what `resolve_job` does not."""
+    check_count("save_checkpoints_steps", config.save_checkpoints_steps)
+    check_count("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
+    check_count("perplexity_eval_steps", config.perplexity_eval_steps)
+    check_count("log_steps", config.log_steps)
+    check_callable("eval_dataset_fn", config.eval_dataset_fn, "@python_topics", optional=True)
+    for hook in config.hooks if isinstance(config.hooks, (list, tuple)) else [config.hooks]:
+        check_callable("hooks", hook, "[@MyHook]")
+
+
+def _train(
+    config: RunConfig,
+    job: TrainingJob,
+    directory: Path,
+    begin: int | None,
+    session: tf.ConfigProto,
+    evaluation: HeldOut,
+    say: Callable[[str], None],
+) -> LoopResult:
+    """Makes the steps that are missing after a checkpoint's, or all where that is None."""
+    step = begin or 0
+    if step >= config.train_steps:
+        say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
+        return LoopResult(step, None, 0.0, 0)
+    metrics = MetricsFile(directory / METRICS_FILE, step)
+    began = time.monotonic()
+    with tf.Graph().as_default():
+        graph = _training_graph(job)
+        if config.init_checkpoint and begin is None:
+            count = checkpoint.initialize_from(config.init_checkpoint)
+            say(f"{count} variables begin as in {config.init_checkpoint}")
+        say(
+            f"training {graph.num_parameters:,} parameters on the mesh "
+            f"{mesh_text(job.model.mesh.shape)}, from step {step} to {config.train_steps} (graph "
+            f"built in {time.monotonic() - began:.0f} s)"
+        )
+        write_text(directory / CONFIG_FILE, gin.operative_config_str())
+        return train_loop(
+            graph,
+            LoopSettings(
+                model_dir=str(directory),
+                train_steps=config.train_steps,
+                save_checkpoints_steps=config.save_checkpoints_steps,
+                keep_checkpoint_max=config.keep_checkpoint_max,
+                log_steps=config.log_steps,
+                tokens_per_step=job.tokens_per_step,
+            ),
+            session,
+            metrics,
+            lambda saved, at, progress: evaluation.point(saved, at, metrics, progress),
+            hooks=[hook() for hook in config.hooks],
+        )
 
 
 def _training_graph(job: TrainingJob) -> TrainGraph:
@@ -221,7 +166,3 @@ def _make_directory(model_dir: str) -> Path:
     except OSError as error:
         raise ConfigError(f"--model_dir={model_dir} cannot be made: {error}") from error
     return directory
-
-
-def _names(mesh: settings.MeshSettings) -> str:
-    return ";".join(f"{dim.name}:{dim.size}" for dim in mesh.shape.dims)

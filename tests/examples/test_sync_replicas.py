@@ -8,7 +8,7 @@ import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.train.config import gin_files
+from mtf_gradsync.train import gin_files
 from tests.examples.test_examples import ROOT, run
 
 GUIDE = (ROOT / "docs" / "sync_replicas.md").read_text(encoding="utf-8")

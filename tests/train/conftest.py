@@ -4,7 +4,7 @@ import gin
 import pytest
 
 from mtf_gradsync.session import enable_mesh_defaults
-from mtf_gradsync.train.config import gin_files
+from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.run import run
 
 TINY = str(Path(__file__).with_name("tiny.gin"))
@@ -25,6 +25,7 @@ def train(tmp_path):
         gin_files.load([TINY], list(bindings))
         said = []
         directory = tmp_path / model_dir
-        return run(model_dir=str(directory), say=said.append), directory, said
+        result = run(gin_files.run_config(), str(directory), say=said.append)
+        return result, directory, said
 
     return call

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train import checkpoint, gin_files
 from mtf_gradsync.train import run as run_module
-from mtf_gradsync.train.config import gin_files
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.progress import read_metrics

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 _DESCRIPTION = """\
@@ -53,14 +52,12 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
+    json_file = output_path("--json", args.json)
     with loaded_config(args):
         compiled = compile_config(args.topology, args.save_hlo)
     print(compiled)
-    if args.json:
-        try:
-            Path(args.json).write_text(compiled.to_json() + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json={args.json} cannot be written: {error}") from error
+    if json_file:
+        json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
     return 0 if compiled.accepted else 1
 
 
@@ -82,27 +79,18 @@ def compile_config(topology: str, save_hlo: str | None = None) -> Any:
       TrainingError: if this environment has no TPU compiler, or the compiler died.
     """
     # Not above: these take seconds, which `--help` need not.
-    from mtf_gradsync import simd, xla
+    from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import tf
-    from mtf_gradsync.train.config import gin_files
-    from mtf_gradsync.train.job import placeholders
+    from mtf_gradsync.train import gin_files
+    from mtf_gradsync.train.job import build_simd, resolve_job
 
     # Before the graph, which may take a minute.
     missing = xla.why_no_tpu_compiler()
     if missing:
         raise TrainingError(missing)
-    job = gin_files.training_job()
-    opened = []
-
-    @contextlib.contextmanager
-    def block() -> Iterator[Any]:
-        with simd.tpu_program(job.model.mesh.shape, job.model.mesh.layout) as program:
-            opened.append(program)
-            yield program.mesh_impl
-
+    job = resolve_job(gin_files.run_config())
     with tf.Graph().as_default():
-        graph = job.build(placeholders(job), block)
-        (program,) = opened
+        graph, program = build_simd(job)
         try:
             return xla.compile_for_tpu(program, [graph.loss], topology, save_hlo)
         except xla.CompilerDiedError as error:

@@ -64,7 +64,7 @@ def loaded_config(args: argparse.Namespace) -> Iterator[None]:
     from absl import logging as absl_logging
 
     from mtf_gradsync.session import enable_mesh_defaults
-    from mtf_gradsync.train.config import gin_files
+    from mtf_gradsync.train import gin_files
 
     absl_logging.set_verbosity(args.verbosity)
     # TensorFlow warns about every v1 call of Mesh-TensorFlow, which is all of them.

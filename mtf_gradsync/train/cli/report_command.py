@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.cli.outputs import output_path
 
 _DESCRIPTION = """\
 Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
@@ -49,35 +48,27 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
+    json_file, png_file = output_path("--json", args.json), output_path("--png", args.png)
     with loaded_config(args):
         # Not above: these take seconds, which `--help` need not.
         from tqdm import tqdm
 
-        from mtf_gradsync.train.comparison.comparison import compare
+        from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.comparison.plot import plot_comparison
+        from mtf_gradsync.train.comparison.steps import compare
         from mtf_gradsync.train.comparison.text import as_text
-        from mtf_gradsync.train.config import gin_files
-        from mtf_gradsync.train.evaluation.plot import check_matplotlib
+        from mtf_gradsync.train.files import check_matplotlib
+        from mtf_gradsync.train.job import resolve_job
 
-        json_file, png_file = _output("--json", args.json), _output("--png", args.png)
         if png_file:
             check_matplotlib()
+        job = resolve_job(gin_files.run_config())
         # None: on terminals only.
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
-            comparison = compare(gin_files.training_job(), not args.no_placement, bar.update)
+            comparison = compare(job, not args.no_placement, bar.update)
     print(as_text(comparison, args.rows))
     if json_file:
         json_file.write_text(comparison.to_json() + "\n", encoding="utf-8")
     if png_file:
         plot_comparison(comparison, png_file)
     return 0
-
-
-def _output(flag: str, name: str | None) -> Path | None:
-    """The file to write. What cannot be written shall not wait for the graphs."""
-    if not name:
-        return None
-    path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
-    return path

@@ -47,8 +47,9 @@ def main(args: argparse.Namespace) -> int:
     files = gin_file_names(args)
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
     with loaded_config(args):
-        # Not above: it takes seconds, which `--help` need not.
+        # Not above: these take seconds, which `--help` need not.
+        from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.run import run
 
-        result = run(model_dir=model_dir)
+        result = run(gin_files.run_config(), model_dir)
     return 0 if result.stopped_by is None else 128 + result.stopped_by

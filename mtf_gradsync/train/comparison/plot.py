@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.simd import CommunicationReport, CommunicationRow
-from mtf_gradsync.train.comparison.comparison import Comparison
-from mtf_gradsync.train.comparison.step_parts import GRADIENTS, PARTS
+from mtf_gradsync.train.comparison.parts import GRADIENTS, PARTS
+from mtf_gradsync.train.comparison.steps import Comparison
+from mtf_gradsync.train.files import new_figure, write_figure
 
 _COLORS = {
     "forward and backward pass": "tab:gray",
@@ -35,19 +36,16 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
       path: the PNG file; replaced if it is there.
 
     Raises:
-      ImportError: if matplotlib is not installed.
+      ConfigError: if matplotlib is not installed.
     """
-    # Not pyplot: its state would outlive the call, and its backend is the program's choice.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     sections = [("collectives, SIMD mesh", _collectives(comparison))]
     if comparison.bare.transfers and comparison.wrapped.transfers:
         sections.append(("transfers, placement mesh", _transfers(comparison)))
     sizes = [max(1, len(bars)) for _, bars in sections]
-    figure = Figure(figsize=(10, 1.6 * len(sections) + 0.4 * sum(sizes)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
+    # Behind new_figure, which says what to install.
+    from matplotlib.patches import Patch
+
     panels = figure.subplots(
         len(sections), 2, squeeze=False, sharey="row", gridspec_kw={"height_ratios": sizes}
     )
@@ -67,9 +65,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         f"{' > '.join(comparison.wrapped.optimizers)}",
         fontsize=10,
     )
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(path)
+    write_figure(path, figure)
 
 
 def _collectives(comparison: Comparison) -> dict[str, list[_Bar]]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import checkpoint
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluation.evaluate import Evaluator, Score, unigram_score
 from mtf_gradsync.train.evaluation.plot import plot_losses
 from mtf_gradsync.train.evaluation.sample import sample
+from mtf_gradsync.train.evaluation.scores import Evaluator, Score, unigram_score
+from mtf_gradsync.train.files import write_json, write_text
 from mtf_gradsync.train.model import ModelSettings
 from mtf_gradsync.train.progress import MetricsFile, Progress, read_metrics
 
@@ -129,7 +129,7 @@ class HeldOut:
                 self._say("the model has not learned more than how frequent each token is")
             if self._model.model_type == "lm":
                 self._write_samples()
-        checkpoint.write_json(self._directory / RESULT_FILE, content)
+        write_json(self._directory / RESULT_FILE, content)
         self.plot()
         self._say(f"loss curve: {self._directory / PLOT_FILE}")
         return score
@@ -150,7 +150,7 @@ class HeldOut:
             )
         if texts:
             self._say("\n".join(texts))
-            checkpoint.write_atomically(self._directory / SAMPLES_FILE, "\n".join(texts))
+            write_text(self._directory / SAMPLES_FILE, "\n".join(texts))
 
 
 def _score_text(score: Score) -> str:

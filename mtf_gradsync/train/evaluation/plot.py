@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.files import new_figure, write_figure
 
 
 def plot_losses(
@@ -26,13 +25,7 @@ def plot_losses(
     Raises:
       ConfigError: if matplotlib is not installed.
     """
-    check_matplotlib()
-    # Not pyplot: its state would outlive the call, and its backend is the program's choice.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=7, height=4)
     axes = figure.add_subplot()
     train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     held_out = [(row["step"], row["held_out_nats"]) for row in rows if "held_out_nats" in row]
@@ -50,20 +43,4 @@ def plot_losses(
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(path)
-
-
-def check_matplotlib() -> None:
-    """Checks that pictures can be drawn; a command asks before its work.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
-    """
-    try:
-        importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError(
-            f'drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
-        ) from error
+    write_figure(path, figure)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtf_gradsync.train.data.vocabulary import PAD_ID
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.evaluation.evaluate import Evaluator
+from mtf_gradsync.train.evaluation.scores import Evaluator
 
 
 class Sample(NamedTuple):

@@ -29,6 +29,12 @@ def test_without_the_compiler_the_error_says_what_to_install(capsys):
     assert 'pip install "mtf-gradsync[train,tpu]"' in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_told_first(capsys):
+    name = "/no/such/directory/compiled.json"
+    assert cli.main(["compile", f"--gin_file={TINY}", f"--json={name}"]) == cli.EXIT_BAD_CONFIG
+    assert f"--json={name} cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(missing), reason=missing)
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.config import gin_files
+from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.progress import read_metrics
 from mtf_gradsync.train.run import run
@@ -37,7 +37,7 @@ def train(tmp_path):
     def call(steps, *bindings, model_dir="run"):
         gin_files.load([CONFIG], [*SMALL, f"train.run.train_steps = {steps}", *bindings])
         directory = tmp_path / model_dir
-        run(model_dir=str(directory), say=lambda line: None)
+        run(gin_files.run_config(), str(directory), say=lambda line: None)
         return directory
 
     return call

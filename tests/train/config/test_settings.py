@@ -2,7 +2,8 @@ import pytest
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.reduce import PlacementMeshImpl, placement_mesh_impl
-from mtf_gradsync.train.config import settings
+from mtf_gradsync.train.config import checks, settings
+from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.train.errors import ConfigError
 
@@ -11,7 +12,7 @@ LAYOUT = "batch:batch,d_ff:model"
 
 
 def test_mesh_stands_on_virtual_cpu_devices_by_default():
-    mesh = settings.resolve_mesh(MESH, LAYOUT, None)
+    mesh = resolve_mesh(MESH, LAYOUT, None)
     assert mesh.devices == [f"/device:CPU:{i}" for i in range(8)]
     assert mesh.num_cpu_devices == 8
     assert (mesh.split("batch"), mesh.split("d_ff"), mesh.split("heads")) == (4, 2, 1)
@@ -19,19 +20,19 @@ def test_mesh_stands_on_virtual_cpu_devices_by_default():
 
 def test_shapes_and_rules_are_taken_as_objects_too():
     shape, layout = mtf.convert_to_shape(MESH), mtf.convert_to_layout_rules(LAYOUT)
-    mesh = settings.resolve_mesh(shape, layout, ["gpu:0"] * 8)
+    mesh = resolve_mesh(shape, layout, ["gpu:0"] * 8)
     assert mesh.num_cpu_devices == 1
     assert mesh.shape == shape
 
 
 def test_mesh_is_mesh_tfs_or_the_one_that_is_asked_for():
-    mesh = settings.resolve_mesh(MESH, LAYOUT, None).placement_mesh()
+    mesh = resolve_mesh(MESH, LAYOUT, None).placement_mesh()
     assert type(mesh) is mtf.placement_mesh_impl.PlacementMeshImpl
-    asked = settings.resolve_mesh(MESH, LAYOUT, None, placement_mesh_impl).placement_mesh()
+    asked = resolve_mesh(MESH, LAYOUT, None, placement_mesh_impl).placement_mesh()
     assert type(asked) is PlacementMeshImpl
     assert asked.devices == mesh.devices
     with pytest.raises(ConfigError, match="mesh_impl must be a class or function"):
-        settings.resolve_mesh(MESH, LAYOUT, None, asked)
+        resolve_mesh(MESH, LAYOUT, None, asked)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +49,16 @@ def test_mesh_is_mesh_tfs_or_the_one_that_is_asked_for():
 )
 def test_mesh_errors_name_the_binding(mesh_shape, layout, devices, message):
     with pytest.raises(ConfigError, match=message):
-        settings.resolve_mesh(mesh_shape, layout, devices)
+        resolve_mesh(mesh_shape, layout, devices)
 
 
 def test_rules_for_other_meshes_have_no_effect():
-    mesh = settings.resolve_mesh("batch:4", "ensemble:ensemble," + LAYOUT, None)
+    mesh = resolve_mesh("batch:4", "ensemble:ensemble," + LAYOUT, None)
     assert mesh.shape == mtf.convert_to_shape("batch:4")
 
 
 def test_batch_size_may_be_given_per_replica():
-    mesh = settings.resolve_mesh(MESH, LAYOUT, None)
+    mesh = resolve_mesh(MESH, LAYOUT, None)
     lengths = settings.resolve_sequence_length(64)
     assert settings.resolve_batch_size(("tokens_per_replica", 128), lengths, mesh, 0) == 8
     assert settings.resolve_batch_size(24, lengths, mesh, 2) == 24
@@ -74,7 +75,7 @@ def test_batch_size_may_be_given_per_replica():
     ],
 )
 def test_batch_size_errors(batch_size, outer, message):
-    mesh = settings.resolve_mesh(MESH, LAYOUT, None)
+    mesh = resolve_mesh(MESH, LAYOUT, None)
     with pytest.raises(ConfigError, match=f"train.run.batch_size.*{message}"):
         settings.resolve_batch_size(batch_size, {"targets": 64}, mesh, outer)
 
@@ -102,12 +103,12 @@ def test_learning_rate_forms():
 @pytest.mark.parametrize("vocabulary", [ByteVocabulary, "bytes", (ByteVocabulary(), None)])
 def test_vocabulary_errors(vocabulary):
     with pytest.raises(ConfigError, match=r"train.run.vocabulary.*@ByteVocabulary\(\)"):
-        settings.check_vocabulary(vocabulary)
+        checks.check_vocabulary(vocabulary)
 
 
 def test_counts_and_references():
-    settings.check_count("keep_checkpoint_max", None, optional=True)
+    checks.check_count("keep_checkpoint_max", None, optional=True)
     with pytest.raises(ConfigError, match=r"train.run.train_steps must be a positive integer; got"):
-        settings.check_count("train_steps", 1.5)
+        checks.check_count("train_steps", 1.5)
     with pytest.raises(ConfigError, match="without parentheses like @CrossShardOptimizer"):
-        settings.check_callable("optimizer", object(), "@CrossShardOptimizer")
+        checks.check_callable("optimizer", object(), "@CrossShardOptimizer")

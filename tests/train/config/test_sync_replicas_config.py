@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.config import gin_files
+from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.run import run
 
@@ -45,7 +45,7 @@ def train(tmp_path):
 
     def call(steps, *bindings):
         gin_files.load([CONFIG], [*SMALL, f"train.run.train_steps = {steps}", *bindings])
-        run(model_dir=str(tmp_path), say=lambda line: None)
+        run(gin_files.run_config(), str(tmp_path), say=lambda line: None)
         reader = tf.train.load_checkpoint(str(tmp_path))
         return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
@@ -76,6 +76,6 @@ def test_two_missing_make_an_update_of_two_steps(train):
 
 def test_training_ends_instead_of_waiting(train):
     bindings = ["contributing.absent = (0, 1, 2, 3)", "contributing.steps = (2, 3, 4, 5, 6, 7)"]
-    said = r"max_steps_without_update=2 .*\[0 1 2 3\]; the newest checkpoint is of step 0"
+    said = r"max_steps_without_update=2 .*: \[0, 1, 2, 3\]. The newest checkpoint is of step 0"
     with pytest.raises(TrainingError, match=said):
         train(8, "SyncReplicasOptimizer.max_steps_without_update = 2", *bindings)

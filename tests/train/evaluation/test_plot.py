@@ -19,9 +19,7 @@ def test_draws_training_held_out_and_baseline(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     drawn = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, path, **kw: (drawn.append(self), path.touch())
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **kw: drawn.append(self))
     plot_losses(ROWS, tmp_path / "loss.png", unigram_nats=3.3)
     (axes,) = drawn[0].axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}

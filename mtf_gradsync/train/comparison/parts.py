@@ -10,7 +10,7 @@ from typing import Callable, Iterable
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd import CommunicationReport
-from mtf_gradsync.train.model import TrainGraph
+from mtf_gradsync.train.train_graph import TrainGraph
 
 # The forward and backward pass, the sums that make gradients whole, and everything else.
 MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"

@@ -9,7 +9,8 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train import checkpoint
-from mtf_gradsync.train.model import EvalGraph, ModelSettings, build_eval_graph
+from mtf_gradsync.train.evaluation.graph import EvalGraph, build_eval_graph
+from mtf_gradsync.train.model import ModelSettings
 
 Batches = List[Dict[str, np.ndarray]]
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import Wrapper
-from mtf_gradsync.train.comparison.step_parts import PARTS, parts_of
+from mtf_gradsync.train.comparison.parts import PARTS, parts_of
 from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
 
 
@@ -108,12 +108,13 @@ def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         collectives = simd.list_collectives(program, lowering=graph.lowering)
-    part = parts_of(graph, collectives)
-    opt, is_wrapper = graph.optimizer, isinstance(graph.optimizer, Wrapper)
-    stack = [opt, *opt.inner_stack()] if is_wrapper else [opt]
-    names = tuple(type(one).__name__ for one in stack)
-    transfers = _list_transfers(job) if with_transfers else None
-    return Step(names, collectives, part, transfers), is_wrapper
+    step = Step(
+        optimizers=tuple(type(opt).__name__ for opt in graph.optimizers),
+        collectives=collectives,
+        part=parts_of(graph, collectives),
+        transfers=_list_transfers(job) if with_transfers else None,
+    )
+    return step, isinstance(graph.optimizers[0], Wrapper)
 
 
 def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 import re
@@ -10,18 +11,15 @@ from typing import Any, Callable, Iterator, Sequence
 
 import gin
 
+# Registers train.sample, which gin files bind.
+import mtf_gradsync.train.evaluation.sample  # noqa: F401
 from mtf_gradsync._configs import configs_dir
+from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.job import TrainingJob, resolve_job
-from mtf_gradsync.train.run import run
 from mtf_gradsync.train.transformer import transformer_utils
 
 _RUN = "mtf_gradsync.train.run"
 _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"
-# Read on gin-config 0.5.0.
-_REQUIRED = re.compile(
-    r"Required bindings for `(?P<name>.*?)` not provided in config: (?P<missing>\[.*?\])"
-)
 
 
 def load(
@@ -67,21 +65,17 @@ def load(
     return ignored
 
 
-def training_job() -> TrainingJob:
-    """What gin's configuration asks ``train.run`` to train, without training it.
+def run_config() -> RunConfig:
+    """What gin's configuration binds on ``train.run``.
 
     Raises:
-      ConfigError: if a binding is missing or cannot work.
+      ConfigError: if a binding is missing.
     """
-    given = gin.get_bindings(_RUN)
-    defaults = inspect.signature(run).parameters
-    values = {}
-    for name in inspect.signature(resolve_job).parameters:
-        values[name] = given.get(name, defaults[name].default)
-    missing = [f"train.run.{name}" for name, x in values.items() if x is gin.REQUIRED]
+    required = [f.name for f in dataclasses.fields(RunConfig) if f.default is gin.REQUIRED]
+    missing = [f"train.run.{name}" for name in required if not _is_bound(f"{_RUN}.{name}")]
     if missing:
         raise ConfigError(f"missing in the config: {', '.join(missing)}")
-    return resolve_job(**values)
+    return RunConfig()
 
 
 def explain(error: BaseException) -> str:
@@ -90,11 +84,6 @@ def explain(error: BaseException) -> str:
     Gin adds the configurable's name to the message of any exception that passes through it.
     """
     text = _one_line(error)
-    required = _REQUIRED.search(text)
-    if required:
-        name = "train.run" if required.group("name") == "run" else required.group("name")
-        missing = re.findall(r"'(\w+)'", required.group("missing"))
-        return f"missing in the config: {', '.join(f'{name}.{one}' for one in missing)}"
     # Without its address and path the function says nothing that its name does not.
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
     # Proxy classes of gin are named after the class that they stand for.
@@ -126,21 +115,24 @@ def _no_search_log() -> Iterator[None]:
 
 
 def _take_over_utils_run() -> list[str]:
-    ours = inspect.signature(run).parameters
+    ours = {field.name for field in dataclasses.fields(RunConfig)}
     ignored = []
     for name in inspect.signature(transformer_utils().run).parameters:
-        try:
-            value = gin.query_parameter(f"{_UTILS_RUN}.{name}")
-        except ValueError:
+        if not _is_bound(f"{_UTILS_RUN}.{name}"):
             continue
         if name not in ours:
             ignored.append(f"utils.run.{name}")
-            continue
-        try:
-            gin.query_parameter(f"{_RUN}.{name}")
-        except ValueError:
-            gin.bind_parameter(f"{_RUN}.{name}", value)
+        elif not _is_bound(f"{_RUN}.{name}"):
+            gin.bind_parameter(f"{_RUN}.{name}", gin.query_parameter(f"{_UTILS_RUN}.{name}"))
     return ignored
+
+
+def _is_bound(parameter: str) -> bool:
+    try:
+        gin.query_parameter(parameter)
+    except ValueError:
+        return False
+    return True
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,9 +5,9 @@ import pytest
 
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import checkpoint
-from mtf_gradsync.train.config.settings import resolve_mesh
+from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
-from mtf_gradsync.train.evaluation import evaluate
+from mtf_gradsync.train.evaluation import scores
 from mtf_gradsync.train.evaluation.sample import sample
 from mtf_gradsync.train.model import ModelSettings
 
@@ -28,14 +28,14 @@ class Words:
 def evaluator(tmp_path_factory):
     """An evaluator of a model that has made two steps."""
     from mtf_gradsync.session import enable_mesh_defaults
-    from mtf_gradsync.train.config import gin_files
+    from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.run import run
     from tests.train.conftest import TINY
 
     enable_mesh_defaults()
     directory = str(tmp_path_factory.mktemp("model"))
     gin_files.load([TINY], ["train.run.train_steps = 2", "train.run.eval_dataset_fn = None"])
-    run(model_dir=directory, say=lambda line: None)
+    run(gin_files.run_config(), directory, say=lambda line: None)
     settings = ModelSettings(
         model_type="lm",
         vocabulary=ByteVocabulary(),
@@ -49,7 +49,7 @@ def evaluator(tmp_path_factory):
     targets = np.random.RandomState(0).randint(3, 259, [2, 16]).astype(np.int32)
     targets[1, 9:] = 0
     config = session_config(num_cpu_devices=4)
-    with evaluate.Evaluator(settings, [{"targets": targets}], config) as made:
+    with scores.Evaluator(settings, [{"targets": targets}], config) as made:
         made.restore(checkpoint.latest_checkpoint(directory), directory)
         yield made
 
@@ -104,7 +104,7 @@ def test_samples_repeat_with_their_seed_and_follow_the_temperature(evaluator):
 def test_unigram_baseline_by_hand():
     train = [{"targets": np.array([[2, 2, 2, 3], [2, 0, 0, 0]])}]
     held_out = [{"targets": np.array([[2, 3, 0, 0]])}]
-    score = evaluate.unigram_score(train, held_out, Words())
+    score = scores.unigram_score(train, held_out, Words())
     # Counts 0, 0, 4, 1 plus one each, over nine.
     assert score.nats == pytest.approx(-math.log(5 / 9) - math.log(2 / 9))
     assert (score.tokens, score.num_bytes) == (2, 5)
@@ -114,4 +114,4 @@ def test_unigram_baseline_by_hand():
 def test_unigram_baseline_of_a_pair_counts_the_targets():
     batches = [{"targets": np.array([[2, 3]])}]
     pair = (ByteVocabulary(), Words())
-    assert evaluate.unigram_score(batches, batches, pair).perplexity == pytest.approx(3.0)
+    assert scores.unigram_score(batches, batches, pair).perplexity == pytest.approx(3.0)

@@ -1,0 +1,28 @@
+"""Files that a command is asked to write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mtf_gradsync.train.errors import ConfigError
+
+
+def output_path(flag: str, name: str | None) -> Path | None:
+    """The file to write, checked before the command's work begins.
+
+    Args:
+      flag: what names the file on the command line.
+      name: the name; None or "" for no file.
+
+    Raises:
+      ConfigError: if there is no directory for it, or it may not be written.
+    """
+    if not name:
+        return None
+    path = Path(name)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{flag}={name} cannot be written: {path.parent} must be a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag}={name} cannot be written: permission denied")
+    return path

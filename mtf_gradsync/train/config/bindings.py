@@ -1,0 +1,77 @@
+"""What gin binds on ``train.run``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Sequence, Union
+
+import gin
+
+from mtf_gradsync.train.config.settings import BatchSize, LearningRate, SequenceLength
+
+VariableFilter = Union[None, str, Callable[[Any], bool]]
+
+
+@gin.configurable("run", module="mtf_gradsync.train")
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A run as it was asked for, not checked yet; gin fills in what is left out.
+
+    Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here.
+
+    Attributes:
+      model_type: "lm", "aligned" or "bitransformer".
+      vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
+      train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
+        returns a tf.data.Dataset of examples. It is repeated when it ends.
+      eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
+        of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
+      autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
+      save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
+      keep_checkpoint_max: delete older checkpoints; None keeps all.
+      batch_size: global batch size in sequences, or a (method, value) pair.
+      outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
+      train_steps: how many steps in all.
+      total_run_steps: length of the run as the schedule sees it; None for train_steps.
+      sequence_length: an integer, or a dict from feature to integer.
+      mesh_shape: for example "batch:4;model:2".
+      mesh_devices: one device for each processor; None for as many virtual CPU devices.
+      mesh_impl: makes the placement mesh, such as `mtf_gradsync.placement_mesh_impl`; None for
+        Mesh-TensorFlow's.
+      layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
+      learning_rate_schedule: a number, a function of step and total_train_steps, a list of both
+        to be multiplied, or None for the optimizer's own.
+      optimizer: a class or function called with learning_rate=.
+      variable_filter: which variables train: a regular expression or a function of an mtf
+        variable; None for all.
+      perplexity_eval_steps: evaluate on at most this many batches.
+      init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
+      log_steps: a line in the metrics file every this many steps.
+      hooks: functions without arguments that each return a tf.train.SessionRunHook.
+      seed: of the initial values.
+    """
+
+    model_type: str = "lm"
+    vocabulary: Any = gin.REQUIRED
+    train_dataset_fn: Callable[..., Any] = gin.REQUIRED
+    eval_dataset_fn: Callable[..., Any] | None = None
+    autostack: bool = True
+    save_checkpoints_steps: int = 5000
+    keep_checkpoint_max: int | None = None
+    batch_size: BatchSize = ("tokens_per_replica", 2048)
+    outer_batch_size: int | None = None
+    train_steps: int = gin.REQUIRED
+    total_run_steps: int | None = None
+    sequence_length: SequenceLength = gin.REQUIRED
+    mesh_shape: Any = gin.REQUIRED
+    mesh_devices: Sequence[str] | None = None
+    mesh_impl: Callable[..., Any] | None = None
+    layout_rules: Any = gin.REQUIRED
+    learning_rate_schedule: LearningRate | list[Any] = None
+    optimizer: Callable[..., Any] = gin.REQUIRED
+    variable_filter: VariableFilter = None
+    perplexity_eval_steps: int = 100
+    init_checkpoint: str | None = None
+    log_steps: int = 10
+    hooks: Sequence[Any] = ()
+    seed: int = 0

@@ -1,0 +1,78 @@
+"""The files that commands leave behind: each is there whole, or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync.train.errors import ConfigError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step, so that a reader or a killed writer never leaves half of it."""
+    _replace(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def check_matplotlib() -> None:
+    """Checks that pictures can be drawn; a command asks before its work.
+
+    Raises:
+      ConfigError: if matplotlib is not installed.
+    """
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError(
+            f'drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+        ) from error
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure.
+
+    Args:
+      width: in inches.
+      height: in inches.
+
+    Raises:
+      ConfigError: if matplotlib is not installed.
+    """
+    check_matplotlib()
+    # Not pyplot: its state would outlive the call, and its backend is the program's choice.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(path: Path, figure: Any) -> None:
+    """Writes a figure as a PNG file, as `write_text` does."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    _replace(path, content.getvalue())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes private files; results are for everyone whom the directory is for.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

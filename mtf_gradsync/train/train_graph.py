@@ -1,0 +1,185 @@
+"""Builds the graph of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any, Callable, ContextManager, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.train.config.bindings import VariableFilter
+from mtf_gradsync.train.config.settings import LearningRate
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.model import MeshModel, ModelSettings
+from mtf_gradsync.train.transformer import transformer_utils
+
+
+class TrainGraph(NamedTuple):
+    """A graph whose step trains.
+
+    Attributes:
+      lowering: the mtf.Lowering.
+      loss: float32 scalar tensor, the training loss of the batch.
+      updates: operations that assign the new values; the program's own, unlike `step`.
+      step: int64 scalar tensor; fetching it makes a training step and returns the number of
+        steps made.
+      fields: tensors by the name that they are shown under, which the optimizers want shown.
+      update_step: int scalar tensor, updates made, with the step that it is fetched with; None
+        where every step is an update, as far as the optimizers tell.
+      num_parameters: trainable parameters.
+      gradients: mtf tensors, as `mtf.gradients` returned them.
+      optimizers: the optimizer that was made and those inside it, from the outside in.
+    """
+
+    lowering: Any
+    loss: tf.Tensor
+    updates: list[tf.Operation]
+    step: tf.Tensor
+    fields: dict[str, tf.Tensor]
+    update_step: tf.Tensor | None
+    num_parameters: int
+    gradients: list[Any]
+    optimizers: tuple[Any, ...]
+
+
+def build_train_graph(
+    settings: ModelSettings,
+    features: dict[str, tf.Tensor],
+    optimizer: Callable[..., Any],
+    learning_rate: LearningRate,
+    variable_filter: VariableFilter = None,
+    mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
+) -> TrainGraph:
+    """Adds model, gradients and update to the default graph.
+
+    Args:
+      settings: the model.
+      features: int tensors ``[batch_size, length]`` by feature name.
+      optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
+        returns mtf operations. It, and each optimizer inside a wrapper, may have
+        ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
+        loss, and ``update_step_now``, such a scalar that counts updates.
+      learning_rate: None, a number, or a function of ``step``.
+      variable_filter: which variables train: all (None), those whose name a regular expression
+        finds, or those for which a function of the mtf variable is true.
+      mesh_block: makes a context manager that gives the mesh to lower on; the program is built
+        inside it, the step counter outside, as a TPU program wants it. Where it gives None, that
+        is the placement mesh of the settings.
+
+    Returns:
+      The graph's handles.
+
+    Raises:
+      ConfigError: if the optimizer has no apply_grads, or nothing is left to train.
+    """
+    global_step = tf.train.get_or_create_global_step()
+    # One read, before anything is assigned: the schedule and the increment see the same step.
+    step_now = tf.identity(global_step.read_value())
+    with mesh_block() as mesh_impl:
+        model = MeshModel(settings, mesh_impl)
+        loss, grads = _loss_and_gradients(model, features)
+        chosen = _variable_chooser(variable_filter)
+        pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
+        if not pairs:
+            raise ConfigError(
+                f"train.run.variable_filter = {variable_filter!r} leaves no variable to train; "
+                f"names look like {model.graph.trainable_variables[0].name!r}"
+            )
+        rate = learning_rate(step=step_now) if callable(learning_rate) else learning_rate
+        opt = _make_optimizer(optimizer, rate)
+        update_ops = opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
+        stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
+        # Asked for before lowering, because answering may add mtf operations.
+        fields, update_step = _facts(stack)
+
+        lowering = model.lower()
+
+        def exported(x: Any) -> tf.Tensor:
+            return lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
+
+        updates = [lowering.lowered_operation(op) for op in update_ops]
+        tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
+        tf_fields = {name: exported(x) for name, x in fields.items()}
+        tf_update_step = exported(update_step)
+    with tf.control_dependencies([*updates, step_now]):
+        step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
+    return TrainGraph(
+        lowering=lowering,
+        loss=tf_loss,
+        updates=updates,
+        step=step,
+        fields=tf_fields,
+        update_step=tf_update_step,
+        num_parameters=sum(v.shape.size for _, v in pairs),
+        gradients=[g for g, _ in pairs if g is not None],
+        optimizers=stack,
+    )
+
+
+def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:
+    """The loss and its gradients, by all trainable variables; in microbatches if gin says so."""
+    settings = model.settings
+    mtf_features = model.import_features(features)
+    batch_dim = mtf_features["targets"].shape.dims[-2]
+    num_microbatches = transformer_utils().serialize_num_microbatches(
+        batch_dim, settings.sequence_length, settings.mesh.shape, settings.mesh.layout
+    )
+    if num_microbatches == 1:
+        _, loss = model(mtf_features, "train")
+        return loss, mtf.gradients([loss], [v.value for v in model.graph.trainable_variables])
+
+    def microbatch(part: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": model(part, "train", num_microbatches)[1]}
+
+    grads, outputs = mtf.serialize_training_step(
+        mtf_features, microbatch, batch_dim, num_microbatches
+    )
+    return outputs["loss"], grads
+
+
+def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
+    try:
+        opt = optimizer(learning_rate=rate)
+    except TypeError as error:
+        raise ConfigError(
+            f"train.run.optimizer = {optimizer!r} cannot be called with learning_rate=: {error}"
+        ) from error
+    if not hasattr(opt, "apply_grads"):
+        raise ConfigError(
+            f"train.run.optimizer makes a {type(opt).__name__}, which has no apply_grads; use a "
+            "Mesh-TensorFlow optimizer such as @AdafactorOptimizer, or a wrapper around one"
+        )
+    return opt
+
+
+def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """What optimizers want shown, and the count of updates, None where none of them counts."""
+    fields: dict[str, Any] = {}
+    update_step = None
+    # An outer optimizer's fields replace those of the same name.
+    for opt in reversed(stack):
+        fields.update(opt.progress_fields() if hasattr(opt, "progress_fields") else {})
+        counted = getattr(opt, "update_step_now", None)
+        update_step = update_step if counted is None else counted
+    return fields, update_step
+
+
+def _variable_chooser(variable_filter: VariableFilter) -> Callable[[Any], Any | None]:
+    if variable_filter is None:
+        return lambda variable: True
+    if isinstance(variable_filter, str):
+        try:
+            pattern = re.compile(variable_filter)
+        except re.error as error:
+            raise ConfigError(
+                f"train.run.variable_filter = {variable_filter!r} is not a regular expression: "
+                f"{error}"
+            ) from error
+        return lambda variable: pattern.search(variable.name)
+    if callable(variable_filter):
+        return variable_filter
+    raise ConfigError(
+        "train.run.variable_filter must be None, a regular expression or a function of a "
+        f"variable; got {variable_filter!r}"
+    )

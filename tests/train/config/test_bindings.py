@@ -1,0 +1,63 @@
+"""What can be bound on train.run, and the guide's table of it."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import gin
+import pytest
+
+from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.errors import ConfigError
+from tests.train.conftest import TINY
+
+GUIDE = Path(__file__).parents[3] / "docs" / "training.md"
+FIELDS = dataclasses.fields(RunConfig)
+
+
+def table():
+    """The default that the guide gives for each binding."""
+    section = GUIDE.read_text().partition("## The bindings of `train.run`")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
+
+
+def test_the_guide_lists_every_binding_with_its_default():
+    written = {
+        field.name: "required" if field.default is gin.REQUIRED else str(field.default)
+        for field in FIELDS
+    }
+    shown = {name: text.strip("`").replace('"', "'") for name, text in table().items()}
+    shown["model_type"] = shown["model_type"].strip("'")
+    assert shown == written
+
+
+def test_the_docstring_tells_of_every_binding():
+    told = re.findall(r"^  (\w+): ", inspect.getdoc(RunConfig), re.MULTILINE)
+    assert told == [field.name for field in FIELDS]
+
+
+def test_gin_fills_it():
+    gin_files.load([TINY], ["train.run.seed = 7"])
+    config = gin_files.run_config()
+    assert (config.seed, config.train_steps, config.log_steps) == (7, 12, 1)
+    assert config.mesh_shape == "batch:2;model:2"
+    assert config.keep_checkpoint_max is None
+    assert RunConfig(seed=8).seed == 8
+    assert "train.run.seed = 7" in gin.operative_config_str()
+
+
+def test_what_is_required_is_asked_for():
+    gin_files.load([], ["train.run.train_steps = 1"])
+    with pytest.raises(ConfigError) as raised:
+        gin_files.run_config()
+    required = [field.name for field in FIELDS if field.default is gin.REQUIRED]
+    missing = [f"train.run.{name}" for name in required if name != "train_steps"]
+    assert str(raised.value) == f"missing in the config: {', '.join(missing)}"
+
+
+def test_parameters_of_t5_mean_the_same():
+    gin_files.load([TINY], ["utils.run.keep_checkpoint_max = 3", "utils.run.train_steps = 999"])
+    config = gin_files.run_config()
+    assert (config.keep_checkpoint_max, config.train_steps) == (3, 12)
