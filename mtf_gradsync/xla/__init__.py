@@ -3,18 +3,14 @@
 See ``docs/tpu.md``.
 """
 
+from mtf_gradsync.xla.collectives import HloCollective, find_hlo_collectives
 from mtf_gradsync.xla.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.xla.hlo_collectives import HloCollective, find_hlo_collectives
+from mtf_gradsync.xla.compiling import compile_for_tpu
+from mtf_gradsync.xla.installed import CompilerMissingError, why_no_tpu_compiler
 from mtf_gradsync.xla.lowering import TensorFlowTooOldError
+from mtf_gradsync.xla.own_process import CompilerDiedError
+from mtf_gradsync.xla.running import CpuDevicesRun, run_on_cpu_devices
 from mtf_gradsync.xla.topologies import GENERATIONS, Generation
-from mtf_gradsync.xla.tpu import (
-    CompilerDiedError,
-    CompilerMissingError,
-    CpuDevicesRun,
-    compile_for_tpu,
-    run_on_cpu_devices,
-    why_no_tpu_compiler,
-)
 
 __all__ = [
     "GENERATIONS",

@@ -6,7 +6,9 @@ import dataclasses
 import json
 from typing import Sequence
 
-from mtf_gradsync.xla.hlo_collectives import HloCollective, bytes_by_operation
+from tabulate import tabulate
+
+from mtf_gradsync.xla.collectives import HloCollective, bytes_by_operation
 from mtf_gradsync.xla.topologies import GENERATIONS
 
 
@@ -111,26 +113,26 @@ class CompiledProgram:
             ]
         sums = [bytes_by_operation(rows) for _, rows in columns]
         operations = list(dict.fromkeys(name for found in sums for name in found))
-        table = [["collectives", *(title for title, _ in columns)]]
+        table = []
         for operation in operations:
             counts = (found.get(operation, (0, 0)) for found in sums)
             table.append([operation, *(f"{n} ({size:,} bytes)" for n, size in counts)])
-        table.append(["in branches", *(_count(rows, "is_conditional") for _, rows in columns)])
-        table.append(["in loops", *(_count(rows, "is_in_loop") for _, rows in columns)])
-        return _aligned(table)
+        conditional = (sum(c.is_conditional for c in rows) for _, rows in columns)
+        in_loops = (sum(c.is_in_loop for c in rows) for _, rows in columns)
+        table += [["in branches", *map(str, conditional)], ["in loops", *map(str, in_loops)]]
+        return _table(["collectives", *(title for title, _ in columns)], table)
 
     def _memory(self) -> list[str]:
         memory = self.memory
         rows = [
-            ["memory per core", "bytes"],
             ["arguments (variables and inputs)", f"{memory.arguments:,}"],
             ["outputs", f"{memory.outputs:,}"],
-            ["  of these written over arguments", f"-{memory.aliased:,}"],
+            ["outputs written over arguments", f"-{memory.aliased:,}"],
             ["temporaries", f"{memory.temporaries:,}"],
             ["code", f"{memory.code:,}"],
             ["total", f"{memory.total:,}"],
         ]
-        lines = _aligned(rows)
+        lines = _table(["memory per core", "bytes"], rows)
         shares = [f"{g.name} {100 * memory.total / g.memory_per_core:.3g}%" for g in GENERATIONS]
         lines.append(f"of a core's memory: {', '.join(shares)}")
         misfits = [name for name, fits in self.fits().items() if not fits]
@@ -138,19 +140,9 @@ class CompiledProgram:
         return lines
 
 
-def _count(rows: Sequence[HloCollective], what: str) -> str:
-    return str(sum(getattr(row, what) for row in rows))
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines, the first one underlined; all columns but the first to the right."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in table
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; all columns but the first are to the right."""
+    align = ("left", *("right" for _ in headers[1:]))
+    return tabulate(
+        rows, headers, tablefmt="simple", disable_numparse=True, colalign=align
+    ).splitlines()

@@ -1,67 +1,24 @@
-"""From a SIMD program to HLO: what one core runs, in the language of the TPU compiler.
+"""Turns a core's program into HLO, the language of the TPU compiler, by TensorFlow's own bridge.
 
-Two steps, because they need different things. `replica_program` cuts one core's part out of the
-user's graph; it runs beside the user's program, on any TensorFlow. `to_hlo` hands that part to
-TensorFlow's own bridge to XLA; it needs eager execution and a TensorFlow of 2.18 or later, so it
-belongs into a process of its own.
+The bridge needs eager execution and a TensorFlow of 2.18 or later, so it runs in a process of its
+own.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.graph.collective_ops import find_collectives
-from mtf_gradsync.simd.graph.effects import find_effects
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
+from mtf_gradsync._private.tensorflow import function_hlo
 from mtf_gradsync.simd.graph.functional import rebuild
-from mtf_gradsync.simd.program import Program
+from mtf_gradsync.xla.hlo import aliases_of, read_module
+from mtf_gradsync.xla.replica_program import ReplicaProgram
 
 _OLDEST_TENSORFLOW = (2, 18)
-_ALIAS = re.compile(r"\{(\d+)\}: \((\d+), \{\}, (?:may|must)-alias\)")
 
 
 class TensorFlowTooOldError(RuntimeError):
     """This TensorFlow cannot turn a SIMD program into HLO."""
-
-
-class ReplicaInput(NamedTuple):
-    """Something that comes into a core's program from outside.
-
-    Attributes:
-      name: name of the operation that stands for it in `ReplicaProgram.graph_def`.
-      dtype: as in "float32".
-      shape: of one core's value.
-      sources: the tensor that each core gets, or each core's variable (its ``VarHandleOp``), by
-        its name in the user's graph.
-      is_variable: whether it is a variable, which the program reads and writes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    is_variable: bool
-
-
-class ReplicaProgram(NamedTuple):
-    """What one core runs.
-
-    Attributes:
-      graph_def: the core's operations; a placeholder stands for each of `inputs`.
-      inputs: tensors first, then variables.
-      fetches: names of the tensors to return.
-      effects: names of the operations that have to run.
-      num_replicas: how many cores run it.
-    """
-
-    graph_def: tf.GraphDef
-    inputs: tuple[ReplicaInput, ...]
-    fetches: tuple[str, ...]
-    effects: tuple[str, ...]
-    num_replicas: int
 
 
 class Hlo(NamedTuple):
@@ -69,13 +26,11 @@ class Hlo(NamedTuple):
 
     Attributes:
       proto: a serialized ``HloModuleProto``.
-      text: the same to read.
       num_fetches: how many results are fetches; they come first.
       updated: for each further result, which parameter (a variable) it is the new value of.
     """
 
     proto: bytes
-    text: str
     num_fetches: int
     updated: tuple[int, ...]
 
@@ -95,199 +50,6 @@ def check_tensorflow() -> None:
             f'{tf.__version__}. Install the extra in an environment of its own: pip install "mtf-'
             'gradsync[train,tpu]" "tensorflow>=2.18".'
         )
-
-
-def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Cuts one core's part out of a program's graph.
-
-    All of the program's effects belong to it (a TPU runs a program whole), and of the rest what
-    the fetches need.
-
-    Args:
-      program: what `tpu_program` yielded.
-      fetches: tensors of the program, or their names.
-
-    Returns:
-      The core's program.
-
-    Raises:
-      UnsupportedProgramError: when an operation has no counterpart in HLO, or an input has no
-        static shape; the error names it.
-      ValueError: when a fetch is no tensor of the program, or stands in a loop or conditional.
-    """
-    return _Cut(program, fetches).result()
-
-
-class _Cut:
-    """The state of one cut."""
-
-    def __init__(self, program: Program, fetches: Sequence[Any]):
-        self._program = program
-        self._facts = GraphFacts(program.graph.as_graph_def())
-        find_collectives(self._facts)  # refuses groups that are not constant
-        self._effects = find_effects(self._facts)
-        self._fetches = [self._fetch(f) for f in fetches]
-        self._inputs: dict[str, ReplicaInput] = {}
-
-    def result(self) -> ReplicaProgram:
-        facts = self._facts
-        graph_def = tf.GraphDef()
-        graph_def.versions.CopyFrom(facts.graph_def.versions)
-        graph_def.library.CopyFrom(facts.graph_def.library)
-        for function in graph_def.library.function:
-            for node in function.node_def:
-                _for_xla(node)
-        effects = sorted(self._effects.last[self._program.name])
-        needed = self._ancestors([split_input(f)[0] for f in self._fetches] + effects)
-        made = []
-        for name in facts.order:
-            if name in needed:
-                made.append(tf.NodeDef())
-                made[-1].CopyFrom(facts.node[name])
-                _for_xla(made[-1])
-                del made[-1].input[:]
-                made[-1].input.extend(self._node_inputs(name))
-        inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
-        # First, so that the order of nodes stays an order of creation.
-        graph_def.node.extend(_placeholder(i) for i in inputs)
-        graph_def.node.extend(made)
-        return ReplicaProgram(
-            graph_def,
-            tuple(inputs),
-            tuple(self._fetches),
-            tuple(effects),
-            self._program.num_replicas,
-        )
-
-    def _after(self, name: str) -> set[str]:
-        """What has to run before a node because of variables that both touch."""
-        effects = self._effects
-        return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
-
-    def _is_inside(self, name: str) -> bool:
-        """Whether a node goes into the core's program. Constants do: XLA has to know shapes."""
-        return name in self._facts.cluster or self._facts.node[name].op == "Const"
-
-    def _ancestors(self, roots: Sequence[str]) -> set[str]:
-        found: set[str] = set()
-        pending = list(roots)
-        while pending:
-            name = pending.pop()
-            if name in found or not self._is_inside(name):
-                continue
-            found.add(name)
-            if name in self._facts.cluster:
-                pending.extend(source for source, _ in self._facts.inputs(name))
-                pending.extend(self._after(name))
-                if self._facts.is_conditional_switch(name):
-                    # It tells two conditionals with one predicate apart.
-                    pending.append(split_input(self._facts.predicate_of(name))[0])
-        return found
-
-    def _node_inputs(self, name: str) -> list[str]:
-        if name not in self._facts.cluster:
-            return []
-        data, control = [], {"^" + other for other in self._after(name)}
-        for source, number in self._facts.inputs(name):
-            if number == CONTROL:
-                # What stands outside has run before the program begins.
-                if source in self._facts.cluster:
-                    control.add("^" + source)
-            elif self._is_inside(source):
-                data.append(join_input(source, number))
-            else:
-                data.append(self._input(source, number))
-        return data + sorted(control)
-
-    def _input(self, source: str, number: int) -> str:
-        """Makes what comes from outside an input of the core's program."""
-        facts = self._facts
-        key = join_input(source, number)
-        name = key.replace(":", "/output_")
-        if key in self._inputs:
-            return name
-        pairs = [(source, number)]
-        if facts.node[source].op == "TPUReplicatedInput":
-            pairs = [(s, k) for s, k in facts.inputs(source) if k != CONTROL]
-        if len(pairs) == 1:
-            pairs *= self._program.num_replicas
-        origin = facts.node[pairs[0][0]]
-        if origin.op == "VarHandleOp":
-            dtype = tf.as_dtype(origin.attr["dtype"].type)
-            shape = tf.TensorShape(origin.attr["shape"].shape)
-            sources = tuple(s for s, _ in pairs)
-        else:
-            tensor = self._program.graph.get_tensor_by_name(f"{pairs[0][0]}:{pairs[0][1]}")
-            dtype, shape = tensor.dtype.base_dtype, tensor.shape
-            sources = tuple(f"{s}:{k}" for s, k in pairs)
-        if dtype in (tf.resource, tf.variant, tf.string):
-            raise UnsupportedProgramError(
-                f"The program reads {source!r} of dtype {dtype.name} from outside, which a core "
-                "cannot hold. Read it outside and use the numbers inside."
-            )
-        if not shape.is_fully_defined():
-            raise UnsupportedProgramError(
-                f"The program reads {source!r} of shape {shape} from outside. A TPU program needs "
-                "static shapes: give every dimension a size where the tensor is made."
-            )
-        self._inputs[key] = ReplicaInput(
-            name, dtype.name, tuple(shape.as_list()), sources, origin.op == "VarHandleOp"
-        )
-        return name
-
-    def _fetch(self, fetch: Any) -> str:
-        """The name of a fetched tensor inside the program."""
-        try:
-            tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{fetch!r} cannot be fetched: give a tensor of the program's graph, or its name. "
-                "Updates need not be fetched: all of the program's effects are compiled."
-            ) from error
-        name, number = split_input(tensor.name)
-        if self._facts.node[name].op == "TPUReplicatedOutput":
-            name, number = self._facts.inputs(name)[0]
-        if self._facts.cluster.get(name) != self._program.name:
-            raise ValueError(
-                f"{tensor.name!r} cannot be fetched: it stands outside the program "
-                f"{self._program.name!r}. Fetch what was made inside simd.tpu_program(...)."
-            )
-        if self._facts.context_of_output(name, number):
-            raise ValueError(
-                f"{tensor.name!r} cannot be fetched: it stands inside a loop or conditional of "
-                "the program. Fetch what the loop or conditional returns."
-            )
-        return f"{name}:{number}"
-
-
-def _placeholder(given: ReplicaInput) -> tf.NodeDef:
-    node = tf.NodeDef()
-    node.name, node.op = given.name, "Placeholder"
-    dtype = tf.resource if given.is_variable else tf.as_dtype(given.dtype)
-    node.attr["dtype"].type = dtype.as_datatype_enum
-    return node
-
-
-def _for_xla(node: tf.NodeDef) -> None:
-    """Takes out what ties a node to TPUs, and puts in the names that TensorFlow's bridge knows."""
-    node.device = ""
-    for attr in list(node.attr):
-        if attr == "_class" or attr.startswith(("_tpu", "_xla", "_Xla")):
-            del node.attr[attr]
-    if node.op == "CrossReplicaSum":
-        # The same operation by another name: the TPU's own has no kernel outside a TPU.
-        node.op = "XlaAllReduce"
-        node.attr["reduce_op"].s = b"Add"
-        node.attr["mode"].s = b"CrossReplica"
-    elif node.op in ("AllToAll", "CollectivePermute"):
-        raise UnsupportedProgramError(
-            f"Operation {node.name!r} of type {node.op} cannot be compiled: TensorFlow's bridge "
-            "to XLA knows it on a TPU only. Run the program on CPU replicas "
-            "(program.session()), which knows it, or keep a layout that needs no relayout."
-        )
-    elif node.op == "TPUReplicateMetadata":
-        node.op = "NoOp"
-        node.attr.clear()
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:
@@ -324,25 +86,14 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             return [tf.identity(t) for t in made[:count]] or [tf.zeros([])]
 
     specs = [tf2.TensorSpec(i.shape, i.dtype) for i in tensors]
-    text, proto = _compiler_ir(body, specs)
-    header = text.partition("\n")[0]
-    aliases = sorted((int(a), int(b)) for a, b in _ALIAS.findall(header))
+    # wrap_function, because tf.function adds control edges of its own, which cannot cross the
+    # frames of a v1 loop.
+    proto = function_hlo(tf.wrap_function(body, specs), specs)
+    aliases = aliases_of(read_module(proto))
     num_fetches = max(1, len(replica.fetches))
-    if [a for a, _ in aliases] != list(range(num_fetches, num_fetches + len(aliases))):
+    if list(aliases) != list(range(num_fetches, num_fetches + len(aliases))):
         raise RuntimeError(
             f"TensorFlow {tf.__version__} returns updated variables in an order that this version "
             f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
         )
-    return Hlo(proto, text, num_fetches, tuple(b for _, b in aliases))
-
-
-def _compiler_ir(body: Any, specs: Sequence[Any]) -> tuple[str, bytes]:
-    """HLO of a function, as text and serialized."""
-    # wrap_function, because tf.function adds control edges of its own, which cannot cross the
-    # frames of a v1 loop. compiler_ir is what experimental_get_compiler_ir of tf.function calls
-    # (read on TensorFlow 2.21).
-    from tensorflow.python.eager.polymorphic_function import compiler_ir
-
-    function = tf.wrap_function(body, list(specs))
-    generate = compiler_ir.from_concrete_function(function, list(specs))
-    return generate(stage="hlo"), generate(stage="hlo_serialized")
+    return Hlo(proto, num_fetches, tuple(aliases.values()))

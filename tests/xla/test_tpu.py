@@ -6,13 +6,15 @@ import re
 
 import numpy as np
 import pytest
-from tensorflow.python.tpu.ops import tpu_ops
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
+from mtf_gradsync._private.jax import hlo_from_text
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
 from tests import models, reference
 from tests.harness import MESHES
+from tests.xla.test_collectives import FOUND, TEXT
 
 pytestmark = [
     pytest.mark.tpu,
@@ -81,7 +83,7 @@ def test_the_compiler_takes_the_training_step(wrapper, topology):
     # Updates are not dead code: new values are written over the old ones.
     variables = sum(
         4 * int(np.prod(v.shape.as_list()))
-        for v in step.program.graph.get_collection("TPU_VAR")
+        for v in step.program.graph.get_collection(SLICES_COLLECTION)
         if v.op.name.endswith("_slice_0")
     )
     assert compiled.memory.aliased >= variables > 0
@@ -116,13 +118,13 @@ class Conditional:
             now = tf.identity(count.read_value())
 
             def update():
-                summed = tpu_ops.cross_replica_sum(mine, [list(range(8))])
+                summed = tf.tpu.cross_replica_sum(mine, [list(range(8))])
                 with tf.control_dependencies([total.assign_add(summed)]):
                     return tf.reduce_sum(summed)
 
             def turn(i, x):
                 pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
-                return i + 1, tpu_ops.cross_replica_sum(x, pairs) * 0.5
+                return i + 1, tf.tpu.cross_replica_sum(x, pairs) * 0.5
 
             self.updated = tf.cond(tf.equal(now % 2, 1), update, lambda: tf.zeros([]))
             _, self.averaged = tf.while_loop(lambda i, x: i < 3, turn, [tf.constant(0), mine])
@@ -147,9 +149,36 @@ def test_collectives_stay_in_their_branch_and_loop(topology, tmp_path):
         assert in_branch.bytes_per_core == in_loop.bytes_per_core == 4 * 4
         assert in_branch.inside[0].startswith("branch ")
         assert in_loop.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert xla.find_hlo_collectives((tmp_path / "after.hlo.txt").read_text()) == list(
-        compiled.after
-    )
+    for stage in ("before", "after"):
+        text = (tmp_path / f"{stage}.hlo.txt").read_text()
+        assert xla.find_hlo_collectives(hlo_from_text(text)) == list(getattr(compiled, stage))
+
+
+def test_modules_that_xla_reads_from_text_hold_the_same_collectives():
+    found = xla.find_hlo_collectives(hlo_from_text(TEXT))
+    # XLA writes a module without a schedule in an order of its own.
+    expected = [xla.HloCollective(*facts) for facts in FOUND]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "groups"),
+    [
+        ("{}", ()),
+        ("{{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("[1,4]<=[4]", ((0, 1, 2, 3),)),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("[2,4]<=[2,2,2]T(1,0,2)", ((0, 1, 4, 5), (2, 3, 6, 7))),
+    ],
+)
+def test_groups_that_xla_reads_from_text_are_the_same(spelled, groups):
+    text = f"""HloModule m
+    ENTRY main {{
+      x = f32[4] parameter(0)
+      ROOT g = f32[16] all-gather(x), replica_groups={spelled}, dimensions={{0}}
+    }}"""
+    (found,) = xla.find_hlo_collectives(hlo_from_text(text))
+    assert found.groups == groups
 
 
 def test_hlo_of_branches_and_loops_computes_what_it_says():
@@ -179,7 +208,7 @@ def test_nested_branches_and_loops_compute_what_they_say():
         def turn(i, a):
             def even():
                 with tf.control_dependencies([visits.assign_add(1.0)]):
-                    return tpu_ops.cross_replica_sum(a, [[0, 1]])
+                    return tf.tpu.cross_replica_sum(a, [[0, 1]])
 
             return i + 1, tf.cond(tf.equal(i % 2, 0), even, lambda: a + 1.0)
 

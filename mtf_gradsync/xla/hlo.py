@@ -1,0 +1,181 @@
+"""Reads programs of XLA: their computations, the sizes of values, groups of cores and aliases."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Sequence
+
+import numpy as np
+from google.protobuf import message
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import hlo_module, xla_element_types
+
+# Bits of an element -> the types that have them, in XLA's names.
+_TYPES = {
+    0: ("TOKEN", "OPAQUE_TYPE"),
+    1: ("S1", "U1"),
+    2: ("S2", "U2"),
+    4: ("S4", "U4", "F4E2M1FN"),
+    8: ("PRED", "S8", "U8", "F8E3M4", "F8E4M3", "F8E4M3B11FNUZ", "F8E4M3FN", "F8E4M3FNUZ")
+    + ("F8E5M2", "F8E5M2FNUZ", "F8E8M0FNU"),
+    16: ("S16", "U16", "F16", "BF16"),
+    32: ("S32", "U32", "F32"),
+    64: ("S64", "U64", "F64", "C64"),
+    128: ("C128",),
+}
+_BITS = {name: bits for bits, names in _TYPES.items() for name in names}
+
+
+def read_module(serialized: bytes) -> Any:
+    """Reads a program.
+
+    Args:
+      serialized: a serialized ``HloModuleProto``.
+
+    Returns:
+      The ``HloModuleProto``.
+
+    Raises:
+      ValueError: when it is something else, or a module without an entry computation.
+    """
+    try:
+        module = hlo_module(serialized)
+    except message.DecodeError as error:
+        raise ValueError(f"Give a serialized HloModuleProto; this is none: {error}") from error
+    if not any(c.id == module.entry_computation_id for c in module.computations):
+        raise ValueError(
+            "The HloModuleProto holds no entry computation; give a whole module, as XLA "
+            "serializes it."
+        )
+    return module
+
+
+def instructions_of(module: Any, computation: Any) -> list[Any]:
+    """A computation's instructions, in the order in which they run where the module says it.
+
+    Args:
+      module: the ``HloModuleProto``.
+      computation: one of its computations.
+
+    Returns:
+      Its ``HloInstructionProto``.
+    """
+    if computation.id not in module.schedule.sequences:
+        return list(computation.instructions)
+    by_id = {instruction.id: instruction for instruction in computation.instructions}
+    return [by_id[i] for i in module.schedule.sequences[computation.id].instruction_ids]
+
+
+def aliases_of(module: Any) -> dict[int, int]:
+    """Which results of a module are written over which parameters.
+
+    Args:
+      module: a ``HloModuleProto`` whose parameters are arrays, and whose result is a tuple of them.
+
+    Returns:
+      Number of a result -> number of a parameter, in the order of results.
+
+    Raises:
+      ValueError: when a part of a parameter is aliased, or of a result in the tuple.
+    """
+    found = {}
+    for entry in module.input_output_alias.entries:
+        if len(entry.output_shape_index) != 1 or entry.parameter_shape_index:
+            raise ValueError(f"An alias is not of one whole result and parameter: {entry}")
+        found[entry.output_shape_index[0]] = entry.parameter_number
+    return dict(sorted(found.items()))
+
+
+def is_predicate(shape: Any) -> bool:
+    """Whether a ``ShapeProto`` is of truth values."""
+    return _type_name(shape) == "PRED"
+
+
+def shape_bytes(shape: Any) -> int:
+    """Bytes of a value, without the padding of a device's memory layout.
+
+    Args:
+      shape: its ``ShapeProto``; a tuple has the bytes of all its parts, and a dimension whose size
+        is known only later that of its bound.
+
+    Returns:
+      The bytes.
+
+    Raises:
+      ValueError: when the size of its elements is not known.
+    """
+    name = _type_name(shape)
+    if name == "TUPLE":
+        return sum(shape_bytes(part) for part in shape.tuple_shapes)
+    if name not in _BITS:
+        raise ValueError(
+            f"XLA's element type {name or shape.element_type} is of unknown size to this version "
+            f"of mtf_gradsync with TensorFlow {tf.__version__}."
+        )
+    return math.prod(shape.dimensions) * _BITS[name] // 8
+
+
+def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
+    """The cores that exchange data in a collective, group by group.
+
+    Args:
+      instruction: its ``HloInstructionProto``.
+
+    Returns:
+      Groups of cores, or pairs of source and target; empty for one group of all cores.
+
+    Raises:
+      ValueError: when the groups are spelled in a way that this TensorFlow does not know, or by the
+        axes of a mesh.
+    """
+    if instruction.source_target_pairs:
+        return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
+    devices = _given(instruction, "collective_device_list")
+    listed = instruction.replica_groups or (devices.replica_groups if devices else ())
+    if listed:
+        return tuple(tuple(group.replica_ids) for group in listed)
+    iota = _given(instruction, "iota_collective_device_list") or (
+        _given(devices, "iota_replica_group_list") if devices else None
+    )
+    if iota:
+        return _iota_groups(iota)
+    if _given(instruction, "mesh_axes_replica_group_list") or _has_unknown_fields(instruction):
+        raise ValueError(
+            f"The groups of {instruction.opcode} {instruction.name!r} are spelled in a way that "
+            f"cannot be read with TensorFlow {tf.__version__}; newer ones know more. (Groups that "
+            "are named by the axes of a mesh cannot be read at all.)"
+        )
+    return ()
+
+
+def _given(proto: Any, field: str) -> Any:
+    """A message in a field, or None where it is not set or this TensorFlow has no such field."""
+    known = field in proto.DESCRIPTOR.fields_by_name
+    return getattr(proto, field) if known and proto.HasField(field) else None
+
+
+def _has_unknown_fields(proto: Any) -> bool:
+    known = type(proto)()
+    known.CopyFrom(proto)
+    known.DiscardUnknownFields()
+    return known.ByteSize() != proto.ByteSize()
+
+
+def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
+    """The groups in numbers that count up through a reshaped and transposed array."""
+    sizes: Sequence[int] = iota.iota_reshape_dims
+    cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.iota_transpose_perm)
+    shape = (iota.num_replica_groups, iota.num_devices_per_group)
+    return tuple(tuple(group) for group in cores.reshape(shape).tolist())
+
+
+def _type_name(shape: Any) -> str:
+    """XLA's name of the type of a value's elements; "" where this TensorFlow has none."""
+    return _type_names().get(shape.element_type, "")
+
+
+@functools.lru_cache(maxsize=None)
+def _type_names() -> dict[int, str]:
+    return {number: name for name, number in xla_element_types().items()}
