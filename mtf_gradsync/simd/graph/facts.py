@@ -7,13 +7,13 @@ control flow version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is wh
 from __future__ import annotations
 
 import collections
-import heapq
 from typing import NamedTuple, Tuple, Union
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import TPU_PROGRAM_ATTR
+from mtf_gradsync.simd.graph.order import CycleError, in_order
 
 
 class Loop(NamedTuple):
@@ -129,28 +129,18 @@ class GraphFacts:
         return self._consumers[name]
 
     def _walk(self) -> None:
-        """Fills `order` and `context`, in one pass over the graph in topological order."""
-        created = {n.name: i for i, n in enumerate(self.graph_def.node)}
-        waiting: dict[str, int] = {}
-        followers: dict[str, list[str]] = collections.defaultdict(list)
-        for name, inputs in self._inputs.items():
-            sources = {s for s, _ in inputs if not self._is_back_edge(s, name)}
-            waiting[name] = len(sources)
-            for source in sources:
-                followers[source].append(name)
-        ready = [(i, name) for name, i in created.items() if not waiting[name]]
-        heapq.heapify(ready)
-        while ready:
-            _, name = heapq.heappop(ready)
-            self.order.append(name)
+        """Fills `order`, then `context` from the inputs on."""
+        needs = {
+            name: {s for s, _ in inputs if not self._is_back_edge(s, name)}
+            for name, inputs in self._inputs.items()
+        }
+        try:
+            self.order = in_order(needs)
+        except CycleError as error:
+            cycle = ", ".join(map(repr, error.cycle[:5]))
+            raise ValueError(f"The graph has a cycle outside while loops, near {cycle}.") from None
+        for name in self.order:
             self.context[name] = self._context_of(name)
-            for follower in followers[name]:
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    heapq.heappush(ready, (created[follower], follower))
-        if len(self.order) != len(self.node):
-            stuck = sorted(set(self.node) - set(self.order))[:5]
-            raise ValueError(f"The graph has a cycle outside while loops, near {stuck}.")
 
     def _is_back_edge(self, source: str, consumer: str) -> bool:
         return self.node[source].op in _NEXT and self.node[consumer].op in _MERGE

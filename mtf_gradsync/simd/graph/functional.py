@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
 from typing import Any, Dict, Hashable, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop, split_input
+from mtf_gradsync.simd.graph.order import CycleError, in_order
 
 _Values = Dict[Tuple[str, int], Any]
 
@@ -158,32 +158,18 @@ class _Level:
             item_of[name] = builder.item_of(name, self._around)
             members.setdefault(item_of[name], []).append(name)
         needs: dict[Hashable, set[Hashable]] = {item: set() for item in members}
-        followers: dict[Hashable, list[Hashable]] = collections.defaultdict(list)
         for name in names:
-            for source, _ in builder.facts.inputs(name):
-                item = item_of.get(source, item_of[name])
-                if item not in needs[item_of[name]] and item != item_of[name]:
-                    needs[item_of[name]].add(item)
-                    followers[item].append(item_of[name])
-        place = {item: builder.position[nodes[0]] for item, nodes in members.items()}
-        by_place = {p: item for item, p in place.items()}
-        ready = [place[item] for item, needed in needs.items() if not needed]
-        heapq.heapify(ready)
-        ordered = []
-        while ready:
-            item = by_place[heapq.heappop(ready)]
-            ordered.append((item, members[item]))
-            for follower in followers[item]:
-                needs[follower].discard(item)
-                if not needs[follower]:
-                    heapq.heappush(ready, place[follower])
-        if len(ordered) != len(members):
-            stuck = sorted(members[i][0] for i, needed in needs.items() if needed)[:5]
+            item = item_of[name]
+            found = {item_of.get(source, item) for source, _ in builder.facts.inputs(name)}
+            needs[item] |= found - {item}
+        try:
+            return [(item, members[item]) for item in in_order(needs)]
+        except CycleError as error:
+            stuck = [members[item][0] for item in error.cycle[:5]]
             raise ValueError(
                 f"Loops and conditionals near {stuck} wait for each other; build each with one "
                 "tf.cond or tf.while_loop of its own."
-            )
-        return ordered
+            ) from None
 
     def _make_operation(self, name: str) -> None:
         node = self._builder.facts.node[name]

@@ -7,6 +7,7 @@ import math
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
 from mtf_gradsync.simd.graph.effects import variables_written
@@ -15,7 +16,7 @@ from mtf_gradsync.simd.graph.loops import loop_turns
 from mtf_gradsync.simd.graph.refusals import check_functions_are_silent
 from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow, mesh_string
+from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
 
 
 def list_collectives(
@@ -65,7 +66,8 @@ def list_collectives(
         _row(graph, collective, group_names, turns, reached[name])
         for name, collective in collectives.items()
     ]
-    return CommunicationReport(tuple(rows), mesh_string(mesh_impl))
+    mesh = "" if mesh_impl is None else mesh_text(mesh_impl.shape)
+    return CommunicationReport(tuple(rows), mesh)
 
 
 def _row(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Sequence
+from typing import Sequence
+
+from tabulate import tabulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,34 +115,35 @@ class CommunicationReport:
         return {group: _total(rows) for group, rows in groups.items()}
 
     def __str__(self) -> str:
-        cells = [("operation", "dtype", "bytes/core", "group", "where", "at", "variables")]
-        for row in self.rows:
-            size = "?" if row.bytes_per_core is None else f"{row.bytes_per_core:,}"
-            cells.append(
-                (
-                    row.operation,
-                    row.dtype,
-                    size,
-                    row.group,
-                    row.where,
-                    row.name.rpartition("/")[0] or row.name,
-                    _names(row.variables),
-                )
-            )
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = [
-            "  ".join(_align(c, w, i) for i, (c, w) in enumerate(zip(x, widths))).rstrip()
-            for x in cells
-        ]
-        lines.insert(1, "  ".join("-" * w for w in widths))
-        if self.mesh:
-            lines.insert(0, f"mesh {self.mesh}")
-        lines.append("")
-        lines.append(f"every step      {_sentence(self.every_step)}")
+        lines = [f"mesh {self.mesh}"] if self.mesh else []
+        lines += [self._table(), "", f"every step      {_sentence(self.every_step)}"]
         if self.conditional.operations:
             lines.append(f"in branches     {_sentence(self.conditional)}")
             lines.append(f"update step     {_sentence(self.update_step)}")
         return "\n".join(lines)
+
+    def _table(self) -> str:
+        columns = {
+            "operation": [row.operation for row in self.rows],
+            "dtype": [row.dtype for row in self.rows],
+            "bytes/core": [
+                "?" if row.bytes_per_core is None else f"{row.bytes_per_core:,}"
+                for row in self.rows
+            ],
+            "group": [row.group for row in self.rows],
+            "where": [row.where for row in self.rows],
+            "at": [row.name.rpartition("/")[0] or row.name for row in self.rows],
+            "variables": [_names(row.variables) for row in self.rows],
+        }
+        align = ["right" if name == "bytes/core" else "left" for name in columns]
+        return tabulate(
+            columns,
+            "keys",
+            tablefmt="simple",
+            disable_numparse=True,
+            # tabulate 0.9 cannot align a table without rows.
+            colalign=align if self.rows else None,
+        )
 
     def to_json(self) -> str:
         """The report as JSON text: "mesh", "rows" and "totals", with the attributes' names."""
@@ -191,13 +194,6 @@ class CommunicationReport:
         figure.savefig(path, format="png", dpi=120)
 
 
-def mesh_string(mesh_impl: Any | None) -> str:
-    """A mesh's shape as Mesh-TF users write it, as in "batch:4;model:2"; "" for None."""
-    if mesh_impl is None:
-        return ""
-    return ";".join(f"{dim.name}:{dim.size}" for dim in mesh_impl.shape.dims)
-
-
 def _total(rows: Sequence[CommunicationRow]) -> Total:
     return Total(
         operations=len(rows),
@@ -216,12 +212,8 @@ def _names(names: Sequence[str] | None) -> str:
     return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"
 
 
-def _align(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if column == 2 else text.ljust(width)
-
-
 def _sentence(total: Total) -> str:
-    about: Any = "" if total.is_exact else "at least "
+    about = "" if total.is_exact else "at least "
     return (
         f"{total.operations} operations, {about}{total.runs} runs, "
         f"{about}{total.bytes_per_core:,} bytes per core"

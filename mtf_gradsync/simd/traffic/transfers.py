@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.devices import process_of
+from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.simd.graph.facts import Branch, Context, GraphFacts, Loop
 from mtf_gradsync.simd.graph.loops import loop_turns
-from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow, mesh_string
+from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
 
 
 def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationReport:
@@ -56,7 +57,7 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
             context = facts.context[operation.name]
             copies[scope, tensor.dtype.name, axes, context].append(tensor)
     rows = [_row(facts, key, tensors, mesh_impl.size) for key, tensors in copies.items()]
-    return CommunicationReport(tuple(rows), mesh_string(mesh_impl))
+    return CommunicationReport(tuple(rows), mesh_text(mesh_impl.shape))
 
 
 class ProcessTransfers(NamedTuple):
