@@ -1,0 +1,237 @@
+"""One plan for each graph: nothing is left behind, and nothing depends on the order of things."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import Plan
+from mtf_gradsync.step.hook import Planned
+from tests import harness, models
+
+MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
+AXES = {"mesh_shape": MESH, "layout": LAYOUT}
+EPS = np.finfo("f").eps
+
+# Each leaves an update with all gradients as it is, or makes it of two equal micro steps.
+WRAPPERS = {
+    "cross_shard": lambda opt, name: gs.CrossShardOptimizer(opt, name=name),
+    "clip": lambda opt, name: gs.ClipByGlobalNormOptimizer(opt, 1e9, name=name),
+    "local": lambda opt, name: gs.GradientAccumulationOptimizer(
+        opt, 2, average_aggregated_gradients=True, name=name, **AXES
+    ),
+    "synced": lambda opt, name: gs.GradientAccumulationOptimizer(
+        opt, 2, average_aggregated_gradients=True, name=name
+    ),
+    "sync_replicas": lambda opt, name: gs.SyncReplicasOptimizer(opt, 4, name=name, **AXES),
+}
+STACKS = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3)
+
+
+def stacked(names, inner=None):
+    opt = inner or mtf.optimize.SgdOptimizer(0.1)
+    for number, name in enumerate(reversed(names)):
+        opt = WRAPPERS[name](opt, f"{name}_{number}")
+    return opt
+
+
+def micro_steps(names):
+    return 2 if {"local", "synced"}.intersection(names) else 1
+
+
+def sensible(names):
+    """Whether a stack trains; else it is refused, when it is made or when it gets gradients."""
+    accumulates = [n for n in names if n in ("local", "synced")]
+    if len(accumulates) > 1 or ("sync_replicas" in names and accumulates):
+        return False
+    if names.count("sync_replicas") > 1:
+        return False
+    # Something around local accumulation or synchronous replicas would sum for nothing.
+    return not any(n in ("local", "sync_replicas") for n in names[1:])
+
+
+def mlp_step(opt, mesh, inputs):
+    variables = mesh.graph.trainable_variables
+    loss = models.mlp_loss(mesh, inputs)
+    variables = mesh.graph.trainable_variables
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    return opt.apply_grads(grads, variables)
+
+
+def one_update(kind, names, autostack):
+    def build(mesh, inputs):
+        return mlp_step(stacked(names), mesh, inputs), {}
+
+    feeds = models.mlp_batches(1) * micro_steps(names)
+    return harness.run(kind, MESH, LAYOUT, build, feeds, autostack).variables
+
+
+@settings(deadline=None, max_examples=14)
+@given(
+    names=STACKS.filter(sensible),
+    kind=st.sampled_from(["placement", "simd"]),
+    autostack=st.booleans(),
+)
+def test_any_sensible_order_of_wrappers_makes_the_same_update(names, kind, autostack):
+    expected = one_update("placement", ["cross_shard"], autostack=True)
+    found = one_update(kind, names, autostack)
+    for name in models.mlp_values():
+        scale = np.max(np.abs(expected[name]))
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=16 * EPS * scale)
+
+
+@settings(deadline=None, max_examples=30)
+@given(names=STACKS.filter(lambda names: not sensible(names)))
+def test_an_order_that_makes_no_sense_is_refused_and_changes_nothing(names):
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+        loss = models.mlp_loss(mesh, inputs)
+        variables = list(mesh.graph.trainable_variables)
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        before = list(mesh.graph.operations)
+        with pytest.raises(ValueError, match="Optimizer"):
+            stacked(names).apply_grads(grads, variables)
+        assert mesh.graph.operations == before
+        assert mesh.graph.all_variables == variables
+
+
+def graph_def(names, mesh_kind, autostack):
+    """The GraphDef of a training step, with names as TensorFlow gives them in a new graph."""
+
+    def build(mesh, inputs):
+        return mlp_step(stacked(names, models.OPTIMIZERS["momentum"]()), mesh, inputs), {}
+
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, models.mlp_batches(1), autostack)
+    return result.graph.as_graph_def(add_shapes=False).SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("names", [["cross_shard"], ["local", "clip"], ["sync_replicas"]])
+@pytest.mark.parametrize("autostack", [True, False])
+def test_the_same_step_built_twice_is_the_same_graph(names, mesh_kind, autostack):
+    first, second = (graph_def(names, mesh_kind, autostack) for _ in range(2))
+    assert first == second
+
+
+def test_two_graphs_at_once():
+    """Steps of two mtf graphs, built and lowered in turns, know nothing of each other."""
+    batches = models.mlp_batches(2)
+    meshes = [mtf.Mesh(mtf.Graph(), f"mesh_{i}") for i in range(2)]
+    optimizers = [stacked(["local", "clip"]) for _ in range(2)]
+    operations = []
+    for i, mesh in enumerate(meshes):
+        inputs = {k: tf.constant(v) for k, v in batches[i].items()}
+        with tf.variable_scope(f"model_{i}"):
+            mesh.graph.captured_variable_scope = tf.get_variable_scope()
+            operations.append(mlp_step(optimizers[i], mesh, inputs))
+    assert Plan.of(meshes[0].graph) is not Plan.of(meshes[1].graph)
+    lowerings = [
+        mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)}) for mesh in meshes
+    ]
+    steps = [[lo.lowered_operation(op) for op in ops] for lo, ops in zip(lowerings, operations)]
+    with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run([lo.copy_masters_to_slices() for lo in lowerings])
+        for _ in range(2):
+            session.run(steps)
+        session.run([lo.copy_slices_to_masters() for lo in lowerings])
+        values = session.run({v.op.name: v for v in tf.global_variables()})
+    for i in range(2):
+
+        def build(mesh, inputs):
+            return mlp_step(stacked(["local", "clip"]), mesh, inputs), {}
+
+        alone = harness.run("placement", MESH, LAYOUT, build, [batches[i]] * 2).variables
+        for name in models.mlp_values():
+            np.testing.assert_array_equal(values[f"model_{i}/{name}"], alone[name])
+
+
+def test_two_lowerings_of_one_graph():
+    """On two meshes of another shape each; both train as a lowering of its own does."""
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    batch = models.mlp_batches(1)[0]
+    inputs = {k: tf.constant(v) for k, v in batch.items()}
+    operations = mlp_step(stacked(["synced", "clip"]), mesh, inputs)
+    layouts = [("all:8", "batch:all"), (MESH, LAYOUT), ("one:1", "")]
+    lowerings = [
+        mtf.Lowering(mesh.graph, {mesh: harness.placement(*layout)}, autostack=False)
+        for layout in layouts
+    ]
+    results = []
+    for lowering in lowerings:
+        step = [lowering.lowered_operation(op) for op in operations]
+        with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            session.run(lowering.copy_masters_to_slices())
+            session.run(step)
+            session.run(step)
+            session.run(lowering.copy_slices_to_masters())
+            results.append(session.run({v.op.name: v for v in tf.global_variables()}))
+    for name, value in models.mlp_values().items():
+        assert np.any(results[0][name] != value)
+        for other in results[1:]:
+            scale = np.max(np.abs(results[0][name]))
+            np.testing.assert_allclose(other[name], results[0][name], rtol=0, atol=16 * EPS * scale)
+
+
+class _Fails(mtf.optimize.SgdOptimizer):
+    """Makes a variable, an operation and half of an update, and raises."""
+
+    def apply_grads(self, grads, variables):
+        mesh = variables[0].mesh
+        mtf.get_variable(mesh, "slot", mtf.Shape([]), initializer=tf.zeros_initializer())
+        super().apply_grads(grads[:2], variables[:2])
+        raise RuntimeError("no disk")
+
+
+@pytest.mark.parametrize(
+    "names", [["cross_shard"], ["clip"], ["local", "clip"], ["synced"], ["sync_replicas"]]
+)
+def test_an_error_in_midway_leaves_graph_and_plan_as_they_were(names, mesh_kind):
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        variables = list(mesh.graph.trainable_variables)
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        before = list(mesh.graph.operations)
+        with tf.variable_scope("failed"), pytest.raises(RuntimeError, match="no disk"):
+            stacked(names, _Fails(0.1)).apply_grads(grads, variables)
+        assert mesh.graph.operations == before
+        assert mesh.graph.all_variables == mesh.graph.trainable_variables == variables
+        assert not Plan.of(mesh.graph).is_in_branch
+        return stacked(["cross_shard"]).apply_grads(grads, variables), {}
+
+    found = harness.run(mesh_kind, MESH, LAYOUT, build, models.mlp_batches(1)).variables
+    expected = one_update(mesh_kind, ["cross_shard"], autostack=True)
+    for name in models.mlp_values():
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_operations_stay_what_they_are():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    x = mtf.zeros(mesh, mtf.Shape([])) + 1.0
+    operation, kind = x.operation, type(x.operation)
+    Plan.of(mesh.graph).adopt()
+    assert isinstance(operation, kind)
+    assert isinstance(operation, Planned)
+    assert type(operation).__name__ == kind.__name__
+    assert Plan.of(mesh.graph).adopt() == []
+
+
+def test_a_recomputed_model_after_the_plan_was_made(mesh_kind):
+    """mtf.recompute_grad copies operations; the copies are lowered in their own place."""
+
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 8)]))
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.constant_initializer(0.5))
+        y = mtf.recompute_grad(lambda x: mtf.tanh(x * w), [x])
+        Plan.of(mesh.graph).adopt()
+        (grad,) = mtf.gradients([mtf.reduce_sum(y)], [w])
+        opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(1.0))
+        return opt.apply_grads([grad], [w.operation]), {}
+
+    x = np.linspace(-1, 1, 8).astype("f")
+    found = harness.run(mesh_kind, "all:8", "batch:all", build, [{"x": x}]).variables["w"]
+    expected = 0.5 - np.sum(x * (1 - np.tanh(0.5 * x.astype(float)) ** 2))
+    np.testing.assert_allclose(found, expected, atol=16 * EPS)
