@@ -142,6 +142,15 @@ def test_table_json_and_picture(tmp_path):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_program_in_which_nothing_is_sent_has_an_empty_table():
+    with simd.tpu_program("all:2", "") as program:
+        tf.ones([])
+    lines = str(simd.list_collectives(program)).splitlines()
+    assert lines[0] == "mesh all:2"
+    assert lines[1].split()[:2] == ["operation", "dtype"]
+    assert lines[-1] == "every step      0 operations, 0 runs, 0 bytes per core"
+
+
 def test_no_program():
     with pytest.raises(simd.UnsupportedProgramError, match="list_transfers"):
         simd.list_collectives(tf.get_default_graph())

@@ -1,0 +1,73 @@
+"""What is said about a compiled program; needs no compiler."""
+
+import json
+
+from mtf_gradsync import xla
+
+GIB = 2**30
+
+
+def all_reduce(size, *inside):
+    return xla.HloCollective("all-reduce", "r", size, (), "main", inside)
+
+
+def compiled(**changes):
+    facts = {
+        "topology": "v3:2x2",
+        "device_kind": "TPU v3",
+        "num_replicas": 8,
+        "error": "",
+        "before": (all_reduce(1000), all_reduce(500, "branch true of c", "body of w")),
+        "after": (all_reduce(1500),),
+        "after_unsharded": (xla.HloCollective("all-gather", "g", 8, (), "main", ()),),
+        "memory": xla.CoreMemory(9 * GIB, 5 * GIB, 4 * GIB, 1024, 0),
+        "seconds": 1.25,
+    }
+    return xla.CompiledProgram(**{**facts, **changes})
+
+
+def test_an_accepted_program_as_text():
+    assert str(compiled()).splitlines() == [
+        "topology v3:2x2 (TPU v3), 8 cores",
+        "accepted, compiled in 1.2 s",
+        "",
+        "collectives      before optimization         compiled    compiled, update not split",
+        "-------------  ---------------------  ---------------  ----------------------------",
+        "all-reduce           2 (1,500 bytes)  1 (1,500 bytes)                   0 (0 bytes)",
+        "all-gather               0 (0 bytes)      0 (0 bytes)                   1 (8 bytes)",
+        "in branches                        1                0                             0",
+        "in loops                           1                0                             0",
+        "",
+        "memory per core                            bytes",
+        "--------------------------------  --------------",
+        "arguments (variables and inputs)   9,663,676,416",
+        "outputs                            5,368,709,120",
+        "outputs written over arguments    -4,294,967,296",
+        "temporaries                                1,024",
+        "code                                           0",
+        "total                             10,737,419,264",
+        "of a core's memory: v2 134%, v3 64.6%, v4 65.6%, v5e 63.5%, v5p 10.4%, v6e 32%, "
+        "tpu7x 10.6%",
+        "does not fit on: v2",
+    ]
+
+
+def test_a_refused_program_as_text():
+    refused = compiled(error="the TPU compiler: no", after=(), after_unsharded=(), memory=None)
+    assert str(refused).splitlines()[1:4] == [
+        "refused: the TPU compiler: no",
+        "",
+        "collectives      before optimization",
+    ]
+    assert not refused.accepted
+    assert refused.fits() == {}
+    assert json.loads(refused.to_json())["accepted"] is False
+
+
+def test_json_has_what_is_computed_too():
+    content = json.loads(compiled().to_json())
+    assert content["accepted"] is True
+    assert content["memory"]["total"] == 10 * GIB + 1024
+    assert content["fits"]["v2"] is False
+    assert content["fits"]["v3"] is True
+    assert content["before"][1]["inside"] == ["branch true of c", "body of w"]
