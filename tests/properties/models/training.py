@@ -62,12 +62,22 @@ def step(
     return build
 
 
+def _on_tape(
+    model: uses.Model, values: Values, feed: dict[str, np.ndarray]
+) -> tuple[tape.Tensor, dict[str, tape.Tensor]]:
+    leaves = {k: tape.Tensor(v, list(model.variables[k])) for k, v in values.items()}
+    return model.loss(tape, leaves, uses.in_numpy(feed)), leaves
+
+
+def numpy_loss(model: uses.Model, values: Values, feed: dict[str, np.ndarray]) -> float:
+    """The model's loss on a batch."""
+    return float(_on_tape(model, values, feed)[0].value)
+
+
 def numpy_gradients(model: uses.Model, values: Values, feed: dict[str, np.ndarray]) -> Values:
     """The gradients of the model's loss on a batch."""
-    names = list(values)
-    leaves = {k: tape.Tensor(values[k], list(model.variables[k])) for k in names}
-    loss = model.loss(tape, leaves, uses.in_numpy(feed))
-    return dict(zip(names, tape.gradients(loss, [leaves[k] for k in names])))
+    loss, leaves = _on_tape(model, values, feed)
+    return dict(zip(leaves, tape.gradients(loss, list(leaves.values()))))
 
 
 def by_shard(feed: dict[str, np.ndarray], shard_sizes: Sequence[int]) -> list[Any]:

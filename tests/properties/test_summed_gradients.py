@@ -1,0 +1,291 @@
+"""Gradients in which shards cannot be told apart are an error, or accepted by who says so."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf
+from tests import harness
+from tests.properties.models import training, uses
+
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+AXES = gs.ReplicaAxes(MESH, LAYOUT)
+MODEL = uses.regression(
+    lambda m, v: v["weights"] * v["gain"] - v["offset"],
+    variables={"weights": uses.W, "gain": [], "offset": uses.W},
+)
+NAMES = list(MODEL.variables)
+RATE = 0.1
+
+
+def by_norm(grads, norm_of):
+    """Clipped by a norm, as programs do themselves."""
+    norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in norm_of]))
+    return [g * mtf.reciprocal(mtf.maximum(norm, 0.01)) * 0.01 for g in grads]
+
+
+def in_numpy_by_norm(grads, norm_of):
+    norm = np.sqrt(sum(np.sum(g**2) for g in norm_of))
+    return [g / max(norm, 0.01) * 0.01 for g in grads]
+
+
+def first(change):
+    """A change of the first gradient alone."""
+    return lambda grads: [change(*grads), *grads[1:]]
+
+
+# What is done with gradients of the weights, the gain and the offset before they are applied: in
+# Mesh-TF, in numpy, and which of the three no longer tell shards apart.
+MIXED = {
+    "square": (first(lambda w, s, b: mtf.square(w)), first(lambda w, s, b: w**2), NAMES[:1]),
+    "product": (first(lambda w, s, b: w * b), first(lambda w, s, b: w * b), NAMES[:1]),
+    "product with a scalar": (
+        first(lambda w, s, b: w * s),
+        first(lambda w, s, b: w * s),
+        NAMES[:1],
+    ),
+    "quotient": (
+        first(lambda w, s, b: w * mtf.reciprocal(s)),
+        first(lambda w, s, b: w / s),
+        NAMES[:1],
+    ),
+    "minimum": (
+        first(lambda w, s, b: mtf.minimum(w, 0.05)),
+        first(lambda w, s, b: np.minimum(w, 0.05)),
+        NAMES[:1],
+    ),
+    "square behind linear operations": (
+        first(lambda w, s, b: -(mtf.square(2.0 * w) + b)),
+        first(lambda w, s, b: -((2 * w) ** 2 + b)),
+        NAMES[:1],
+    ),
+    "relu": (
+        first(lambda w, s, b: mtf.relu(w)),
+        first(lambda w, s, b: np.maximum(w, 0)),
+        NAMES[:1],
+    ),
+    "clipped by the norm of all": (
+        lambda grads: by_norm(grads, grads),
+        lambda grads: in_numpy_by_norm(grads, grads),
+        NAMES,
+    ),
+    "clipped by the norm of another": (
+        lambda grads: [*by_norm(grads[:1], grads[1:]), *grads[1:]],
+        lambda grads: [*in_numpy_by_norm(grads[:1], grads[1:]), *grads[1:]],
+        NAMES[:1],
+    ),
+    "gs.clip_by_global_norm": (
+        lambda grads: gs.clip_by_global_norm(grads, 0.01)[0],
+        lambda grads: in_numpy_by_norm(grads, grads),
+        NAMES,
+    ),
+}
+
+
+def changed(mesh, inputs, change):
+    """Changed gradients, their variables, and the operations that changed them."""
+    grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
+    before = len(mesh.graph.operations)
+    grads = change(grads)
+    return grads, variables, mesh.graph.operations[before:]
+
+
+def sync_replicas(**kwargs):
+    return gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(RATE), 4, axes=AXES, **kwargs)
+
+
+def refuse(take):
+    """A `harness.Build` that expects an error; take is given gradients and variables."""
+
+    def build_with(change, check):
+        def build(mesh, inputs):
+            grads, variables, operations = changed(mesh, inputs, change)
+            before = len(mesh.graph.operations), len(mesh.graph.all_variables)
+            with pytest.raises(ValueError, match="cannot be told apart") as error:
+                take(grads, variables)
+            assert (len(mesh.graph.operations), len(mesh.graph.all_variables)) == before
+            check(str(error.value), operations)
+            return [], {}
+
+        harness.run("placement", MESH, LAYOUT, build, uses.batches(1))
+
+    return build_with
+
+
+def names_operation(text, operations):
+    return any(repr(op.name) in text or f" {op.name}" in text for op in operations)
+
+
+@pytest.mark.parametrize("what", list(MIXED))
+def test_synchronous_replicas_name_variables_and_operations(what):
+    change, _, mixed = MIXED[what]
+
+    def check(text, operations):
+        for name in NAMES:
+            assert (name in text) == (name in mixed), text
+        assert names_operation(text, operations), text
+        assert "accept_summed" in text
+
+    refuse(lambda grads, variables: sync_replicas().apply_grads(grads, variables))(change, check)
+
+
+STAGES = {
+    "per_shard": lambda grads, **kwargs: gs.per_shard(grads, AXES, **kwargs),
+    "clip_by_shard_norm": lambda grads, **kwargs: gs.clip_by_shard_norm(grads, 1e6, AXES, **kwargs)[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("what", list(MIXED))
+def test_stages_name_gradients_and_operations(what, stage):
+    change, _, mixed = MIXED[what]
+
+    def check(text, operations):
+        for number, name in enumerate(NAMES):
+            assert (f"gradient {number}" in text) == (name in mixed), text
+        assert names_operation(text, operations), text
+        assert "accept_summed" in text
+
+    refuse(lambda grads, variables: STAGES[stage](grads))(change, check)
+
+
+def whole_gradients(feed):
+    grads = training.numpy_gradients(MODEL, MODEL.values(), feed)
+    return [grads[name] for name in NAMES]
+
+
+@pytest.mark.parametrize("what", list(MIXED))
+def test_what_is_accepted_adds_up(mesh_kind, what):
+    """Over all shards the gradients are what the program made of them."""
+    change, in_numpy, _ = MIXED[what]
+    (feed,) = uses.batches(1)
+
+    def build(mesh, inputs):
+        grads, variables, _ = changed(mesh, inputs, change)
+        fetches = {}
+        for stage, take in STAGES.items():
+            shards = take(grads, accept_summed=True)
+            totals = gs.sum_shards(shards, AXES)
+            fetches.update({f"{stage} {v.name}": g for v, g in zip(variables, totals)})
+        return sync_replicas(accept_summed=True).apply_grads(grads, variables), fetches
+
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    for name, expected in zip(NAMES, in_numpy(whole_gradients(feed))):
+        # A handful of float32 roundings; a quotient's are as large as it is.
+        atol = 32 * uses.FLOAT32 * max(1.0, np.max(np.abs(expected)))
+        for stage in STAGES:
+            found = result.fetched[0][f"{stage} {name}"]
+            np.testing.assert_allclose(found, expected, atol=atol, err_msg=f"{stage} {name}")
+        updated = MODEL.values()[name] - RATE * expected
+        np.testing.assert_allclose(result.variables[name], updated, atol=atol, err_msg=name)
+    assert list(result.variables["sync_replicas/made"]) == [1, 1, 1, 1]
+
+
+# What leaves the shards' parts apart, though it is more than a chain of linear operations.
+APART = {
+    "unscaled by a variable": (
+        lambda grads, v: [g * mtf.reciprocal(v["gain"]) for g in grads],
+        lambda grads, v: [g / v["gain"] for g in grads],
+    ),
+    "decayed": (
+        lambda grads, v: [g + 0.1 * v[k] for k, g in zip(NAMES, grads)],
+        lambda grads, v: [g + 0.1 * v[k] for k, g in zip(NAMES, grads)],
+    ),
+    "scaled by the weights' norm": (
+        lambda grads, v: [g * mtf.sqrt(mtf.reduce_sum(mtf.square(v["weights"]))) for g in grads],
+        lambda grads, v: [g * np.sqrt(np.sum(v["weights"] ** 2)) for g in grads],
+    ),
+    "mixed with each other": (
+        lambda grads, v: [grads[0] - grads[2] + grads[1], grads[1], -grads[2]],
+        lambda grads, v: [grads[0] - grads[2] + grads[1], grads[1], -grads[2]],
+    ),
+    "with a constant": (
+        lambda grads, v: [g * 0.5 + 1.0 for g in grads],
+        lambda grads, v: [g * 0.5 + 1.0 for g in grads],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(APART))
+def test_linear_changes_leave_the_mask_its_meaning(mesh_kind, what):
+    on_mesh, in_numpy = APART[what]
+    (feed,) = uses.batches(1)
+    feed["contributes"] = np.array([True, True, False, True])
+
+    def build(mesh, inputs):
+        grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
+        grads = on_mesh(grads, {v.name: v.value for v in variables})
+        opt = gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(RATE), 3, axes=AXES, contributes=inputs["contributes"]
+        )
+        return opt.apply_grads(grads, variables), {}
+
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    values = MODEL.values()
+    shards = training.shard_gradients(MODEL, values, feed, (4,))
+    made = [in_numpy([g[k] for k in NAMES], values) for g in shards]
+    for number, name in enumerate(NAMES):
+        grad = np.mean([g[number] for g, c in zip(made, feed["contributes"]) if c], 0)
+        np.testing.assert_allclose(
+            result.variables[name], values[name] - RATE * grad, atol=32 * uses.FLOAT32, err_msg=name
+        )
+
+
+def test_gradients_that_are_read_whole_too(mesh_kind):
+    """A norm in a summary changes nothing."""
+    (feed,) = uses.batches(1)
+    feed["contributes"] = np.array([True, False, True, True])
+
+    def build(mesh, inputs):
+        grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
+        opt = gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(RATE), 3, axes=AXES, contributes=inputs["contributes"]
+        )
+        before = mtf.reduce_sum(mtf.square(grads[0]))
+        updates = opt.apply_grads(grads, variables)
+        after = mtf.reduce_sum(mtf.square(grads[0]))
+        return updates, {"before": before, "after": after, "gain": grads[1] * grads[1]}
+
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    values = MODEL.values()
+    whole = training.numpy_gradients(MODEL, values, feed)
+    size = np.sum(whole["weights"] ** 2)
+    for when in ("before", "after"):
+        np.testing.assert_allclose(result.fetched[0][when], size, rtol=32 * uses.FLOAT32)
+    np.testing.assert_allclose(result.fetched[0]["gain"], whole["gain"] ** 2, rtol=1e-5)
+    shards = training.shard_gradients(MODEL, values, feed, (4,))
+    for name in NAMES:
+        grad = np.mean([g[name] for g, c in zip(shards, feed["contributes"]) if c], 0)
+        np.testing.assert_allclose(
+            result.variables[name], values[name] - RATE * grad, atol=32 * uses.FLOAT32, err_msg=name
+        )
+
+
+def test_a_function_of_the_mean_loss_is_no_mixture(mesh_kind):
+    """The root of the mean: what it multiplies by is a number that all shards share."""
+
+    def loss(m, v, d):
+        return m.sqrt(MODEL.loss(m, v, d))
+
+    model = MODEL._replace(loss=loss)
+    (feed,) = uses.batches(1)
+    feed["contributes"] = np.array([True, False, True, True])
+
+    def apply(grads, variables, inputs):
+        opt = gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(RATE), 3, axes=AXES, contributes=inputs["contributes"]
+        )
+        return opt.apply_grads(grads, variables)
+
+    build = training.step(model, BATCH_DIMS, apply)
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    values = MODEL.values()
+    shards = training.shard_gradients(MODEL, values, feed, (4,))
+    root = np.sqrt(training.numpy_loss(MODEL, values, feed))
+    for name in NAMES:
+        grad = np.mean([g[name] for g, c in zip(shards, feed["contributes"]) if c], 0) / (2 * root)
+        np.testing.assert_allclose(
+            result.variables[name], values[name] - RATE * grad, atol=32 * uses.FLOAT32, err_msg=name
+        )
