@@ -10,7 +10,8 @@ from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
 
-#: The one collection of a graph in which a SIMD mesh keeps the slices of variables.
+#: The collection of a graph in which a SIMD mesh keeps the slices of variables; the one of global
+#: variables leaves them out.
 SLICES_COLLECTION = "TPU_VAR"
 
 
