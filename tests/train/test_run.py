@@ -246,3 +246,15 @@ def test_optimizer_adds_fields_to_the_progress(train, capsys):
     assert "step 2/2  loss " in error
     assert "norm " in error
     assert "seven 7" in error
+
+
+def test_optimizers_inside_a_wrapper_add_fields_too(train, capsys):
+    train(
+        NO_EVAL,
+        "train.run.train_steps = 3",
+        "CrossShardOptimizer.opt = @GradientAccumulationOptimizer",
+        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+        "GradientAccumulationOptimizer.backward_passes_per_step = 2",
+    )
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("step 3/3")]
+    assert line.endswith("micro step 1  update step 1")

@@ -112,10 +112,14 @@ def test_microbatches_count_every_turn_of_the_loop(report):
     )
     rows = content["wrapped"]["collectives"]["rows"]
     assert {row["turns"] for row in rows if row["loops"]} == {4}
-    # Gradients add up unsummed while the loop turns, and cross the mesh behind it.
-    inside, behind = gradient_rows(content["wrapped"])
+    # Bare, the positions' gradient is padded, and for that summed, in every turn of the loop.
+    bare, wrapped = gradient_rows(content["bare"]), gradient_rows(content["wrapped"])
+    (inside,) = [row for row in bare if row["loops"]]
     assert (inside["turns"], inside["bytes_per_core"]) == (4, 4 * 16 * 16)
+    # Wrapped, gradients add up unsummed while the loop turns, and cross the mesh behind it.
+    (behind,) = wrapped
     assert not behind["loops"]
+    assert behind["bytes_per_core"] == sum(row["bytes_per_core"] for row in bare)
 
 
 @pytest.mark.parametrize(
