@@ -1,1 +1,1 @@
-"""What gin says of a run: files, bindings, settings."""
+"""What a run may be given, checked before anything is built."""
