@@ -1,1 +1,1 @@
-"""Training programs: sessions, a loop over transformers that gin describes, the command line."""
+"""The main job: a training loop over transformers that gin describes, and the command line."""
