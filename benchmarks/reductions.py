@@ -81,10 +81,10 @@ def measure(options: report.Options) -> report.Table:
                 targets += _targets(name, devices, some, seconds)
     return report.Table(
         name="reductions",
-        title="Sums of gradients over CPU devices of one process, by reduction strategy",
+        title="Sums of gradients over CPU devices of one process, by strategy",
         rows=rows,
         notes=(
-            "t5: 60 gradients, 75 MB a replica; tiny: 60, 0.25 MB; big: one of 64 MiB; lm: those of"
+            "t5: 60 gradients, 75 MB a processor; tiny: 60, 0.25 MB; big: one of 64 MiB; lm: those of"
             " configs/lm_cpu_mesh.gin's model. float32; mesh of one axis, lm: model split in two"
             " from 4 devices on.",
             "A time is that until each device has every sum. Medians and quartiles of the ratios of"
@@ -92,7 +92,7 @@ def measure(options: report.Options) -> report.Table:
             "limit: the bytes that one pass moves over the bandwidth at which numpy, a thread a"
             " core, copies 256 MiB in the same round",
             "(512 MiB moved). One pass: each group reads what its n members have and writes one"
-            " sum, (n + 1) times the bytes of a replica.",
+            " sum, (n + 1) times the bytes of one of them.",
             "What other devices read of a sum is not counted: in one process an identity between"
             " CPU devices copies nothing.",
             "A sum can be faster than its limit, because it reads more than it writes.",
