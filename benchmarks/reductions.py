@@ -84,8 +84,8 @@ def measure(options: report.Options) -> report.Table:
         title="Sums of gradients over CPU devices of one process, by strategy",
         rows=rows,
         notes=(
-            "t5: 60 gradients, 75 MB a processor; tiny: 60, 0.25 MB; big: one of 64 MiB; lm: those of"
-            " configs/lm_cpu_mesh.gin's model. float32; mesh of one axis, lm: model split in two"
+            "t5: 60 gradients, 75 MB a processor; tiny: 60, 0.25 MB; big: one of 64 MiB; lm: those"
+            " of configs/lm_cpu_mesh.gin's model. float32; mesh of one axis, lm: model split in two"
             " from 4 devices on.",
             "A time is that until each device has every sum. Medians and quartiles of the ratios of"
             " each round; Grappler off.",
