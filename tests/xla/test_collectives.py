@@ -6,6 +6,7 @@ from mtf_gradsync import xla
 from tests.xla.hlo_modules import (
     COLLECTIVE_DEVICE_LIST,
     IOTA_DEVICE_LIST,
+    TYPES,
     Module,
     device_list,
     instruction,
@@ -213,8 +214,9 @@ def test_groups_by_the_axes_of_a_mesh_are_refused():
         (("F32",), 4),
         (("S64", 3, 5), 120),
         (("BF16", 3), 6),
-        (("F8E4M3B11FNUZ", 5), 5),
-        (("S4", 6), 3),
+        (("F8E5M2", 5), 5),
+        # TensorFlow 2.12 knows no smaller ones.
+        *([(("S4", 6), 3)] if "S4" in TYPES else []),
         (("C64", 2), 16),
         (("F32", 0), 0),
         ([("F32", 2), [("PRED", 3), ("TOKEN",)]], 11),
