@@ -14,7 +14,6 @@ import numpy as np
 from tqdm import trange
 
 import mtf_gradsync as gs
-from mtf_gradsync.optimizers.state.schedules import update_step
 
 # isort: split
 # After mtf_gradsync, which makes it importable on TensorFlow 2.13 and later.
@@ -55,7 +54,7 @@ class Trainer:
         )
 
         # Updates made so far: an mtf scalar that schedules are made of.
-        updates = mtf.cast(update_step(mesh), tf.float32)
+        updates = mtf.cast(gs.get_update_step(mesh), tf.float32)
         rate = 0.02 * mtf.rsqrt(1.0 + 0.1 * updates)
         opt = gs.GradientAccumulationOptimizer(
             mtf.optimize.AdamWeightDecayOptimizer(rate),

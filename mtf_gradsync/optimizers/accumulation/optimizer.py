@@ -11,7 +11,7 @@ from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients import mixed_gradients, per_shard
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
-from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip, check_skip_fn
+from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
 from mtf_gradsync.optimizers.state.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.state.variables import counter
@@ -175,7 +175,8 @@ class GradientAccumulationOptimizer(Wrapper):
         micro = self._micro_gradients(grads, variables)
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if self._skip_fn is not None:
-            skip = check_skip(self._skip_fn([g for g in micro if g is not None]), self._skip_fn)
+            present = [g for g in micro if g is not None]
+            skip = says_skip(self._skip_fn, present, self.reducer)
             micro = LeaveOut.apply(micro, skip)
             counted -= mtf.cast(skip, tf.int32)
         accumulators = Accumulators(micro, variables, self._slots, self._dtype, self._checkpointed)
@@ -220,28 +221,33 @@ class GradientAccumulationOptimizer(Wrapper):
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
         """The gradients to add up: one a shard, or summed over the mesh now."""
-        if self.accumulate == LOCAL:
-            mixed = mixed_gradients(
-                [None if g is None or self._shard_dims(g.shape) else g for g in grads], self.axes
+        if self.accumulate == SYNCED:
+            return self._summed(grads, variables)
+        own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
+        mixed = mixed_gradients(own, self.axes)
+        if mixed:
+            warn_once(
+                "gradients summed on each micro step",
+                "%s: the program itself needs the sums of the gradients of %s on every micro step "
+                "(for %s), so they cross the mesh on each of them, and are added up whole. Do that "
+                "after accumulation: ClipByGlobalNormOptimizer inside it clips the sum.",
+                self.name,
+                [variables[i].name for i in mixed],
+                ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values())),
             )
-            if mixed:
-                warn_once(
-                    "gradients summed on each micro step",
-                    "%s: the program itself needs the sums of the gradients of %s on every micro "
-                    "step (for %s), so they cross the mesh on each of them. Do that after "
-                    "accumulation: ClipByGlobalNormOptimizer inside it clips what was accumulated.",
-                    self.name,
-                    [variables[i].name for i in mixed],
-                    ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values())),
-                )
-            return per_shard(grads, self.axes, self.reducer, accept_summed=True)
-        return self._summed(grads, variables)
+        local = [None if i in mixed else g for i, g in enumerate(grads)]
+        summed = [g if i in mixed else None for i, g in enumerate(grads)]
+        shards = per_shard(local, self.axes, self.reducer)
+        summed = self._summed(summed, variables)
+        return [w if i in mixed else g for i, (g, w) in enumerate(zip(shards, summed))]
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """The number of updates made so far, for schedules of the inner optimizer.
 
-    It can be had before the wrapper exists, and is the same counter, in any variable scope.
+    It can be had before the wrapper exists, and is the same counter, in any variable scope. With
+    one pass an update and nothing to leave out the wrapper counts nothing: it stays 0, and the
+    global step counts updates.
 
     Args:
       mesh: the mesh that is trained on.

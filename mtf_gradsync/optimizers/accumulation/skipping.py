@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Callable, Sequence
 
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import global_norm, not_finite
+from mtf_gradsync.reduce import Strategy
 
-SkipFn = Callable[[Sequence[mtf.Tensor]], mtf.Tensor]
+# Of the gradients of a micro step, and of `reducer=` where it has such an argument.
+SkipFn = Callable[..., mtf.Tensor]
 
 
 @gin.configurable(module="mtf_gradsync")
-def skip_not_finite(grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
+def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
     """Says to skip a micro step when a gradient of any shard holds a NaN or an infinity.
 
     Args:
       grads: the gradients of the micro step, per shard or summed.
+      reducer: how sums cross the mesh, the wrapper's own; None takes `FusedAllReduce()`.
 
     Returns:
       A boolean mtf scalar, the same on all processors.
@@ -25,7 +29,7 @@ def skip_not_finite(grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
     References:
       optax.skip_not_finite
     """
-    return mtf.greater(not_finite(grads), 0.0)
+    return mtf.greater(not_finite(grads, reducer), 0.0)
 
 
 skip_not_finite.leaves_out_not_finite = True
@@ -60,10 +64,10 @@ class skip_large_updates:
             raise ValueError(f"max_norm must be greater than 0, got {max_norm!r}.")
         self.max_norm = max_norm
 
-    def __call__(self, grads: Sequence[mtf.Tensor]) -> mtf.Tensor:
+    def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
         """See `skip_not_finite`."""
         # Not "greater": a norm that is NaN is to be skipped too.
-        return mtf.logical_not(mtf.less_equal(global_norm(grads), self.max_norm))
+        return mtf.logical_not(mtf.less_equal(global_norm(grads, reducer), self.max_norm))
 
 
 def check_skip_fn(fn: Any) -> None:
@@ -76,8 +80,22 @@ def check_skip_fn(fn: Any) -> None:
         )
 
 
-def check_skip(skip: Any, fn: Any) -> mtf.Tensor:
-    """Returns what fn said, or raises ValueError if it is no boolean scalar."""
+def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
+    """Asks whether to leave a micro step out.
+
+    Args:
+      fn: a checked function.
+      grads: gradients of the micro step.
+      strategy: how sums cross the mesh, handed to functions that take `reducer`.
+
+    Returns:
+      A boolean mtf scalar.
+
+    Raises:
+      ValueError: fn returned something else.
+    """
+    takes_reducer = "reducer" in inspect.signature(fn).parameters
+    skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)
     if not isinstance(skip, mtf.Tensor) or skip.dtype != tf.bool or skip.shape.ndims:
         raise ValueError(
             f"should_skip_update_fn {fn!r} must return a boolean mtf scalar, got {skip!r}."

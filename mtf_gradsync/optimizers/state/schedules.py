@@ -7,8 +7,7 @@ from typing import Any, Callable, Sequence, Union
 import gin
 
 from mtf_gradsync._numbers import is_number, is_whole
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.variables import counter
+from mtf_gradsync._private.libraries import tf
 
 Schedule = Callable[..., Any]
 Factor = Union[float, Schedule]
@@ -23,7 +22,7 @@ def per_update(
 
     Under `GradientAccumulationOptimizer` with a constant K and nothing skipped, update
     `step // K` is the one that micro step `step` belongs to. Where K changes or micro steps are
-    left out, base the schedule on `update_step` instead.
+    left out, base the schedule on `get_update_step` instead.
 
     In gin, with parentheses:
 
@@ -99,33 +98,10 @@ def adafactor_decay_rate_per_update(
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
 
 
-def update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
-    """The number of updates that a `GradientAccumulationOptimizer` has made.
-
-    To be asked for before the optimizer exists, so that its learning rate or decay rate can follow
-    it, whatever the number of micro steps and whichever are left out:
-
-        rate = 0.1 * mtf.rsqrt(mtf.cast(gs.update_step(mesh), tf.float32) + 1.0)
-        opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(rate), ...)
-
-    With `backward_passes_per_step=1` and nothing to skip the optimizer counts nothing: then the
-    global step counts updates.
-
-    Args:
-      mesh: the mesh of the variables.
-      name: the optimizer's `name`. Call this in the variable scope that `apply_grads` is called in.
-
-    Returns:
-      An int32 mtf scalar: the value of the variable "<name>/update_step", as it is when a step
-      begins.
-    """
-    return counter(mesh, f"{name}/update_step").value
-
-
 def _check_passes(passes: Any) -> int:
     if not is_whole(passes):
         raise ValueError(
             "backward_passes_per_step must be a whole number of 1 or more, got "
-            f"{passes!r}. Where it changes, base the schedule on update_step."
+            f"{passes!r}. Where it changes, base the schedule on get_update_step."
         )
     return passes

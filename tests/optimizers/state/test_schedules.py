@@ -11,7 +11,6 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.schedules import (
     adafactor_decay_rate_per_update,
     per_update,
-    update_step,
 )
 from tests import harness, models, reference
 
@@ -71,7 +70,7 @@ def test_offset_counts_updates():
 
 @pytest.mark.parametrize("passes", [0, -1, 2.0, True, None, lambda step: 2])
 def test_passes_must_be_a_number(passes):
-    with pytest.raises(ValueError, match="base the schedule on update_step"):
+    with pytest.raises(ValueError, match="base the schedule on get_update_step"):
         per_update(0.1, passes)
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         adafactor_decay_rate_per_update(passes)
@@ -103,7 +102,7 @@ def test_update_step_drives_the_rate_where_micro_steps_change(mesh_kind):
     feeds = models.mlp_batches(7)
 
     def build(mesh, inputs):
-        made = mtf.cast(update_step(mesh), tf.float32)
+        made = mtf.cast(gs.get_update_step(mesh), tf.float32)
         rate = 0.4 * mtf.pow(mtf.constant(mesh, 0.5, [], tf.float32), made)
         train = models.train(
             lambda: gs.GradientAccumulationOptimizer(
