@@ -7,9 +7,10 @@ update has tens of thousands of the former and thousands of the latter.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import replace_capture, set_attr
 from mtf_gradsync.mesh.devices import process_of
 
 _NOT_INLINED = {"_noinline": True}
@@ -65,21 +66,18 @@ def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
     # is start-up time, with options of its own that regroup sums.
     options = tf.ConfigProto()
     options.graph_options.rewrite_options.disable_meta_optimizer = True
-    call._set_attr("config_proto", tf.AttrValue(s=options.SerializeToString()))
+    set_attr(call, "config_proto", tf.AttrValue(s=options.SerializeToString()))
     return call
 
 
-def _copy_handles_and_constants(graph: Any) -> None:
+def _copy_handles_and_constants(graph: tf.Graph) -> None:
     """Makes a function's graph copy variable handles and constants instead of capturing them."""
-    # Read on TensorFlow 2.13 to 2.21: FuncGraph hands every outer tensor that an operation uses
-    # to its method capture.
-    capture = graph.capture
-    copies: dict[Any, tf.Tensor] = {}
+    copies: dict[tf.Operation, tf.Tensor] = {}
 
-    def copy_or_capture(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        op = getattr(tensor, "op", None)
-        if op is None or op.graph is graph or not _can_be_copied(op):
-            return capture(tensor, *args, **kwargs)
+    def copy(tensor: tf.Tensor) -> tf.Tensor | None:
+        op = tensor.op
+        if not _can_be_copied(op):
+            return None
         if op not in copies:
             with tf.control_dependencies(None), tf.device(op.device):
                 copies[op] = graph.create_op(
@@ -91,7 +89,7 @@ def _copy_handles_and_constants(graph: Any) -> None:
                 ).outputs[0]
         return copies[op]
 
-    graph.capture = copy_or_capture
+    replace_capture(graph, copy)
 
 
 def _can_be_copied(op: tf.Operation) -> bool:

@@ -84,8 +84,10 @@ class Use(NamedTuple):
 class Flow:
     """What becomes of pending sums on their way to some tensors.
 
-    Only what stands between the batch and these tensors is followed: operations that these come
-    from, back to where the shards' parts differ.
+    What stands between the batch and these tensors is followed: operations that these come from,
+    back to where the shards' parts differ; and what else is made of pending sums on the way, so
+    that it does not need them whole unless somebody needs it. (Mesh-TF makes the gradients of all
+    inputs of an operation, wanted or not.)
 
     Attributes:
       operations: those operations.
@@ -106,11 +108,12 @@ class Flow:
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}
         self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
-        self._delayed: set[mtf.Operation] = set()
         self.operations = {op for t in targets for op in self._before(t)}
-        carried = self._carried_by_loops()
-        for operation in flat(graph.operations):
-            if operation in self.operations:
+        in_order = list(flat(graph.operations))
+        carried = _carried_by_loops(in_order)
+        for operation in in_order:
+            if operation in self.operations or self._is_made_of_pending(operation):
+                self.operations.add(operation)
                 self._follow(operation, may_be_pending=not carried.intersection(operation.outputs))
 
     # What tensors come from.
@@ -144,14 +147,10 @@ class Flow:
                     pending.append(source)
         return list(dict.fromkeys(found))
 
-    def _carried_by_loops(self) -> set[mtf.Tensor]:
-        """What loops carry into their next turn, which has to be whole."""
-        return {
-            tensor
-            for operation in self.operations
-            if isinstance(operation, mtf.WhileLoopOperation)
-            for tensor in loop_body(operation).outputs[: len(operation.inputs)]
-        }
+    def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
+        return any(t in self.axes for t in operation.inputs) and not any(
+            self._layout.of_shards(t) for t in operation.outputs
+        )
 
     # What becomes of sums.
 
@@ -167,7 +166,6 @@ class Flow:
         own = self._own_axes(operation)
         pending = {i: self.axes[t] for i, t in enumerate(operation.inputs) if t in self.axes}
         if pending and self._delays(operation, pending):
-            self._delayed.add(operation)
             self._give(outputs, [operation.inputs[0]] * len(outputs))
             return
         use = self._use(operation, pending, own) if pending and may_be_pending else None
@@ -266,6 +264,16 @@ class Flow:
             return False
         split = Axes().union(*[self._layout.split_over_shards(t) for t in operation.inputs])
         return any(split - self._layout.split_over_shards(t) for t in operation.outputs)
+
+
+def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
+    """What loops carry into their next turn, which has to be whole."""
+    return {
+        tensor
+        for operation in operations
+        if isinstance(operation, mtf.WhileLoopOperation)
+        for tensor in loop_body(operation).outputs[: len(operation.inputs)]
+    }
 
 
 def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
