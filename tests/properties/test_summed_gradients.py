@@ -156,8 +156,11 @@ def whole_gradients(feed):
     return [grads[name] for name in NAMES]
 
 
-@pytest.mark.parametrize("what", list(MIXED))
-def test_what_is_accepted_adds_up(mesh_kind, what):
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [*(("simd", what) for what in MIXED), ("placement", "product"), ("placement", "quotient")],
+)
+def test_what_is_accepted_adds_up(kind, what):
     """Over all shards the gradients are what the program made of them."""
     change, in_numpy, _ = MIXED[what]
     (feed,) = uses.batches(1)
@@ -171,7 +174,7 @@ def test_what_is_accepted_adds_up(mesh_kind, what):
             fetches.update({f"{stage} {v.name}": g for v, g in zip(variables, totals)})
         return sync_replicas(accept_summed=True).apply_grads(grads, variables), fetches
 
-    result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
+    result = harness.run(kind, MESH, LAYOUT, build, [feed])
     for name, expected in zip(NAMES, in_numpy(whole_gradients(feed))):
         # A handful of float32 roundings; a quotient's are as large as it is.
         atol = 32 * uses.FLOAT32 * max(1.0, np.max(np.abs(expected)))
