@@ -87,8 +87,9 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_equals_the_model(mesh_kind, name):
     schedule = SCHEDULES[name]
-    states = list(schedules.replay(schedule, reference.OPTIMIZERS["adam"](), 0.9))
-    build = step(schedule.replicas_to_aggregate)
+    # Not Adam, which makes whole steps of gradients that are all rounding.
+    states = list(schedules.replay(schedule, reference.OPTIMIZERS["momentum"](), 0.9))
+    build = step(schedule.replicas_to_aggregate, "momentum")
     check(harness.run(mesh_kind, MESH, LAYOUT, build, schedule.feeds()), states)
 
 
