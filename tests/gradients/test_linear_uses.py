@@ -7,7 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
-from tests.properties.models import training, uses
+from tests.properties.models import small_models, training, uses
 from tests.properties.sync_replicas_schedules import parts
 
 RATE = 0.1
@@ -33,7 +33,7 @@ GROUPS = {
 
 def feeds_for(mesh):
     """Two steps: a mask leaves out a replica, whose data are large; another one's hold NaNs."""
-    feeds = uses.batches(2)
+    feeds = small_models.batches(2)
     number = int(np.prod(SHARD_SIZES[mesh]))
     rows = parts(np.arange(len(feeds[0]["x"])), SHARD_SIZES[mesh])
     for feed in feeds:
@@ -122,7 +122,7 @@ class Expected:
             for name, value in before.items():
                 change = RATE * np.nanmax(np.abs([g[name] for g in grads]))
                 atol = 16 * (
-                    eps_of(name) * change + uses.FLOAT32 * np.max(np.abs(value), initial=1)
+                    eps_of(name) * change + small_models.FLOAT32 * np.max(np.abs(value), initial=1)
                 )
                 self.atol[name] = max(self.atol.get(name, 0), atol)
             if feed is feeds[0]:
@@ -171,7 +171,7 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
     ("kind", "group"), [("placement", "first"), *(("simd", group) for group in GROUPS)]
 )
 def test_replicas_that_are_left_out_have_no_part_in_the_update(kind, group):
-    together = uses.together(GROUPS[group])
+    together = small_models.together(GROUPS[group])
     eps = {f"{number}_": m.eps for number, m in enumerate(GROUPS[group].values())}
     check_replicas(
         kind,
@@ -202,12 +202,12 @@ def recomputed(explicit):
         def layer(*some):
             now = {**tensors, **dict(zip(explicit, some))}
             u = m.tanh(now["w"]) * m.square(now["w"])
-            return uses.predict(m, u, {**d, "x": now["x"]})
+            return small_models.predict(m, u, {**d, "x": now["x"]})
 
         h = m.recompute_grad(layer, [tensors[name] for name in explicit])
-        return uses.squared_error(m, h, d["y"])
+        return small_models.squared_error(m, h, d["y"])
 
-    return uses.Model({"w": uses.W}, loss)
+    return small_models.Model({"w": uses.W}, loss)
 
 
 def test_recomputation_after_its_gradients(mesh_kind):

@@ -18,7 +18,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
-from tests.properties.models import random_models, training, uses
+from tests.properties.models import random_models, small_models, training, uses
 from tests.properties.sync_replicas_schedules import parts
 
 SHARD_SIZES = {"8": (8,), "4x2": (4,), "2x2x2": (2, 2)}
@@ -65,7 +65,7 @@ class Setup(NamedTuple):
     seed: int = 1
 
     def feeds(self, shard_sizes):
-        feeds = uses.batches(self.steps, self.seed)
+        feeds = small_models.batches(self.steps, self.seed)
         number = int(np.prod(shard_sizes))
         rows = parts(np.arange(models.BATCH), shard_sizes)
         for feed in feeds:
@@ -162,7 +162,7 @@ def setups(draw, number):
 
 def tolerance(model, setup, shard_sizes, exact):
     """How far rounding takes the mesh from numpy: as far as rounding of the start takes numpy."""
-    eps = 16 * model.eps if model.eps == uses.FLOAT32 else 2 * model.eps
+    eps = 16 * model.eps if model.eps == small_models.FLOAT32 else 2 * model.eps
     far = {k: 0.0 for k in exact}
     for seed in (0, 1):
         signs = np.random.RandomState(seed)
@@ -175,7 +175,7 @@ def tolerance(model, setup, shard_sizes, exact):
     assume(np.isfinite(size) and size < 50)
     moved = max(np.max(np.abs(v - model.values()[k])) for k, v in exact.items())
     # The mesh's own arithmetic: in variables, and in what is added to them.
-    own = 16 * (uses.FLOAT32 * (1 + 0.1 * size) + model.eps * moved)
+    own = 16 * (small_models.FLOAT32 * (1 + 0.1 * size) + model.eps * moved)
     return {k: 4 * distance + own for k, distance in far.items()}
 
 
@@ -221,7 +221,7 @@ def test_training_is_that_of_numpy(kind):
 def sent(model, mesh, make_optimizer):
     """The collectives of a SIMD step."""
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
     with tf.Graph().as_default():
         inputs = {k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()}
         with simd.tpu_program(mesh_shape, layout) as program:

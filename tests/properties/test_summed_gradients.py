@@ -6,11 +6,11 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from tests import harness
-from tests.properties.models import training, uses
+from tests.properties.models import small_models, training, uses
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
-MODEL = uses.regression(
+MODEL = small_models.regression(
     lambda m, v: v["weights"] * v["gain"] - v["offset"],
     variables={"weights": uses.W, "gain": [], "offset": uses.W},
 )
@@ -107,7 +107,7 @@ def refuse(take):
             check(str(error.value), operations)
             return [], {}
 
-        harness.run("placement", MESH, LAYOUT, build, uses.batches(1))
+        harness.run("placement", MESH, LAYOUT, build, small_models.batches(1))
 
     return build_with
 
@@ -163,7 +163,7 @@ def whole_gradients(feed):
 def test_what_is_accepted_adds_up(kind, what):
     """Over all shards the gradients are what the program made of them."""
     change, in_numpy, _ = MIXED[what]
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
 
     def build(mesh, inputs):
         grads, variables, _ = changed(mesh, inputs, change)
@@ -177,7 +177,7 @@ def test_what_is_accepted_adds_up(kind, what):
     result = harness.run(kind, MESH, LAYOUT, build, [feed])
     for name, expected in zip(NAMES, in_numpy(whole_gradients(feed))):
         # A handful of float32 roundings; a quotient's are as large as it is.
-        atol = 32 * uses.FLOAT32 * max(1.0, np.max(np.abs(expected)))
+        atol = 32 * small_models.FLOAT32 * max(1.0, np.max(np.abs(expected)))
         for stage in STAGES:
             found = result.fetched[0][f"{stage} {name}"]
             np.testing.assert_allclose(found, expected, atol=atol, err_msg=f"{stage} {name}")
@@ -214,7 +214,7 @@ APART = {
 @pytest.mark.parametrize("what", list(APART))
 def test_linear_changes_leave_the_mask_its_meaning(mesh_kind, what):
     on_mesh, in_numpy = APART[what]
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
     feed["contributes"] = np.array([True, True, False, True])
 
     def build(mesh, inputs):
@@ -232,13 +232,16 @@ def test_linear_changes_leave_the_mask_its_meaning(mesh_kind, what):
     for number, name in enumerate(NAMES):
         grad = np.mean([g[number] for g, c in zip(made, feed["contributes"]) if c], 0)
         np.testing.assert_allclose(
-            result.variables[name], values[name] - RATE * grad, atol=32 * uses.FLOAT32, err_msg=name
+            result.variables[name],
+            values[name] - RATE * grad,
+            atol=32 * small_models.FLOAT32,
+            err_msg=name,
         )
 
 
 def test_gradients_that_are_read_whole_too(mesh_kind):
     """A norm in a summary changes nothing."""
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
     feed["contributes"] = np.array([True, False, True, True])
 
     def build(mesh, inputs):
@@ -256,13 +259,16 @@ def test_gradients_that_are_read_whole_too(mesh_kind):
     whole = training.numpy_gradients(MODEL, values, feed)
     size = np.sum(whole["weights"] ** 2)
     for when in ("before", "after"):
-        np.testing.assert_allclose(result.fetched[0][when], size, rtol=32 * uses.FLOAT32)
+        np.testing.assert_allclose(result.fetched[0][when], size, rtol=32 * small_models.FLOAT32)
     np.testing.assert_allclose(result.fetched[0]["gain"], whole["gain"] ** 2, rtol=1e-5)
     shards = training.shard_gradients(MODEL, values, feed, (4,))
     for name in NAMES:
         grad = np.mean([g[name] for g, c in zip(shards, feed["contributes"]) if c], 0)
         np.testing.assert_allclose(
-            result.variables[name], values[name] - RATE * grad, atol=32 * uses.FLOAT32, err_msg=name
+            result.variables[name],
+            values[name] - RATE * grad,
+            atol=32 * small_models.FLOAT32,
+            err_msg=name,
         )
 
 
@@ -273,7 +279,7 @@ def test_a_function_of_the_mean_loss_is_no_mixture(mesh_kind):
         return m.sqrt(MODEL.loss(m, v, d))
 
     model = MODEL._replace(loss=loss)
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
     feed["contributes"] = np.array([True, False, True, True])
 
     def apply(grads, variables, inputs):
@@ -290,5 +296,8 @@ def test_a_function_of_the_mean_loss_is_no_mixture(mesh_kind):
     for name in NAMES:
         grad = np.mean([g[name] for g, c in zip(shards, feed["contributes"]) if c], 0) / (2 * root)
         np.testing.assert_allclose(
-            result.variables[name], values[name] - RATE * grad, atol=32 * uses.FLOAT32, err_msg=name
+            result.variables[name],
+            values[name] - RATE * grad,
+            atol=32 * small_models.FLOAT32,
+            err_msg=name,
         )

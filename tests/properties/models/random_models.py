@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from mtf_gradsync._private.libraries import mtf, tf
-from tests.properties.models import uses
-from tests.properties.models.uses import HIDDEN, IN, OTHER, Model, Tensors
+from tests.properties.models import small_models, uses
+from tests.properties.models.small_models import HIDDEN, IN, OTHER, Model, Tensors
 
 # What variables may be; OTHER is renamed into HIDDEN, which the layout splits.
 KINDS = {
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
         return Model(
             {f"{kind}_{number}": KINDS[kind] for number, kind in enumerate(self.variables)},
             self._loss,
-            eps=uses.BFLOAT16 if self.has_bfloat16 else uses.FLOAT32,
+            eps=small_models.BFLOAT16 if self.has_bfloat16 else small_models.FLOAT32,
             microbatches=self.microbatches,
         )
 
@@ -135,7 +135,7 @@ class Plan(NamedTuple):
             if parts:
                 shape = mtf.Shape([IN, HIDDEN])
                 u = m.add_n([m.broadcast(x, shape) for x in parts])
-                losses.append(uses.squared_error(m, uses.predict(m, u, d), d["y"]))
+                losses.append(small_models.squared_error(m, small_models.predict(m, u, d), d["y"]))
         for number in self.penalties:
             losses.append(0.01 * m.reduce_sum(m.square(made[-1 - number % len(made)])))
         return 0.3 * m.add_n(losses)

@@ -5,18 +5,18 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from tests import harness
-from tests.properties.models import tape, training, uses
+from tests.properties.models import small_models, tape, training, uses
 
 
 @pytest.mark.parametrize("use", list(uses.ALL))
 def test_gradients_are_slopes(use):
     model = uses.ALL[use]
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
     values = {k: v.astype(np.float64) for k, v in model.values().items()}
 
     def loss(changed):
         leaves = {k: tape.Tensor(v, list(model.variables[k])) for k, v in changed.items()}
-        return model.loss(tape, leaves, uses.in_numpy(feed)).value
+        return model.loss(tape, leaves, small_models.in_numpy(feed)).value
 
     step = 1e-5
     for name, grad in training.numpy_gradients(model, values, feed).items():
@@ -32,7 +32,7 @@ def test_gradients_are_slopes(use):
 
 
 def test_mesh_tf_has_the_same_gradients_on_one_processor():
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
 
     def build(mesh, inputs):
         fetches = {}
@@ -56,7 +56,7 @@ def test_mesh_tf_has_the_same_gradients_on_one_processor():
 
 
 def test_a_batch_is_the_mean_of_its_parts():
-    (feed,) = uses.batches(1)
+    (feed,) = small_models.batches(1)
     for use, model in uses.ALL.items():
         shards = training.shard_gradients(model, model.values(), feed, (2, 2))
         for name, value in training.numpy_gradients(model, model.values(), feed).items():

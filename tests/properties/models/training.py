@@ -1,4 +1,4 @@
-"""Models of `uses` in training: the step on a mesh, and every shard's gradients in numpy."""
+"""Small models in training: the step on a mesh, and every shard's gradients in numpy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from tests.properties.models import tape, uses
+from tests.properties.models import small_models, tape
 from tests.properties.sync_replicas_schedules import parts
 from tests.reference import Values
 
 
 def gradients_on(
-    model: uses.Model, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor], batch_dims: Sequence[str]
+    model: small_models.Model,
+    mesh: mtf.Mesh,
+    inputs: dict[str, tf.Tensor],
+    batch_dims: Sequence[str],
 ) -> tuple[list[mtf.Tensor], list[mtf.Variable]]:
     """Makes the model's variables and loss; returns its gradients and variables."""
     values = model.values()
@@ -28,12 +31,12 @@ def gradients_on(
         for name, dims in model.variables.items()
     }
     variables = [t.operation for t in tensors.values()]
-    batch = uses.on_mesh(mesh, inputs, batch_dims)
+    batch = small_models.on_mesh(mesh, inputs, batch_dims)
     if model.microbatches == 1:
         loss = model.loss(mtf, tensors, batch)
         return mtf.gradients([loss], list(tensors.values())), variables
 
-    def part(features: uses.Tensors) -> dict[str, mtf.Tensor]:
+    def part(features: small_models.Tensors) -> dict[str, mtf.Tensor]:
         return {"loss": model.loss(mtf, tensors, features) / model.microbatches}
 
     batch_dim = batch["x"].shape.get_dim_by_name(batch_dims[-1])
@@ -42,7 +45,7 @@ def gradients_on(
 
 
 def step(
-    model: uses.Model, batch_dims: Sequence[str], apply: Callable[..., Any]
+    model: small_models.Model, batch_dims: Sequence[str], apply: Callable[..., Any]
 ) -> Callable[[mtf.Mesh, dict[str, tf.Tensor]], tuple[list[Any], dict[str, mtf.Tensor]]]:
     """A `harness.Build`: a training step, fetching the variables as they are before it.
 
@@ -63,18 +66,20 @@ def step(
 
 
 def _on_tape(
-    model: uses.Model, values: Values, feed: dict[str, np.ndarray]
+    model: small_models.Model, values: Values, feed: dict[str, np.ndarray]
 ) -> tuple[tape.Tensor, dict[str, tape.Tensor]]:
     leaves = {k: tape.Tensor(v, list(model.variables[k])) for k, v in values.items()}
-    return model.loss(tape, leaves, uses.in_numpy(feed)), leaves
+    return model.loss(tape, leaves, small_models.in_numpy(feed)), leaves
 
 
-def numpy_loss(model: uses.Model, values: Values, feed: dict[str, np.ndarray]) -> float:
+def numpy_loss(model: small_models.Model, values: Values, feed: dict[str, np.ndarray]) -> float:
     """The model's loss on a batch."""
     return float(_on_tape(model, values, feed)[0].value)
 
 
-def numpy_gradients(model: uses.Model, values: Values, feed: dict[str, np.ndarray]) -> Values:
+def numpy_gradients(
+    model: small_models.Model, values: Values, feed: dict[str, np.ndarray]
+) -> Values:
     """The gradients of the model's loss on a batch."""
     loss, leaves = _on_tape(model, values, feed)
     return dict(zip(leaves, tape.gradients(loss, list(leaves.values()))))
@@ -87,7 +92,7 @@ def by_shard(feed: dict[str, np.ndarray], shard_sizes: Sequence[int]) -> list[An
 
 
 def shard_gradients(
-    model: uses.Model,
+    model: small_models.Model,
     values: Values,
     feed: dict[str, np.ndarray],
     shard_sizes: Sequence[int],
