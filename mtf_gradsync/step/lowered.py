@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Iterator
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import kept_sum
 from mtf_gradsync.step.part import PartLowering
 
 
@@ -35,6 +36,28 @@ class Lowered:
         with tf.name_scope(self.scope + "/" if self.scope else None):
             with tf.name_scope(name):
                 yield
+
+
+@contextlib.contextmanager
+def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
+    """Within it, Mesh-TF's pending sums are made whole for the inside alone.
+
+    A pending sum keeps what it has become; what was made in a branch has no value for readers
+    outside, or in the other branch.
+    """
+    before = {
+        tensor: lazy
+        for tensor, lazy in lowering.tensors.items()
+        if type(lazy) is mtf.LazyAllreduceSum and kept_sum(lazy) is None
+    }
+    for tensor, lazy in before.items():
+        lowering.tensors[tensor] = mtf.LazyAllreduceSum(
+            lazy.mesh_impl, lazy.laid_out_input, lazy.mesh_axes, lazy.add_counter_fn
+        )
+    try:
+        yield
+    finally:
+        lowering.tensors.update(before)
 
 
 def scope_around(operation: mtf.Operation) -> str:

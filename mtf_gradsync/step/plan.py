@@ -28,7 +28,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step.hook import PLAN, adopt, flat
-from mtf_gradsync.step.lowered import Lowered, scope_around
+from mtf_gradsync.step.lowered import Lowered, pending_sums_outside, scope_around
 from mtf_gradsync.step.part import Part
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
@@ -203,6 +203,7 @@ class Plan:
         outer, lowered.branch = lowered.branch, branch
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(pending_sums_outside(lowering))
                 for part in lowered.parts:
                     stack.enter_context(part.inside_branch())
                 yield
@@ -224,8 +225,8 @@ class Plan:
         new, wanted = set(new), {}
         for operation in reversed(self.graph.operations):
             branch = self._branch_of.get(operation)
-            made_now = operation in new and not takes_stack_apart(operation)
-            if made_now and not isinstance(operation, mtf.Variable):
+            feeds = operation in new and branch is None and not takes_stack_apart(operation)
+            if feeds and not isinstance(operation, mtf.Variable):
                 branch = next((wanted[t] for t in operation.outputs if t in wanted), None)
                 if branch is not None:
                     self._branch_of[operation] = branch

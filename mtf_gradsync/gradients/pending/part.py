@@ -7,7 +7,6 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
-    kept_sum,
     loop_body,
     loop_condition,
     scalar_added,
@@ -130,9 +129,9 @@ class _Lowering(PartLowering):
         before = {
             tensor: lowered
             for tensor, lowered in self._tensors.items()
-            if isinstance(lowered, mtf.LazyAllreduceSum) and not _is_whole(lowered)
+            if isinstance(lowered, PendingSum) and not lowered.is_whole
         }
-        self._tensors.update((tensor, _copied(lowered)) for tensor, lowered in before.items())
+        self._tensors.update((tensor, lowered.copied()) for tensor, lowered in before.items())
         try:
             yield
         finally:
@@ -294,15 +293,3 @@ class _Lowering(PartLowering):
 def _count(one: PendingSum) -> None:
     if one.add_counter_fn:
         one.add_counter_fn()
-
-
-def _is_whole(lazy: mtf.LazyAllreduceSum) -> bool:
-    return lazy.is_whole if isinstance(lazy, PendingSum) else kept_sum(lazy) is not None
-
-
-def _copied(lazy: mtf.LazyAllreduceSum) -> mtf.LazyAllreduceSum:
-    if isinstance(lazy, PendingSum):
-        return lazy.copied()
-    return mtf.LazyAllreduceSum(
-        lazy.mesh_impl, lazy.laid_out_input, lazy.mesh_axes, lazy.add_counter_fn
-    )

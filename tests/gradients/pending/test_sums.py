@@ -1,0 +1,117 @@
+"""When the sums behind gradients are made, counted in SIMD programs."""
+
+import collections
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+
+MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
+BATCH = mtf.Dimension("batch", 8)
+IN, HIDDEN = mtf.Dimension("in", 3), mtf.Dimension("hidden", 4)
+NAMES = ["a", "b", "c", "d"]
+
+
+def losses(mesh):
+    """One loss for each of four variables, of which two are split over the columns."""
+    x = mtf.import_tf_tensor(mesh, tf.ones([8, 3]) * 0.5, mtf.Shape([BATCH, IN]))
+    shapes = {"a": [IN, HIDDEN], "b": [IN], "c": [IN, HIDDEN], "d": [IN]}
+    variables = {
+        name: mtf.get_variable(mesh, name, mtf.Shape(dims), initializer=tf.ones_initializer())
+        for name, dims in shapes.items()
+    }
+    total = 0.0
+    for value in variables.values():
+        product = mtf.einsum([x, 0.5 * value], [BATCH, *value.shape.dims[1:]])
+        total += mtf.reduce_sum(mtf.square(product))
+    return total, [v.operation for v in variables.values()]
+
+
+def gradient_sums(change, make=lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))):
+    """Sums of at least three numbers by dtype, with gradients changed before they are applied."""
+    with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        loss, variables = losses(mesh)
+        grads = change(mtf.gradients([loss], [v.value for v in variables]))
+        operations = make().apply_grads(grads, variables)
+        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
+        for op in operations:
+            lowering.lowered_operation(op)
+        rows = simd.list_collectives(program, lowering=lowering).rows
+    return collections.Counter(row.dtype for row in rows if np.prod(row.shape) >= 3)
+
+
+def clipped(grads):
+    norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in grads]))
+    return [g / mtf.maximum(norm, 1.0) for g in grads]
+
+
+def with_one_that_is_whole(grads):
+    whole = mtf.reduce_sum(mtf.square(grads[0]))
+    return [g + whole for g in grads]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grads: grads,
+        lambda grads: [mtf.cast(g, tf.float32) * 0.5 for g in grads],
+        clipped,
+        lambda grads: clipped([-g for g in grads]),
+        with_one_that_is_whole,
+    ],
+    ids=["as they are", "scaled", "clipped", "scaled and clipped", "with one that is whole"],
+)
+def test_all_sums_are_made_together_where_the_first_is_needed(change):
+    bare = gradient_sums(change, lambda: mtf.optimize.SgdOptimizer(0.1))
+    assert bare == {"float32": 4}
+    assert gradient_sums(change) == {"float32": 1}
+
+
+def test_sums_that_only_gradients_of_others_need_are_not_made():
+    """Mesh-TF makes the gradient of a constant factor too; nobody asked for it."""
+
+    def grads_of_products(grads):
+        factor = mtf.ones(grads[0].mesh, mtf.Shape([IN]))
+        for grad in grads:
+            mtf.einsum([grad, factor], grad.shape - IN)
+        return grads
+
+    local = gradient_sums(
+        grads_of_products,
+        lambda: gs.GradientAccumulationOptimizer(
+            mtf.optimize.SgdOptimizer(0.1), 2, mesh_shape=MESH, layout=LAYOUT
+        ),
+    )
+    assert local == {"float32": 1}
+
+
+def test_what_is_logged_on_the_way_does_not_sum_twice():
+    """A reader that needs one gradient whole makes all of them whole, once."""
+
+    def change(grads):
+        mtf.scalar_summary("norm", mtf.reduce_sum(mtf.square(grads[1])))
+        return [2.0 * g for g in grads]
+
+    assert gradient_sums(change) == {"float32": 1}
+
+
+def test_clipped_gradients_have_the_values_that_they_have_by_hand(mesh_kind):
+    def build(mesh, inputs):
+        del inputs
+        loss, variables = losses(mesh)
+        grads = clipped([3.0 * g for g in mtf.gradients([loss], [v.value for v in variables])])
+        opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))
+        return opt.apply_grads(grads, variables), {}
+
+    found = harness.run(mesh_kind, MESH, LAYOUT, build, [{"x": np.zeros(1, "f")}]).variables
+    # By hand: every element of x is 1/2, so each gradient is 3 * 2 * sum(x * w/2) * 1/2 * 1/2 * 8.
+    product = 3 * 0.5 * 0.5
+    grad = 3 * 8 * 2 * product * 0.5 * 0.5
+    norm = np.sqrt(grad**2 * (12 + 3 + 12 + 3))
+    for name in NAMES:
+        np.testing.assert_allclose(found[name], 1 - 0.1 * grad / norm, atol=4 * np.finfo("f").eps)
