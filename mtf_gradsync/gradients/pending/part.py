@@ -13,7 +13,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
 )
 from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums, share
 from mtf_gradsync.gradients.pending.flow import Axes, Flow, Layout, Use
-from mtf_gradsync.gradients.pending.sums import PendingSum
+from mtf_gradsync.gradients.pending.sums import PendingSum, current_context
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Part, PartLowering, Plan
@@ -210,20 +210,26 @@ class _Lowering(PartLowering):
     def _carry_on(self, operation: mtf.Operation, use: Use) -> None:
         lowering = self._lowering
         mesh_impl = lowering.mesh_impl(operation)
-        made: dict[str, list[Any]] = {}
+        home = current_context()
+        kept: dict[tuple[str, Any], list[Any]] = {}
+
+        def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
+            """Results for all outputs, which other branches have no use of."""
+            here = current_context()
+            if (form, home) in kept:
+                return kept[form, home]
+            if (form, here) not in kept:
+                kept[form, here] = make()
+            return kept[form, here]
 
         def parts(number: int) -> Any:
-            if "parts" not in made:
-                made["parts"] = self._parts(operation, use)
-            value = made["parts"][number]
+            value = once("parts", lambda: self._parts(operation, use))[number]
             pending = isinstance(value, mtf.LazyAllreduceSum)
             return value.laid_out_input.to_laid_out_tensor() if pending else value
 
         def wholes(number: int) -> Any:
-            if "wholes" not in made:
-                inputs = {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
-                made["wholes"] = self._lowered(operation, inputs)
-            return made["wholes"][number].to_laid_out_tensor()
+            value = once("wholes", lambda: self._lowered(operation, self._wholes(operation)))
+            return value[number].to_laid_out_tensor()
 
         for number, tensor in enumerate(operation.outputs):
             whole = self._sum_for(tensor) if use.is_new_sum else lambda _, n=number: wholes(n)
@@ -234,6 +240,9 @@ class _Lowering(PartLowering):
                 lambda n=number: parts(n),
                 whole,
             )
+
+    def _wholes(self, operation: mtf.Operation) -> dict[mtf.Tensor, Any]:
+        return {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
 
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
         """What an operation makes of each processor's part."""

@@ -8,6 +8,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 from tests import harness
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
@@ -115,3 +117,34 @@ def test_clipped_gradients_have_the_values_that_they_have_by_hand(mesh_kind):
     norm = np.sqrt(grad**2 * (12 + 3 + 12 + 3))
     for name in NAMES:
         np.testing.assert_allclose(found[name], 1 - 0.1 * grad / norm, atol=4 * np.finfo("f").eps)
+
+
+def test_what_a_branch_makes_of_a_sum_is_of_use_in_the_branch_alone(mesh_kind):
+    """Two readers in branches, one of which does not run, and one outside."""
+
+    def build(mesh, inputs):
+        due = mtf.greater(mtf.import_tf_tensor(mesh, inputs["due"], mtf.Shape([])), 0.5)
+        counts = [
+            mtf.get_variable(mesh, name, mtf.Shape([]), initializer=tf.zeros_initializer())
+            for name in ("first", "second", "outside")
+        ]
+        total = 0.5 * mtf.reduce_sum(mtf.ones(mesh, mtf.Shape([BATCH])))
+        PendingSums.want([total], True, ["batch"], gs.FusedAllReduce())
+        plan = Plan.of(mesh.graph)
+        gate = Gate(plan, counts)
+
+        def counted(count):
+            return lambda: [mtf.assign(count, count + mtf.square(total))]
+
+        first, second = (Branch(plan, counted(count)) for count in counts[:2])
+        operations = [
+            *Conditional(due, gate, first, []).updates,
+            *Conditional(mtf.logical_not(due), gate, second, [], as_call=False).updates,
+            *counted(counts[2])(),
+        ]
+        gate.hold(operations[-1:])
+        return operations, {}
+
+    feeds = [{"due": np.float32(due)} for due in (1, 0, 1)]
+    found = harness.run(mesh_kind, MESH, LAYOUT, build, feeds, autostack=False).variables
+    assert [found[name] for name in ("first", "second", "outside")] == [32, 16, 48]
