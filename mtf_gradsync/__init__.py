@@ -18,6 +18,7 @@ from mtf_gradsync.optimizers import (
     GradientAccumulationOptimizer,
     SyncReplicasOptimizer,
     get_update_step,
+    moving_average,
     skip_large_updates,
     skip_not_finite,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "get_update_step",
+    "moving_average",
     "per_shard",
     "per_update",
     "placement_mesh_impl",

@@ -8,7 +8,7 @@ import gin
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
-from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 
@@ -27,7 +27,7 @@ class ClipByGlobalNormOptimizer(Wrapper):
         opt: Any,
         clip_norm: Any = gin.REQUIRED,
         name: str = "ClipByGlobalNormOptimizer",
-        learning_rate: Any = _NOT_GIVEN,
+        learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,

@@ -14,7 +14,7 @@ from mtf_gradsync.gradients import (
     check_groups_cover,
     on_present,
 )
-from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 Reduction = tf.losses.Reduction
@@ -39,7 +39,7 @@ class CrossShardOptimizer(Wrapper):
         reduction: str = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: list[list[int]] | None = None,
-        learning_rate: Any = _NOT_GIVEN,
+        learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,

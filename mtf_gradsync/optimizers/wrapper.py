@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any, Sequence
 
@@ -13,7 +14,8 @@ from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import Plan, advance_step, gated_update
 
-_NOT_GIVEN = object()
+# In place of a learning rate, where None is one that pipelines hand on.
+NOT_GIVEN = object()
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
@@ -34,7 +36,7 @@ class Wrapper(mtf.optimize.Optimizer):
         self,
         opt: Any,
         name: str,
-        learning_rate: Any = _NOT_GIVEN,
+        learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,
@@ -195,16 +197,16 @@ class Wrapper(mtf.optimize.Optimizer):
         before = set(graph.all_variables)
 
         def make() -> list[mtf.Operation]:
-            made = self.opt.apply_grads(list(grads), list(variables))
-            if made is None:
+            update = self.opt.apply_grads(list(grads), list(variables))
+            if update is None:
                 raise TypeError(
                     f"apply_grads of {self.opt!r} must return a list of mtf operations, got None."
                 )
-            return list(made)
+            return list(update)
 
         operations = make() if isinstance(self.opt, Wrapper) else gated_update(make, grads)
-        made = [v for v in graph.all_variables if v not in before]
-        self._slots.record(made, variables, tf.get_variable_scope().name)
+        created = [v for v in graph.all_variables if v not in before]
+        self._slots.record(created, variables, tf.get_variable_scope().name)
         return operations
 
     # The interface of mtf.optimize.Optimizer.
@@ -230,16 +232,20 @@ class Wrapper(mtf.optimize.Optimizer):
         self._check_shapes(grads, variables)
         if all(g is None for g in grads):
             return []
-        with Plan.of(variables[0].graph).undone_on_error():
+        stack = [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
+        with contextlib.ExitStack() as undone:
+            undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
+            for wrapper in stack:
+                undone.enter_context(wrapper._slots.undone_on_error())
             return self._to_inner(grads, variables)
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
         return self.apply_grads([grad], [var])
 
-    def _step_made(self) -> mtf.Tensor | None:
+    def _step_updated(self) -> mtf.Tensor | None:
         """What global_step grows by, an int32 scalar that is 0 or 1; None for 1."""
-        return self.opt._step_made() if isinstance(self.opt, Wrapper) else None
+        return self.opt._step_updated() if isinstance(self.opt, Wrapper) else None
 
     # The interface of tf.compat.v1.train.Optimizer.
 
@@ -294,7 +300,7 @@ class Wrapper(mtf.optimize.Optimizer):
         if global_step is not None:
             mesh = variables[0].mesh
             operations.append(
-                advance_step(mesh, global_step, operations, name or self.name, self._step_made())
+                advance_step(mesh, global_step, operations, name or self.name, self._step_updated())
             )
         return operations
 
@@ -352,14 +358,14 @@ class Wrapper(mtf.optimize.Optimizer):
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         inner = getattr(self.opt, "variables", None)
-        made = list(inner()) if callable(inner) else []
-        return made + [v for v in self._slots.variables() if v not in made]
+        inside = list(inner()) if callable(inner) else []
+        return inside + [v for v in self._slots.variables() if v not in inside]
 
 
 def _make(opt: Any, learning_rate: Any, wrapper: str) -> Any:
     """The inner optimizer, made from a class or factory where opt is one."""
     if not isinstance(opt, type) and callable(getattr(opt, "apply_grads", None)):
-        if learning_rate is not _NOT_GIVEN and learning_rate is not None:
+        if learning_rate is not NOT_GIVEN and learning_rate is not None:
             raise ValueError(
                 f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
                 f"learning_rate={learning_rate!r}. Give a class (in gin: "
@@ -367,16 +373,16 @@ def _make(opt: Any, learning_rate: Any, wrapper: str) -> Any:
                 "learning_rate out."
             )
         return opt
-    if learning_rate is _NOT_GIVEN:
+    if learning_rate is NOT_GIVEN:
         raise ValueError(
             f"{wrapper} got the class or factory {opt!r} as opt: give learning_rate too, which "
             "it is called with, or give an optimizer instead."
         )
-    made = opt(learning_rate=learning_rate)
-    checks.refuse_foreign_optimizer(made, wrapper)
-    if isinstance(made, type) or not callable(getattr(made, "apply_grads", None)):
+    result = opt(learning_rate=learning_rate)
+    checks.refuse_foreign_optimizer(result, wrapper)
+    if isinstance(result, type) or not callable(getattr(result, "apply_grads", None)):
         raise ValueError(
             f"opt={opt!r} must make an optimizer with apply_grads(grads, variables), but made "
-            f"{made!r}."
+            f"{result!r}."
         )
-    return made
+    return result

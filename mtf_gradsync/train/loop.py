@@ -226,8 +226,9 @@ class _Waits:
     """Knows when a step failed because an optimizer waits too long for its replicas."""
 
     def __init__(self, optimizers: Sequence[Any]):
-        limits = [opt.limit for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
-        self._watches = [limit.watch() for limit in limits if limit]
+        waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
+        steps = [opt.steps_without_update for opt in waiting]
+        self._watches = [one.watch() for one in steps if one]
 
     def check(self, session: Any, saved_at: int) -> None:
         """Raises TrainingError if that is why the step failed."""

@@ -58,6 +58,7 @@ def mesh_trajectory(kind, replicas_to_aggregate, slow_worker, how, pending):
             replicas_to_aggregate,
             WORKERS,
             contributes=inputs["contributes"],
+            local_steps=inputs["local_steps"] if how == "stale" else None,
             mesh_shape=MESH,
             layout=LAYOUT,
         )
@@ -65,15 +66,14 @@ def mesh_trajectory(kind, replicas_to_aggregate, slow_worker, how, pending):
         grad = grad if pending else gs.per_shard([grad], opt.axes)[0]
         return opt.apply_gradients([(grad, variable)], tf.train.get_or_create_global_step())
 
-    feed = {"contributes": contributes}
+    feed = {"contributes": contributes, "local_steps": np.zeros(WORKERS, np.int32)}
     with program(kind, MESH, LAYOUT, feed, build) as running:
         seen = [running.variables()]
-        for _ in range(UPDATES):
+        for update in range(UPDATES):
             if how == "stale":
                 # It computed its gradient before the update that the others have seen.
-                steps = np.array(seen[-1]["sync_replicas/local_step"])
-                steps[slow_worker] -= 1
-                running.load({"sync_replicas/local_step": steps})
+                feed["local_steps"] = np.full(WORKERS, update)
+                feed["local_steps"][slow_worker] -= 1
             seen.append(running.step(feed))
     made = [UPDATES * (worker != slow_worker) for worker in range(WORKERS)]
     assert seen[-1]["global_step"] == UPDATES

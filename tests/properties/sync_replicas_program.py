@@ -64,10 +64,8 @@ class Program:
         self._program.load(self._start)
         found = self._start
         for feed in schedule.feeds():
-            lag = feed.pop("lag")
-            if np.any(lag):
-                steps = found["sync_replicas/local_step"]
-                self._program.load({"sync_replicas/local_step": steps - lag.reshape(steps.shape)})
+            # Replicas that lag are handed what was meant for an older step.
+            feed["local_steps"] = found["sync_replicas/local_step"].ravel() - feed.pop("lag")
             found = self._program.step(feed)
             yield found
 
@@ -103,6 +101,7 @@ def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mt
         setup.replicas_to_aggregate,
         axes=axes,
         contributes=inputs["contributes"],
+        local_steps=inputs["local_steps"],
         variable_averages=AVERAGE_DECAY,
         variables_to_average=variables,
     )
@@ -114,7 +113,7 @@ def program(setup: Setup) -> Iterator[Program]:
     """Builds the program and opens a session."""
     mesh_shape, layout, _ = harness.MESHES[setup.mesh]
     feed = Schedule(setup.shard_sizes, setup.replicas_to_aggregate, 1).feeds()[0]
-    del feed["lag"]
+    feed["local_steps"] = feed.pop("lag")
 
     def build(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mtf.Operation]:
         return train(setup, mesh, inputs)

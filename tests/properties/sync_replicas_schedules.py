@@ -75,9 +75,15 @@ class Schedule(NamedTuple):
 
 
 class State(NamedTuple):
-    """What must agree after a step, as in `SyncReplicas`; applied: whether it made an update."""
+    """What must agree after a step, as in `SyncReplicas`.
+
+    Attributes:
+      applied: whether the step made an update.
+      steps: [num_replicas], the update step that each replica's gradient of the step was for.
+    """
 
     applied: bool
+    steps: np.ndarray
     values: reference.Values
     averages: reference.Values
     sums: reference.Values
@@ -128,10 +134,12 @@ def replay(
     )
     for feed in schedule.feeds():
         model.local_step -= feed["lag"]
+        steps = model.local_step.copy()
         grads = grads_by_replica(model.values, feed, schedule.shard_sizes)
         applied = model.step(grads, feed["contributes"])
         yield State(
             applied,
+            steps,
             dict(model.values),
             dict(model.averages),
             dict(model.sums),

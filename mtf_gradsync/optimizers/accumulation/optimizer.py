@@ -15,7 +15,7 @@ from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn,
 from mtf_gradsync.optimizers.state.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.state.variables import counter
-from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan
 
@@ -63,7 +63,7 @@ class GradientAccumulationOptimizer(Wrapper):
         accumulate: str | None = None,
         sparse_as_dense: bool = False,
         name: str = "GradientAccumulationOptimizer",
-        learning_rate: Any = _NOT_GIVEN,
+        learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,
@@ -194,8 +194,10 @@ class GradientAccumulationOptimizer(Wrapper):
             return self._apply_inner(totals, variables)
 
         gate, updates = accumulators.when_due(due, update)
-        made = mtf.cast(due, tf.int32)
-        after_step = _Counters(count * (1 - made), update_step + made, skipped + (1 - counted))
+        updated = mtf.cast(due, tf.int32)
+        after_step = _Counters(
+            count * (1 - updated), update_step + updated, skipped + (1 - counted)
+        )
         self._update_step_now = after_step.update_step
         self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
         if self._skip_fn is not None:

@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.optimizers.state.leave_out import zeros_where
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, note_per_shard, state_variable
+from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, note_sharded_state, state_variable
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 
 
@@ -28,7 +28,7 @@ class Accumulated(NamedTuple):
     dtype: tf.DType
 
 
-class Direct(NamedTuple):
+class Bypass(NamedTuple):
     """When an update takes this step's gradients as they are, without accumulators.
 
     Attributes:
@@ -65,16 +65,16 @@ class Accumulators:
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          is_share: whether what a shard adds is 1/num_shards of its own gradient (`PerShard`).
+          is_share: whether what a shard adds is 1/num_shards of its own gradient (`ShardedState`).
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
+        before = set(variables[0].graph.all_variables)
         for index, (grad, variable) in enumerate(zip(grads, variables)):
             if grad is None:
                 continue
             wide = dtype or (grad.dtype if grad.dtype.size >= 4 else tf.float32)
             name = f"{variable.name}/{ACCUMULATOR}"
-            before = set(variable.graph.all_variables)
             accumulator = state_variable(
                 variable.mesh, name, grad.shape, wide, checkpointed, stacked=False
             )
@@ -84,7 +84,7 @@ class Accumulators:
                 if checkpointed:
                     # None is noted too: the checkpoint may come from a mesh with shards.
                     num_shard_dims = grad.shape.ndims - variable.shape.ndims
-                    note_per_shard(accumulator, num_shard_dims, is_share)
+                    note_sharded_state(accumulator, num_shard_dims, is_share)
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
             self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
 
@@ -100,7 +100,7 @@ class Accumulators:
         self,
         due: mtf.Tensor,
         update: Callable[[list[mtf.Tensor | None]], Sequence[mtf.Operation]],
-        direct: Direct | None = None,
+        bypass: Bypass | None = None,
     ) -> tuple[Gate, list[mtf.Operation]]:
         """Adds this step's gradients to the accumulators, and takes the sums if an update is due.
 
@@ -108,14 +108,14 @@ class Accumulators:
           due: a boolean mtf scalar, the same on all processors.
           update: makes the update's operations from the sums, this step's gradients included,
             None where a gradient is None. The accumulators are zero after it.
-          direct: when accumulators are passed by; for updates that are due on most steps.
+          bypass: when accumulators are passed by; for updates that are due on most steps.
 
         Returns:
           The gate that all writes of the step are to wait for, and the operations of the step.
         """
         plan = Plan.of(due.graph)
-        if direct is not None:
-            added = _AddUnless(self._of, direct)
+        if bypass is not None:
+            added = _AddUnless(self._of, bypass)
             gate = Gate(plan, added.outputs)
 
             def take_added() -> list[mtf.Operation]:
@@ -144,20 +144,20 @@ class Accumulators:
 class _AddUnless(StageOperation):
     """Gradients as they are, or what accumulators hold once gradients were added."""
 
-    def __init__(self, accumulated: Sequence[Accumulated], direct: Direct):
+    def __init__(self, accumulated: Sequence[Accumulated], bypass: Bypass):
         grads = [one.grad for one in accumulated]
         self.accumulators = [one.accumulator for one in accumulated]
         shapes = [x.shape for x in self.accumulators]
-        super().__init__([*grads, direct.left_out, direct.holds], shapes, "accumulate_unless")
+        super().__init__([*grads, bypass.left_out, bypass.holds], shapes, "accumulate_unless")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         count = len(self.accumulators)
 
         def add(*tensors: Any) -> tuple[tf.Tensor, ...]:
-            grads, left_out, direct = tensors[:count], tensors[count], tensors[count + 1]
+            grads, left_out, bypass = tensors[:count], tensors[count], tensors[count + 1]
 
-            def alone() -> list[tf.Tensor]:
+            def as_they_are() -> list[tf.Tensor]:
                 return [tf.identity(grad) for grad in grads]
 
             def added() -> list[tf.Tensor]:
@@ -168,7 +168,7 @@ class _AddUnless(StageOperation):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums
 
-            return tuple(tf.cond(tf.reshape(direct, []), alone, added, strict=True))
+            return tuple(tf.cond(tf.reshape(bypass, []), as_they_are, added, strict=True))
 
         mesh_impl = lowering.mesh_impl(self)
         tensors = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
@@ -186,17 +186,17 @@ class _ClearUnless(mtf.Operation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
 
-        def clear(direct: tf.Tensor, *variables: Any) -> tf.Tensor:
+        def clear(bypass: tf.Tensor, *variables: Any) -> tf.Tensor:
             def cleared() -> tf.Tensor:
                 writes = [tf.assign(x, tf.zeros(x.shape, x.dtype)) for x in variables]
                 with tf.control_dependencies(writes):
                     return tf.constant(0)
 
-            return tf.cond(tf.reshape(direct, []), lambda: tf.constant(0), cleared)
+            return tf.cond(tf.reshape(bypass, []), lambda: tf.constant(0), cleared)
 
-        direct = lowering.tensors[self.inputs[0]].to_laid_out_tensor()
+        bypass = lowering.tensors[self.inputs[0]].to_laid_out_tensor()
         slices = [lowering.variables[v].laid_out_tensor for v in self._accumulators]
-        done = lowering.mesh_impl(self).slicewise(clear, direct, *slices)
+        done = lowering.mesh_impl(self).slicewise(clear, bypass, *slices)
         lowering.operations[self] = tf.group(*done.all_slices)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.state.variables import PER_SHARD_COLLECTION, PerShard
+from mtf_gradsync.optimizers.state.variables import SHARDED_STATE_COLLECTION, ShardedState
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
@@ -60,7 +60,7 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
 
 
 class Change(NamedTuple):
-    """Per-shard state whose shape in a checkpoint differs from the one in the graph.
+    """State of shards whose shape in a checkpoint differs from the one in the graph.
 
     Attributes:
       num_shard_dims: how many dims of the saved value number the shards; None if it differs in
@@ -73,11 +73,11 @@ class Change(NamedTuple):
     num_shard_dims: int | None
     saved_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    note: PerShard
+    note: ShardedState
 
 
 def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
-    """Finds per-shard state that a checkpoint has in another shape.
+    """Finds state of shards that a checkpoint has in another shape.
 
     Args:
       path: a checkpoint.
@@ -87,15 +87,15 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
       What differs, by variable name.
     """
     graph = graph or tf.get_default_graph()
-    per_shard = {note.name: note for note in graph.get_collection(PER_SHARD_COLLECTION)}
-    if not per_shard:
+    sharded = {note.name: note for note in graph.get_collection(SHARDED_STATE_COLLECTION)}
+    if not sharded:
         return {}
     saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     found = {}
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
         name, shape = variable.op.name, tuple(variable.shape.as_list())
-        if name in per_shard and tuple(saved.get(name, shape)) != shape:
-            note, saved_shape = per_shard[name], tuple(saved[name])
+        if name in sharded and tuple(saved.get(name, shape)) != shape:
+            note, saved_shape = sharded[name], tuple(saved[name])
             rest = shape[note.num_shard_dims :]
             dims = len(saved_shape) - len(rest)
             fits = dims >= 0 and saved_shape[dims:] == rest

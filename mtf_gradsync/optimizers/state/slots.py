@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+import contextlib
+from typing import Collection, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 
@@ -15,15 +16,15 @@ class SlotBook:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[str, str], mtf.Variable] = {}
+        self._slots: dict[tuple[mtf.Variable, str], mtf.Variable] = {}
         self._variables: list[mtf.Variable] = []
 
     def record(
-        self, made: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
+        self, created: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
     ) -> None:
-        """Adds the variables that an update of `variables` made in a variable scope."""
-        owners = {v.name for v in variables}
-        for variable in made:
+        """Adds the variables that an update of `variables` created in a variable scope."""
+        owners = {v.name: v for v in variables}
+        for variable in created:
             if variable in self._variables:
                 continue
             self._variables.append(variable)
@@ -33,22 +34,32 @@ class SlotBook:
             owner = _owner(name, owners)
             if owner is not None:
                 slot = name[len(owner) :].lstrip("/_")
-                self._slots[(owner, slot)] = variable
+                self._slots[(owners[owner], slot)] = variable
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Forgets what was recorded when the block raises."""
+        before = dict(self._slots), list(self._variables)
+        try:
+            yield
+        except BaseException:
+            self._slots, self._variables = before
+            raise
 
     def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:
         """The slot of a variable, or None."""
-        return self._slots.get((variable.name, name))
+        return self._slots.get((variable, name))
 
     def names(self) -> list[str]:
         """Names of all slots, sorted."""
         return sorted({name for _, name in self._slots})
 
     def variables(self) -> list[mtf.Variable]:
-        """Every variable that was made, slot or not, in the order of creation."""
+        """Every variable that was recorded, slot or not, in the order of creation."""
         return list(self._variables)
 
 
-def _owner(name: str, owners: set[str]) -> str | None:
+def _owner(name: str, owners: Collection[str]) -> str | None:
     """The longest of the names that `name` extends by a "/" or "_"."""
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:

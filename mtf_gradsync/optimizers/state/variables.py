@@ -8,12 +8,12 @@ from typing import Any, Iterator, NamedTuple
 from mtf_gradsync._private.libraries import mtf, tf
 
 ACCUMULATOR = "gradient_accumulator"
-# tf.Graph collection of `PerShard`, so that a checkpoint can be read on another number of shards.
-PER_SHARD_COLLECTION = "mtf_gradsync/per_shard_state"
+# tf.Graph collection of `ShardedState`, by which a checkpoint is read on other shards.
+SHARDED_STATE_COLLECTION = "mtf_gradsync/per_shard_state"
 
 
-class PerShard(NamedTuple):
-    """A variable whose first dims number the shards, and what it holds on other shards.
+class ShardedState(NamedTuple):
+    """A variable in checkpoints whose first dims number the shards, and what other shards get.
 
     Attributes:
       name: its name.
@@ -153,13 +153,12 @@ def state_variable(
     return UncheckpointedVariable(mesh, name, shape, dtype)
 
 
-def note_per_shard(
+def note_sharded_state(
     variable: mtf.Variable,
     num_shard_dims: int,
     is_share: bool = False,
     fill: int | str | None = None,
 ) -> None:
-    """Records that the first dims of a variable number the shards; see `PerShard`."""
-    tf.add_to_collection(
-        PER_SHARD_COLLECTION, PerShard(variable.name, num_shard_dims, is_share, fill)
-    )
+    """Records that the first dims of a variable number the shards; see `ShardedState`."""
+    note = ShardedState(variable.name, num_shard_dims, is_share, fill)
+    tf.add_to_collection(SHARDED_STATE_COLLECTION, note)

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, Sequence
 
+from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import moving_average_settings
+from mtf_gradsync.optimizers.checks import check_variables
 from mtf_gradsync.optimizers.state.variables import root_scope, unstacked
 
+AVERAGE = "ExponentialMovingAverage"
 
-def check_decay(average: Any) -> float | None:
-    """Returns the decay of a moving average, given as a number or as TensorFlow's object.
+
+def check_averages(
+    average: Any, variables: Sequence[mtf.Variable] | None
+) -> tuple[float | None, list[mtf.Variable]]:
+    """Checks what is to be averaged, and how; creates nothing.
+
+    Args:
+      average: the argument variable_averages of SyncReplicasOptimizer.
+      variables: its argument variables_to_average.
+
+    Returns:
+      The decay, None for no averages, and the variables.
 
     Raises:
-      ValueError: it is not between 0 and 1, or changes with the number of updates.
+      ValueError: the decay is not between 0 and 1, or changes with the number of updates; or there
+        is one without variables, or the reverse.
+      TypeError: something in variables is no mesh variable.
     """
+    decay = _decay(average)
+    if (decay is None) != (variables is None):
+        raise ValueError(
+            "variable_averages and variables_to_average go together, got "
+            f"{average!r} and {variables!r}."
+        )
+    return decay, check_variables(variables or ())
+
+
+def _decay(average: Any) -> float | None:
     if average is None:
         return None
     decay = average
     if isinstance(average, tf.train.ExponentialMovingAverage):
-        # Read on TensorFlow 2.12 to 2.21, which offer no other way to it.
-        decay = average._decay
-        if average._num_updates is not None or getattr(average, "_zero_debias", False):
+        decay, num_updates, zero_debias = moving_average_settings(average)
+        if num_updates is not None or zero_debias:
             raise ValueError(
                 "variable_averages with num_updates or zero_debias is not kept on a mesh; give "
                 "tf.train.ExponentialMovingAverage(decay) alone."
             )
-    number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
-    if not number or not 0 <= decay < 1:
+    if not is_number(decay) or not 0 <= decay < 1:
         raise ValueError(
             "variable_averages must be a decay from 0 up to 1 (not included), or a "
             f"tf.train.ExponentialMovingAverage, got {average!r}."
@@ -36,21 +59,29 @@ def check_decay(average: Any) -> float | None:
 
 
 def moving_average(variable: mtf.Variable) -> mtf.Variable:
-    """The average of a variable, `<variable>/ExponentialMovingAverage`, which starts at its value.
+    """Finds or makes the average of a variable, `<variable>/ExponentialMovingAverage`.
+
+    For a program that evaluates in a graph in which no gradients are applied: a checkpoint of
+    training restores the variable that this makes. It starts at the variable's initial value, and
+    only `SyncReplicasOptimizer` moves it.
 
     Args:
-      variable: a mesh variable.
+      variable: a mesh variable, or its value.
 
     Returns:
       An `mtf.Variable` of its shape, not trainable. Its value has the dtype of the variable's, and
       can stand in for it; what it holds is at least float32, as small changes would be lost.
+
+    Raises:
+      TypeError: variable is no mesh variable.
     """
+    (variable,) = check_variables([variable])
     kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
     # By its whole name, so that it is the same in any scope.
     with root_scope():
         return mtf.get_variable(
             variable.mesh,
-            f"{variable.name}/ExponentialMovingAverage",
+            f"{variable.name}/{AVERAGE}",
             variable.shape,
             unstacked(kept, variable.activation_dtype),
             initializer=lambda shape, dtype=None, **_: tf.cast(

@@ -72,8 +72,8 @@ class SyncReplicasHook(tf.train.SessionRunHook):
             self._optimizer.get_init_tokens_op(self._num_tokens)
         with tf.control_dependencies(None):
             self._not_ready = tf.report_uninitialized_variables(tf.global_variables())
-            limit = self._optimizer.limit
-            self._watch = limit.watch() if limit and limit.takes_a_hook else None
+            steps = self._optimizer.steps_without_update
+            self._watch = steps.watch() if steps and steps.takes_a_hook else None
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """See `tf.train.SessionRunHook.after_create_session`.

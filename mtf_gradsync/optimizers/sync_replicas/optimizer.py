@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, Sequence
 
 import gin
 
+from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import check_told_apart, per_shard, shards_not_finite
+from mtf_gradsync.gradients import check_told_apart, per_shard
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.state.accumulators import Accumulators, Direct
+from mtf_gradsync.optimizers.state.accumulators import Accumulators, Bypass
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
+from mtf_gradsync.optimizers.sync_replicas import freshness
 from mtf_gradsync.optimizers.sync_replicas.averages import (
+    AVERAGE,
     MovingAverages,
-    check_decay,
+    check_averages,
     moving_average,
 )
-from mtf_gradsync.optimizers.sync_replicas.contributes import check_contributes, mask_on_mesh
 from mtf_gradsync.optimizers.sync_replicas.hooks import NothingToQueue, SyncReplicasHook
+from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
 from mtf_gradsync.optimizers.sync_replicas.replica_state import (
-    Limit,
     ReplicaState,
     ReplicaSummaries,
     after_step,
     make_state,
 )
-from mtf_gradsync.optimizers.wrapper import _NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan
 
@@ -36,10 +37,10 @@ class SyncReplicasOptimizer(Wrapper):
     """Averages gradients of fresh replicas and applies them once enough have come.
 
     The replicas are the shards of the mesh, in lock step. A replica contributes unless its
-    gradient is stale (its local step is less than the update step), holds a NaN or an infinity,
-    or the caller's mask leaves it out. When `replicas_to_aggregate` contributions have come, over
-    one step or several, their average is applied once and every replica's local step becomes the
-    new update step. Until then variables and slots stand still.
+    gradient is stale (for an older step than the update step), holds a NaN or an infinity, or a
+    mask leaves it out. When `replicas_to_aggregate` contributions have come, over one step or
+    several, their average is applied once and every replica's local step becomes the new update
+    step. Until then variables and slots stand still.
 
     The loss is the mean over the replicas' losses, a number or, with the shard dims, one for each
     replica; `compute_gradients` makes the mean then. What a replica adds to the gradient of the
@@ -70,9 +71,10 @@ class SyncReplicasOptimizer(Wrapper):
         use_locking: bool = False,
         name: str = "sync_replicas",
         contributes: Any = None,
+        local_steps: Any = None,
         max_steps_without_update: int | None = None,
         accept_summed: bool = False,
-        learning_rate: Any = _NOT_GIVEN,
+        learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,
@@ -90,8 +92,12 @@ class SyncReplicasOptimizer(Wrapper):
           variables_to_average: what is averaged; only with variable_averages.
           use_locking: updates of a mesh never overlap; has no effect.
           name: name of the wrapper, prefix of its state.
-          contributes: which replicas may contribute in this step: a boolean mtf tensor of shape
-            `[shard dims...]`, a tf tensor of shape `[num_shards]`, or None for all.
+          contributes: which replicas may contribute in this step: booleans, as a tf tensor, array
+            or list of shape `[num_shards]` or of the shard dims' sizes, or as an mtf tensor of
+            shape `[shard dims...]`; None for all.
+          local_steps: the update step that each replica's gradient of this step is for, where the
+            program knows: whole numbers in the same forms. None takes `<name>/local_step`, which
+            each update sets to the new update step for all.
           max_steps_without_update: largest number of steps in a row without an update; one more
             raises an error that lists the replicas that did not contribute. On SIMD meshes it
             takes the hook of `make_session_run_hook`.
@@ -109,16 +115,10 @@ class SyncReplicasOptimizer(Wrapper):
           ValueError: an argument is out of range, or the mesh is not given.
           TypeError: an argument has the wrong type, or opt is a Keras or TensorFlow optimizer.
         """
-        _check_whole("replicas_to_aggregate", replicas_to_aggregate)
+        _check_count("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
-            _check_whole("max_steps_without_update", max_steps_without_update)
-        decay = check_decay(variable_averages)
-        if (decay is None) != (variables_to_average is None):
-            raise ValueError(
-                "variable_averages and variables_to_average go together, got "
-                f"{variable_averages!r} and {variables_to_average!r}."
-            )
-        averaged = checks.check_variables(variables_to_average or ())
+            _check_count("max_steps_without_update", max_steps_without_update)
+        decay, averaged = check_averages(variable_averages, variables_to_average)
         super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
         if self.axes is None:
             raise ValueError(
@@ -130,18 +130,19 @@ class SyncReplicasOptimizer(Wrapper):
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
                 f"for {self.axes!r}, got {total_num_replicas!r}."
             )
-        check_contributes(contributes, self.axes)
+        freshness.check_contributes(contributes, self.axes)
+        freshness.check_local_steps(local_steps, self.axes)
         del use_locking
         self._to_aggregate = int(replicas_to_aggregate)
         self._decay, self._averaged = decay, averaged
-        self._contributes = contributes
+        self._contributes, self._local_steps = contributes, local_steps
         self._max_steps = max_steps_without_update
         self._accept_summed = bool(accept_summed)
+        # Of the graph that gradients were applied in last: variables, and values after a step.
         self._state: ReplicaState | None = None
-        self._made: mtf.Tensor | None = None
-        self._limit: Limit | None = None
-        self._update_step_now: mtf.Tensor | None = None
-        self._progress: dict[str, mtf.Tensor] = {}
+        self._now: ReplicaState | None = None
+        self._updated: mtf.Tensor | None = None
+        self._steps_without_update: StepsWithoutUpdate | None = None
 
     @property
     def state(self) -> ReplicaState | None:
@@ -184,7 +185,7 @@ class SyncReplicasOptimizer(Wrapper):
 
         When the session is there, it checks that the variables are initialized. On SIMD meshes it
         reads after each run whether more than max_steps_without_update steps went by without an
-        update, and raises RuntimeError then.
+        update, and raises `NoUpdateError` then.
 
         Args:
           is_chief: whether num_tokens is checked.
@@ -216,7 +217,7 @@ class SyncReplicasOptimizer(Wrapper):
         """
         self._check_applied("get_init_tokens_op")
         needed = self._to_aggregate - self.axes.num_shards
-        if not _is_whole(num_tokens) or num_tokens < -1:
+        if not is_whole(num_tokens, -1):
             raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
         if num_tokens != -1 and num_tokens < needed:
             raise ValueError(
@@ -235,9 +236,9 @@ class SyncReplicasOptimizer(Wrapper):
         return NothingToQueue()
 
     @property
-    def limit(self) -> Limit | None:
+    def steps_without_update(self) -> StepsWithoutUpdate | None:
         """The check of max_steps_without_update; None without any, or before gradients came."""
-        return self._limit
+        return self._steps_without_update
 
     def _check_applied(self, method: str) -> None:
         if self._state is None:
@@ -250,25 +251,36 @@ class SyncReplicasOptimizer(Wrapper):
         dims = self._shard_dims(loss.shape)
         return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
 
-    def _step_made(self) -> mtf.Tensor | None:
-        return self._made
+    def _step_updated(self) -> mtf.Tensor | None:
+        return self._updated
 
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
-        """The moving average of a variable, or None if it is not averaged."""
+        """The moving average of a variable; makes nothing.
+
+        Args:
+          var: a mesh variable, or its value.
+
+        Returns:
+          An `mtf.Variable`; None if the variable is not averaged, or before gradients were applied.
+          `mtf_gradsync.moving_average` makes one in a graph that only evaluates.
+        """
         (variable,) = checks.check_variables([var])
-        return moving_average(variable) if variable in self._averaged else None
+        return self._slots.get(variable, AVERAGE) if variable in self._averaged else None
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
         """Updates made, with the step that it is fetched with; None before gradients came."""
-        return self._update_step_now
+        return self._now and self._now.update_step
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
         """Update step, and contributions made and dropped of each replica.
 
         They count the step that they are fetched with.
         """
-        return dict(self._progress)
+        now = self._now
+        if now is None:
+            return {}
+        return {"update step": now.update_step, "made": now.made, "dropped": now.dropped}
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
@@ -301,18 +313,14 @@ class SyncReplicasOptimizer(Wrapper):
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
             check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
         mesh = variables[0].mesh
-        if isinstance(self._contributes, mtf.Tensor) and self._contributes.mesh is not mesh:
-            raise ValueError(f"contributes={self._contributes!r} is on another mesh.")
+        freshness.check_mesh("contributes", self._contributes, mesh)
+        freshness.check_mesh("local_steps", self._local_steps, mesh)
         elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
         if elsewhere:
             raise ValueError(
                 f"variables_to_average {elsewhere} are on another mesh, or in another graph, than "
                 "the variables that gradients are applied to; make an optimizer for each graph."
             )
-
-    def _local_steps(self) -> mtf.Tensor:
-        """The step that each replica's gradient is for, whole on every processor."""
-        return self._state.local_step.value
 
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
@@ -325,12 +333,19 @@ class SyncReplicasOptimizer(Wrapper):
                 "counts contributions by itself. In place of K passes around it, give it "
                 "replicas_to_aggregate=K * num_shards."
             )
-        self._state = before = plan.state(
+        before = plan.state(
             self, self.name, lambda: make_state(mesh, self.name, self.axes.shard_dims)
         )
         shards = per_shard(grads, self.axes, self.reducer, accept_summed=True)
-        steps = self._local_steps()
-        fresh = self._fresh(shards, steps)
+        steps = freshness.steps_of_gradients(self._local_steps, before.local_step, self.axes)
+        fresh = freshness.fresh_replicas(
+            [g for g in shards if g is not None],
+            steps,
+            before.update_step,
+            self._contributes,
+            self.axes,
+            self.reducer,
+        )
         left_out = mtf.logical_not(fresh)
         # Where one step can be enough, accumulators are for the steps that are not.
         one_step = self._to_aggregate <= self.axes.num_shards
@@ -338,64 +353,46 @@ class SyncReplicasOptimizer(Wrapper):
             shards = LeaveOut.apply(shards, left_out)
         accumulators = Accumulators(shards, variables, self._slots, is_share=True)
         # The only thing but gradients that crosses the replica axes.
-        came = mtf.anonymize(mtf.cast(fresh, tf.int32))
-        count = before.count.value + mtf.reduce_sum(came)
+        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        count = before.count.value + mtf.reduce_sum(contributed)
         due = mtf.greater_equal(count, self._to_aggregate)
-        all_came = mtf.equal(mtf.reduce_min(came) - before.count.value, 1)
-        direct = Direct(all_came, left_out) if one_step else None
+        # All of them, and nothing waits from the steps before.
+        alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
+        bypass = Bypass(alone, left_out) if one_step else None
 
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
             # The terms are 1/num_shards of what replicas contribute.
             divisor = mtf.cast(count, tf.float32) / self.axes.num_shards
             mean = self._totals(sums, accumulators.dtypes, variables, divisor)
             operations = self._apply_inner(mean, variables)
-            return [*operations, *([self._move_averages(operations)] if self._averaged else [])]
+            return [*operations, *self._move_averages(operations)]
 
-        gate, updates = accumulators.when_due(due, update, direct)
-        self._made = mtf.cast(due, tf.int32)
-        now = after_step(before, steps, came, count, self._made)
-        self._limit = Limit(before, now, self._max_steps) if self._max_steps else None
+        gate, updates = accumulators.when_due(due, update, bypass)
+        updated = mtf.cast(due, tf.int32)
+        now = after_step(before, steps, contributed, count, updated)
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         gate.hold(writes)
-        if self._limit:
-            limit = self._limit
-            plan.wait(writes, lambda lowering: [limit.done(lowering)])
-        self._report(now)
-        return [*updates, *writes]
+        step, check = [*updates, *writes], None
+        if self._max_steps:
+            check = StepsWithoutUpdate(before, now, step, self._max_steps)
+        self._summarize(now)
+        self._state, self._now, self._updated = before, now, updated
+        self._steps_without_update = check
+        return [*step, check] if check else step
 
-    def _move_averages(self, updates: list[mtf.Operation]) -> mtf.Operation:
+    def _move_averages(self, updates: list[mtf.Operation]) -> list[mtf.Operation]:
+        if not self._averaged:
+            return []
         averages = [moving_average(variable) for variable in self._averaged]
         self._slots.record(averages, self._averaged)
-        return MovingAverages(self._decay, self._averaged, averages, updates)
+        return [MovingAverages(self._decay, self._averaged, averages, updates)]
 
-    def _fresh(self, shards: Sequence[mtf.Tensor | None], steps: mtf.Tensor) -> mtf.Tensor:
-        """Which replicas contribute in this step, boolean `[shard dims...]`."""
-        present = [g for g in shards if g is not None]
-        bad = shards_not_finite(present, self.axes, self.reducer)
-        behind = mtf.broadcast(self._state.update_step.value, steps.shape) - steps
-        # Each processor takes its own of what all of them have: nothing crosses the mesh.
-        behind = mtf.reshape(behind, bad.shape)
-        fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
-        if self._contributes is None:
-            return fresh
-        return mtf.logical_and(fresh, mask_on_mesh(self._contributes, bad.mesh, bad.shape))
-
-    def _report(self, now: ReplicaState) -> None:
-        self._update_step_now = now.update_step
-        self._progress = {
-            "update step": now.update_step,
-            "made": now.made,
-            "dropped": now.dropped,
-        }
+    def _summarize(self, now: ReplicaState) -> None:
         mtf.scalar_summary(f"summary/{self.name}/update_step", now.update_step)
         ReplicaSummaries(f"summary/{self.name}/made", now.made)
         ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if not _is_whole(value) or value < 1:
+def _check_count(name: str, value: Any) -> None:
+    if not is_whole(value):
         raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}.")

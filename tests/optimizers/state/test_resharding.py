@@ -240,8 +240,8 @@ def test_another_variable_shape_is_still_an_error(written):
     shape = [4, models.INPUTS, models.HIDDEN + 1]
     with tf.Graph().as_default() as graph:
         tf.get_variable("w1/gradient_accumulator", shape)
-        note = resharding.PerShard("w1/gradient_accumulator", 1)
-        tf.add_to_collection(resharding.PER_SHARD_COLLECTION, note)
+        note = resharding.ShardedState("w1/gradient_accumulator", 1)
+        tf.add_to_collection(resharding.SHARDED_STATE_COLLECTION, note)
         saver = resharding.ReshardingSaver()
         with tf.Session(graph=graph) as session:
             with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* and \[4, 6, 9\] here"):

@@ -11,7 +11,9 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.sync_replicas import NoUpdateError
-from tests import harness, models
+from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
+from tests import harness, models, reference
+from tests.properties import sync_replicas_schedules as schedules
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
 SHARDS = 4
@@ -20,7 +22,7 @@ MASKS = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]], bool)
 LIMIT = 2
 
 RunContext = collections.namedtuple("RunContext", ["session"])
-Built = collections.namedtuple("Built", ["session", "step", "optimizer", "watch", "hook"])
+Built = collections.namedtuple("Built", ["session", "step", "values", "watch", "hook"])
 
 
 @contextlib.contextmanager
@@ -39,14 +41,17 @@ def opened(kind):
             max_steps_without_update=LIMIT,
             axes=gs.ReplicaAxes(MESH, LAYOUT, BATCH_DIMS),
         )
-        variables = graph.trainable_variables
         loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        variables = list(graph.trainable_variables)
         grads = mtf.gradients([loss], [v.value for v in variables])
         operations = opt.apply_grads(grads, variables)
         mesh_impl = program.mesh_impl if program else harness.placement(MESH, LAYOUT)
         lowering = mtf.Lowering(graph, {mesh: mesh_impl})
         update = [lowering.lowered_operation(op) for op in operations]
-    watch = opt.limit.watch()
+    # Only tensors that are not split can leave a SIMD program.
+    exported = {} if program else {v.name: v.value for v in [*variables, *opt.state]}
+    values = {name: lowering.export_to_tf_tensor(x) for name, x in exported.items()}
+    watch = opt.steps_without_update.watch()
     hook = opt.make_session_run_hook(True)
     hook.begin()
 
@@ -65,7 +70,7 @@ def opened(kind):
             fed = {inputs[k]: changed.get(k, v) for k, v in feed.items()}
             session.run(update, {**fed, contributes: mask})
 
-        yield Built(session, step, opt, watch, hook)
+        yield Built(session, step, values, watch, hook)
 
 
 def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
@@ -104,12 +109,36 @@ def test_steps_that_fail_otherwise_are_not_taken_for_it():
         assert built.watch.error(built.session) is None
 
 
-def test_what_it_keeps_is_in_no_checkpoint():
+def test_it_has_no_variables_of_its_own():
+    """So there are none to initialize: `opened` initializes global variables and no others."""
     with opened("placement"):
+        assert not tf.local_variables()
         names = {v.op.name for v in tf.global_variables()}
-        assert not any("found" in name for name in names)
-        kept = [v for v in tf.local_variables() if "found" in v.op.name]
-        assert [v.shape.num_elements() for v in kept] == [1, SHARDS]
+        state = {name for name in names if name.startswith("sync_replicas/")}
+        assert state == {f"sync_replicas/{field}" for field in ReplicaState._fields}
+
+
+def test_a_step_that_fails_is_counted_with_all_that_it_added():
+    """A program that goes on after the error averages over all that came."""
+    masked = tuple((step, int(k)) for step, mask in enumerate(MASKS) for k in np.flatnonzero(~mask))
+    schedule = schedules.Schedule((SHARDS,), 2 * SHARDS, 4, sits_out=masked)
+    *_, expected = schedules.replay(schedule, reference.OPTIMIZERS["momentum"]())
+    failed = []
+    with opened("placement") as built:
+        for number, feed in enumerate(schedule.feeds()):
+            try:
+                built.step(feed["contributes"], x=feed["x"], y=feed["y"])
+            except tf.errors.InvalidArgumentError:
+                failed.append(number)
+        found = built.session.run(built.values)
+    assert failed == [2]
+    assert expected.global_step == found["sync_replicas/update_step"] == 1
+    for name in ("made", "dropped", "local_step"):
+        actual = found[f"sync_replicas/{name}"].ravel()
+        np.testing.assert_array_equal(actual, getattr(expected, name), err_msg=name)
+    for name, value in expected.values.items():
+        # One step of 0.05 along a float32 mean of ten gradients below 2.
+        np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=name)
 
 
 def test_the_error_can_be_sent_to_another_process():

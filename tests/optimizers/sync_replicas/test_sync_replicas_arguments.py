@@ -6,6 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
+from tests.properties import settable_program
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
 SHARDS = 4
@@ -29,9 +30,9 @@ def model(name="mesh"):
     return mesh, models.mlp_loss(mesh, inputs, BATCH_DIMS)
 
 
-def mtf_mask(mesh, size=SHARDS, name="batch", dtype=tf.bool):
+def mtf_ones(mesh, size=SHARDS, name="batch", dtype=tf.bool):
     ones = mtf.constant(mesh, 1, mtf.Shape([mtf.Dimension(name, size)]), tf.int32)
-    return mtf.greater(ones, 0) if dtype == tf.bool else ones
+    return mtf.greater(ones, 0) if dtype == tf.bool else mtf.cast(ones, dtype)
 
 
 # Numbers.
@@ -46,28 +47,39 @@ def test_whole_numbers_of_numpy_are_taken():
         opt.get_init_tokens_op(np.int32(1))
 
 
-# Masks.
+# What is given for each replica.
 
 REFUSED = {
-    "too short": (lambda mesh: [True, False, True], ValueError, r"4 replicas.*\(3,\)"),
-    "one for all": (lambda mesh: True, ValueError, "4 replicas.*True"),
-    "other tf shape": (lambda mesh: tf.constant([True] * 5), ValueError, r"4 replicas.*\(5,\)"),
-    "fractions": (lambda mesh: np.array([0.5, 0, 1, 1]), TypeError, "boolean.*float64"),
-    "tf strings": (lambda mesh: tf.constant(["yes"] * 4), TypeError, "boolean.*string"),
-    "no numbers": (lambda mesh: [None] * 4, TypeError, "boolean.*None"),
-    "a list of tensors": (lambda mesh: [tf.constant(True)] * 4, TypeError, "boolean"),
-    "mtf integers": (lambda mesh: mtf_mask(mesh, dtype=tf.int32), TypeError, "boolean.*int32"),
-    "other mtf size": (lambda mesh: mtf_mask(mesh, 8), ValueError, "batch=4.*batch=8"),
-    "other mtf dim": (lambda mesh: mtf_mask(mesh, 4, "x"), ValueError, "batch=4.*x=4"),
-    "other mesh": (lambda mesh: mtf_mask(mtf.Mesh(mesh.graph, "o")), ValueError, "another mesh"),
+    "too short": (lambda mesh: [1, 0, 1], ValueError, r"4 replicas.* \[4\]; .*\(3,\)"),
+    "one for all": (lambda mesh: 1, ValueError, r"4 replicas.*\(\) of 1"),
+    "other tf shape": (lambda mesh: tf.constant([1] * 5), ValueError, r"4 replicas.*\(5,\)"),
+    "fractions": (lambda mesh: np.array([0.5, 0, 1, 1]), TypeError, "{}.*float64"),
+    "tf strings": (lambda mesh: tf.constant(["yes"] * 4), TypeError, "{}.*string"),
+    "no numbers": (lambda mesh: [None] * 4, TypeError, "{}.*None"),
+    "a list of tensors": (lambda mesh: [tf.constant(1)] * 4, TypeError, "{}"),
+    "mtf fractions": (lambda mesh: mtf_ones(mesh, dtype=tf.float32), TypeError, "{}.*float32"),
+    "other mtf size": (
+        lambda mesh: mtf_ones(mesh, 8, dtype=tf.int32),
+        ValueError,
+        "batch=4.*batch=8",
+    ),
+    "other mtf dim": (
+        lambda mesh: mtf_ones(mesh, 4, "x", tf.int32),
+        ValueError,
+        "batch=4.*x=4",
+    ),
+    "other mesh": (
+        lambda mesh: mtf_ones(mtf.Mesh(mesh.graph, "o"), dtype=tf.int32),
+        ValueError,
+        "another mesh",
+    ),
 }
+KINDS = {"contributes": "boolean", "local_steps": "whole number"}
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_masks_that_do_not_fit_are_refused_before_anything_is_made(name):
-    given, error, words = REFUSED[name]
+def refuses(argument, given, error, words):
     mesh, loss = model()
-    contributes = given(mesh)
+    value = given(mesh)
     pairs = list(
         zip(
             mtf.gradients([loss], [v.value for v in mesh.graph.trainable_variables]),
@@ -76,32 +88,119 @@ def test_masks_that_do_not_fit_are_refused_before_anything_is_made(name):
     )
     step = tf.train.get_or_create_global_step()
     before = list(mesh.graph.operations), len(tf.get_default_graph().get_operations())
-    with pytest.raises(error, match=words):
-        make(contributes=contributes).apply_gradients(pairs, step)
+    with pytest.raises(error, match=f"{argument}.*{words.format(KINDS[argument])}"):
+        make(**{argument: value}).apply_gradients(pairs, step)
     assert (list(mesh.graph.operations), len(tf.get_default_graph().get_operations())) == before
 
 
-@pytest.mark.parametrize("given", ["list", "array", "integers", "mtf", "tf of any shape"])
-def test_masks_come_in_many_forms(given):
-    mask = [True, False, True, True]
+@pytest.mark.parametrize("argument", sorted(KINDS))
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_does_not_fit_the_replicas_is_refused_before_anything_is_made(argument, name):
+    refuses(argument, *REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda mesh: [True] * 4, lambda mesh: tf.constant([True] * 4), mtf_ones],
+    ids=["list", "tf", "mtf"],
+)
+def test_booleans_are_no_local_steps(given):
+    refuses("local_steps", given, TypeError, "whole number.*bool")
+
+
+def test_shapes_that_would_do_are_named():
+    axes = gs.ReplicaAxes(*harness.MESHES["2x2x2"])
+    with pytest.raises(ValueError, match=r"shape \[4\] or \[2, 2\]; got the shape \(2, 1\)"):
+        gs.SyncReplicasOptimizer(
+            mtf.optimize.SgdOptimizer(0.1), 4, local_steps=[[1], [1]], axes=axes
+        )
+
+
+FORMS = ["list", "array", "mtf", "tf of any shape", "rows", "mtf, turned round"]
+
+
+def in_form(form, mesh, axes, value):
+    """[num_shards] numbers or booleans as something that arguments take."""
+    if form.startswith("mtf"):
+        dims = list(axes.shard_dims)
+        row_major = mtf.import_tf_tensor(mesh, np.reshape(value, [d.size for d in dims]), dims)
+        turned = form == "mtf, turned round" and len(dims) > 1
+        return mtf.transpose(row_major, mtf.Shape(dims[::-1])) if turned else row_major
+    return {
+        "list": list(value),
+        "array": np.array(value),
+        "tf of any shape": tf.placeholder_with_default(value, None),
+        "rows": np.reshape(value, [d.size for d in axes.shard_dims]),
+    }[form]
+
+
+BOOLEANS, WHOLE_NUMBERS = [True, False, True, True], [2, 0, 1, -1]
+# The update step is 0: what is for a later one is not stale.
+LOCAL_STEPS = [0, -1, 0, 7]
+GIVEN = [
+    *[("contributes", BOOLEANS, form) for form in FORMS[:-1]],
+    *[("contributes", WHOLE_NUMBERS, form) for form in ("list", "mtf", "mtf, turned round")],
+    *[("local_steps", LOCAL_STEPS, form) for form in FORMS],
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "form"), GIVEN)
+def test_what_replicas_are_given_comes_in_many_forms(mesh_kind, argument, value, form):
+    mesh_shape, layout, batch_dims = harness.MESHES["2x2x2"]
+    axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
 
     def build(mesh, inputs):
-        if given == "mtf":
-            dim = mtf.Dimension("batch", SHARDS)
-            contributes = mtf.not_equal(mtf.range(mesh, dim, tf.int32), 1)
-        else:
-            contributes = {
-                "list": mask,
-                "array": np.array(mask),
-                "integers": [int(x) for x in mask],
-                "tf of any shape": tf.placeholder_with_default(mask, None),
-            }[given]
-        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
-        opt = make(3, contributes=contributes)
+        loss = models.mlp_loss(mesh, inputs, batch_dims)
+        given = {argument: in_form(form, mesh, axes, value)}
+        opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, axes=axes, **given)
         return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
 
-    result = harness.run("placement", MESH, LAYOUT, build, models.mlp_batches(1))
-    np.testing.assert_array_equal(result.variables["sync_replicas/made"].ravel(), mask)
+    result = harness.run(mesh_kind, mesh_shape, layout, build, models.mlp_batches(1))
+    found = {k: result.variables[f"sync_replicas/{k}"].ravel() for k in ("made", "local_step")}
+    np.testing.assert_array_equal(found["made"], [1, 0, 1, 1])
+    # No update was made, so that steps stay what they are.
+    expected = value if argument == "local_steps" else [0] * 4
+    np.testing.assert_array_equal(found["local_step"], expected)
+
+
+# Stale gradients.
+
+
+def test_local_steps_that_are_not_given_are_the_variables(mesh_kind):
+    """A replica that was behind when a checkpoint was written is behind until the next update."""
+    feed = {**models.mlp_batches(1)[0], "contributes": np.array([True, True, False, True])}
+
+    def build(mesh, inputs):
+        opt = make(SHARDS, contributes=inputs["contributes"])
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        return opt.minimize(loss, tf.train.get_or_create_global_step())
+
+    with settable_program.program(mesh_kind, MESH, LAYOUT, feed, build) as running:
+        running.load({"sync_replicas/local_step": [5, 4, 5, 5], "sync_replicas/update_step": 5})
+        seen = [running.step(feed) for _ in range(3)]
+    made = [values["sync_replicas/made"].tolist() for values in seen]
+    assert made == [[1, 0, 0, 1], [2, 0, 0, 2], [3, 1, 0, 3]]
+    steps = [values["sync_replicas/local_step"].tolist() for values in seen]
+    assert steps == [[5, 4, 5, 5], [6] * 4, [6] * 4]
+
+
+def test_a_stale_gradient_is_dropped_though_its_replica_has_a_new_token(mesh_kind):
+    """An input pipeline that hands replica 1 what it had prepared for the update before."""
+    (feed,) = models.mlp_batches(1)
+    feed["local_steps"] = np.zeros(SHARDS, np.int64)
+
+    def build(mesh, inputs):
+        opt = make(3, local_steps=inputs["local_steps"])
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        return opt.minimize(loss, tf.train.get_or_create_global_step())
+
+    with settable_program.program(mesh_kind, MESH, LAYOUT, feed, build) as running:
+        for update in range(3):
+            feed["local_steps"] = np.array([update, max(update - 1, 0), update, update])
+            found = running.step(feed)
+            assert found["sync_replicas/local_step"].tolist() == [update + 1] * SHARDS
+    assert found["sync_replicas/made"].tolist() == [3, 1, 3, 3]
+    assert found["sync_replicas/dropped"].tolist() == [0, 2, 0, 0]
 
 
 # Gradients and variables.
@@ -198,9 +297,10 @@ def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack
                 variable_averages=decay,
                 variables_to_average=[w, still, u],
             )
-            assert opt.average(w).value.dtype == tf.bfloat16
             grads = mtf.gradients([mtf.reduce_mean(mtf.square(out))], [w.value, u.value])
-            return opt.apply_grads(grads, [w, u]), {}
+            operations = opt.apply_grads(grads, [w, u])
+            assert opt.average(w).value.dtype == tf.bfloat16
+            return operations, {}
 
         feeds = models.mlp_batches(steps)
         return harness.run(mesh_kind, MESH, LAYOUT, build, feeds, autostack).variables

@@ -8,6 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.variables import counter
 from tests import harness, models
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
@@ -126,7 +127,7 @@ def test_no_global_step_is_an_error(applied):
 
 
 def mesh_step(mesh):
-    return gs.optimizers.state.counter(mesh, "global_step")
+    return counter(mesh, "global_step")
 
 
 @pytest.mark.parametrize("make_step", [None, mesh_step], ids=["tf", "mtf"])
@@ -199,27 +200,110 @@ def test_all_contributing_is_the_step_of_the_whole_batch(mesh_kind, how):
     np.testing.assert_allclose(result.variables["w"], expected, rtol=1e-6)
 
 
-def test_the_average_is_found_by_variable_and_by_value():
+def test_a_penalty_on_weights_is_whole_whoever_contributes(mesh_kind):
+    """What knows nothing of the batch is shared equally, and averaged like all the rest."""
+
+    def build(mesh, inputs):
+        twice = mtf.get_variable(mesh, "twice", mtf.Shape([]), initializer=tf.ones_initializer())
+        loss = mtf.reduce_mean(shard_losses(mesh, inputs)) + mtf.square(twice)
+        opt = masked(inputs, replicas_to_aggregate=3, optimizer="sgd")
+        return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
+
+    feeds = batches(1, np.array([[1, 1, 0, 1]], bool))
+    result = harness.run(mesh_kind, MESH, LAYOUT, build, feeds)
+    assert np.isclose(result.variables["twice"], 0.8)
+
+
+# Averages.
+
+
+def averaged(mesh, **kwargs):
+    """An optimizer that averages `w`, and the gradient of a loss of which `w` is all there is."""
+    w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
+    other = mtf.get_variable(mesh, "other", mtf.Shape([]), initializer=tf.ones_initializer())
+    opt = make(optimizer="sgd", variable_averages=0.5, variables_to_average=[w], **kwargs)
+    return opt, mtf.square(w + other), w, other
+
+
+def test_an_average_is_there_once_gradients_were_applied():
+    with tf.Graph().as_default() as graph:
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        opt, loss, w, other = averaged(mesh)
+        before = list(mesh.graph.operations), len(graph.get_operations())
+        assert opt.average(w) is None
+        assert (list(mesh.graph.operations), len(graph.get_operations())) == before
+        opt.minimize(loss, tf.train.get_or_create_global_step())
+        before = list(mesh.graph.operations), len(graph.get_operations())
+        average = opt.average(w)
+        assert average.name == "w/ExponentialMovingAverage"
+        # By variable and by value; as the average itself, and as a slot.
+        assert opt.average(w.operation) is opt.get_slot(w.operation, average.name[2:]) is average
+        assert opt.average(other) is None
+        assert (list(mesh.graph.operations), len(graph.get_operations())) == before
+        assert gs.moving_average(w) is average
+
+
+def test_an_average_is_not_there_where_applying_gradients_failed():
+    class Fails(mtf.optimize.SgdOptimizer):
+        """Raises once it has made a variable."""
+
+        def apply_grads(self, grads, variables):
+            gs.moving_average(variables[0])
+            raise RuntimeError("no update")
+
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
+        axes = gs.ReplicaAxes(MESH, LAYOUT, BATCH_DIMS)
+        opt = gs.SyncReplicasOptimizer(
+            Fails(0.1), SHARDS, variable_averages=0.5, variables_to_average=[w], axes=axes
+        )
+        with pytest.raises(RuntimeError, match="no update"):
+            opt.minimize(mtf.square(w), tf.train.get_or_create_global_step())
+        assert opt.average(w) is None
+        assert opt.state is None
+        assert opt.variables() == []
+        assert list(mesh.graph.all_variables) == [w.operation]
+
+
+def test_a_graph_that_only_evaluates_restores_the_average(tmp_path):
+    def session(lowering, restore=None):
+        session = tf.Session(config=gs.session_config(num_cpu_devices=8))
+        if restore:
+            tf.train.Saver().restore(session, restore)
+        else:
+            session.run(tf.global_variables_initializer())
+        session.run(lowering.copy_masters_to_slices())
+        return session
+
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        opt, loss, *_ = averaged(mesh)
+        operations = opt.minimize(loss, tf.train.get_or_create_global_step())
+        lowering = mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)})
+        step = [lowering.lowered_operation(op) for op in operations]
+        to_masters = lowering.copy_slices_to_masters()
+        with session(lowering) as training:
+            training.run(step)
+            training.run(to_masters)
+            path = tf.train.Saver().save(training, str(tmp_path / "model.ckpt"))
+    # w goes from 1 by 0.1 * 2 * (1 + 1), and its average half of the way.
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
         w = mtf.get_variable(mesh, "w", mtf.Shape([]))
-        opt = make(variable_averages=0.5, variables_to_average=[w])
-        assert opt.average(w).name == opt.average(w.operation).name == "w/ExponentialMovingAverage"
-        assert opt.average(mtf.get_variable(mesh, "other", mtf.Shape([]))) is None
+        with tf.variable_scope("evaluation"):
+            average = gs.moving_average(w)
+        assert mesh.graph.all_variables == [w.operation, average]
+        doubled = average.value * 2.0
+        lowering = mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)})
+        fetch = lowering.export_to_tf_tensor(doubled)
+        with session(lowering, path) as evaluating:
+            assert np.isclose(evaluating.run(fetch), 2 * 0.8)
 
 
-def test_gradients_that_were_summed_before_are_named(caplog):
-    def build(mesh, inputs):
-        loss = shard_losses(mesh, inputs)
-        w = mesh.graph.trainable_variables[0]
-        twice = mtf.get_variable(mesh, "twice", w.shape, initializer=tf.ones_initializer())
-        loss = mtf.reduce_mean(loss) + mtf.reduce_sum(mtf.square(twice))
-        return make().minimize(loss, tf.train.get_or_create_global_step()), {}
-
-    gs.update.reset_warnings()
-    harness.run("placement", MESH, LAYOUT, build, batches(1))
-    (message,) = [r.getMessage() for r in caplog.records if "summed over the replicas" in r.msg]
-    assert "['twice']" in message
+def test_moving_average_wants_a_mesh_variable():
+    with pytest.raises(TypeError, match=r"mtf\.Variable.*'w'"):
+        gs.moving_average("w")
 
 
 # The limit.
