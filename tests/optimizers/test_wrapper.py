@@ -219,6 +219,18 @@ def test_slots_of_similar_names_keep_their_owners():
         assert optimizer.get_slot(variable, "momentum_v").name == variable.name + "_momentum_v"
 
 
+def test_slots_of_several_graphs_keep_their_owners(wrapper):
+    optimizer = wrapper(mtf.optimize.MomentumOptimizer(0.1, 0.9))
+    weights = []
+    for _ in range(2):
+        with tf.Graph().as_default():
+            mesh, (w, *_) = model()
+            optimizer.apply_grads([mtf.ones(mesh, w.shape)], [w])
+        weights.append(w)
+    slots = [optimizer.get_slot(w, "momentum_v") for w in weights]
+    assert [slot.graph for slot in slots] == [w.graph for w in weights]
+
+
 def test_an_inner_optimizer_answers_for_its_slots(wrapper):
     class Answers(Recorder):
         def get_slot(self, var, name):
@@ -260,9 +272,11 @@ def test_an_error_inside_leaves_the_mesh_graph_as_it_was(wrapper):
     grads = [mtf.ones(mesh, mtf.Shape([features])) for _ in variables]
     graph = mesh.graph
     before = [list(graph.operations), list(graph.all_variables), dict(graph.name_to_variable)]
+    optimizer = wrapper(gs.ClipByGlobalNormOptimizer(Fails(0.1), 1.0))
     with pytest.raises(RuntimeError, match="inside"):
-        wrapper(Fails(0.1)).apply_grads(grads, variables)
+        optimizer.apply_grads(grads, variables)
     assert before == [graph.operations, graph.all_variables, graph.name_to_variable]
+    assert optimizer.variables() == optimizer.get_slot_names() == []
 
 
 def test_an_optimizer_that_returns_nothing_is_named(wrapper):

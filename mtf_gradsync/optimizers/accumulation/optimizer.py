@@ -168,9 +168,9 @@ class GradientAccumulationOptimizer(Wrapper):
         plan = Plan.of(mesh.graph)
         if plan.is_in_branch:
             raise ValueError(_NESTED)
-        self._counters = plan.state(self, self.name, lambda: self._make_counters(mesh))
-        mini_step, update_step, skipped = (c.value for c in self._counters)
-        for state in self._counters:
+        counters = plan.state(self, self.name, lambda: self._make_counters(mesh))
+        mini_step, update_step, skipped = (c.value for c in counters)
+        for state in counters:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         micro = self._micro_gradients(grads, variables)
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
@@ -198,12 +198,12 @@ class GradientAccumulationOptimizer(Wrapper):
         after_step = _Counters(
             count * (1 - updated), update_step + updated, skipped + (1 - counted)
         )
-        self._update_step_now = after_step.update_step
+        self._counters, self._update_step_now = counters, after_step.update_step
         self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
         if self._skip_fn is not None:
             self._progress["skipped"] = after_step.skipped
         counts = plan.graph.combine_assignments(
-            [mtf.assign(c, value) for c, value in zip(self._counters, after_step)]
+            [mtf.assign(c, value) for c, value in zip(counters, after_step)]
         )
         gate.hold(counts)
         return [*updates, *counts]

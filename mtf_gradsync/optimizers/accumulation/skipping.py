@@ -7,6 +7,7 @@ from typing import Any, Callable, Sequence
 
 import gin
 
+from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import global_norm, not_finite
 from mtf_gradsync.reduce import Strategy
@@ -59,8 +60,7 @@ class skip_large_updates:
         Raises:
           ValueError: max_norm is not greater than 0.
         """
-        number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-        if not number or not max_norm > 0:
+        if not is_number(max_norm) or not max_norm > 0:
             raise ValueError(f"max_norm must be greater than 0, got {max_norm!r}.")
         self.max_norm = max_norm
 

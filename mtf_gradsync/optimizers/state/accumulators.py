@@ -82,7 +82,7 @@ class Accumulators:
                 Plan.of(accumulator.graph).write_in_place(accumulator)
                 slots.record([accumulator], [variable], tf.get_variable_scope().name)
                 if checkpointed:
-                    # None is noted too: the checkpoint may come from a mesh with shards.
+                    # Without shard dims too: the checkpoint may come from a mesh with shards.
                     num_shard_dims = grad.shape.ndims - variable.shape.ndims
                     note_sharded_state(accumulator, num_shard_dims, is_share)
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
@@ -21,7 +21,7 @@ class LeaveOut(StageOperation):
         super().__init__([*grads, skip], shapes, "leave_out", dtypes)
 
     @classmethod
-    def apply(cls, grads: Sequence[mtf.Tensor | None], skip: mtf.Tensor) -> list[Any]:
+    def apply(cls, grads: Sequence[mtf.Tensor | None], skip: mtf.Tensor) -> list[mtf.Tensor | None]:
         """The gradients with zeros, None where they are None.
 
         Args:
