@@ -92,6 +92,14 @@ class Wrapper(mtf.optimize.Optimizer):
                 f"turn them round, GradientAccumulationOptimizer({kind}(opt), ...), or accumulate "
                 "what is summed, by accumulate='synced'."
             )
+        for inner in self.inner_stack():
+            if getattr(inner, "tells_replicas_apart", False):
+                other = type(inner).__name__
+                raise ValueError(
+                    f"{kind} around {other} would sum gradients before the replicas are told "
+                    f"apart: turn them round, {other}({kind}(opt), ...), or give {other} "
+                    "accept_summed=True."
+                )
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated; creates nothing."""

@@ -53,6 +53,7 @@ class SyncReplicasOptimizer(Wrapper):
     Attributes:
       leaves_out_not_finite: True: a loss that is not finite need not end training.
       skips_updates: True: some steps bring no update.
+      tells_replicas_apart: whether it needs gradients that nothing has summed over the replicas.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
@@ -137,7 +138,7 @@ class SyncReplicasOptimizer(Wrapper):
         self._decay, self._averaged = decay, averaged
         self._contributes, self._local_steps = contributes, local_steps
         self._max_steps = max_steps_without_update
-        self._accept_summed = bool(accept_summed)
+        self.tells_replicas_apart = not accept_summed and self.axes.num_shards > 1
         # Of the graph that gradients were applied in last: variables, and values after a step.
         self._state: ReplicaState | None = None
         self._now: ReplicaState | None = None
@@ -309,7 +310,7 @@ class SyncReplicasOptimizer(Wrapper):
                 )
         if not variables:
             return
-        if not self._accept_summed:
+        if self.tells_replicas_apart:
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
             check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
         mesh = variables[0].mesh

@@ -145,7 +145,8 @@ def test_global_step_advances_only_with_an_update(mesh_kind, make_step):
 
 def test_an_outer_wrapper_counts_its_updates(mesh_kind):
     def optimizer(inputs):
-        return gs.CrossShardOptimizer(masked(inputs, replicas_to_aggregate=8))
+        inner = masked(inputs, replicas_to_aggregate=8, accept_summed=True)
+        return gs.CrossShardOptimizer(inner)
 
     result = harness.run(mesh_kind, MESH, LAYOUT, minimize(optimizer), batches(5))
     assert result.variables["global_step"] == 2
