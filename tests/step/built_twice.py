@@ -28,5 +28,5 @@ if __name__ == "__main__":
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
     absl.flags.FLAGS.mark_as_parsed()
-    for names, kind, autostack in itertools.product(STACKS, ("placement", "simd"), (True, False)):
-        print(names, kind, autostack, digest(names, kind, autostack))
+    for number, (names, kind) in enumerate(itertools.product(STACKS, ("placement", "simd"))):
+        print(names, kind, digest(names, kind, autostack=number % 4 < 2))
