@@ -35,6 +35,15 @@ def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
     return hook._lowering
 
 
+def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
+    """Gives a new operation its outputs, along all of whose dimensions it may be split."""
+    operation._outputs = tensors
+    # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
+    operation._splittable_dims, operation._unsplittable_dims = (
+        operation._initialize_all_dimensions_as_splittable()
+    )
+
+
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import give_outputs
 
 
 class StageOperation(mtf.Operation):
@@ -22,14 +23,11 @@ class StageOperation(mtf.Operation):
     ):
         super().__init__(list(inputs), name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
-        self._outputs = [
+        tensors = [
             mtf.Tensor(self, shape, dtype, index=index)
             for index, (shape, dtype) in enumerate(zip(shapes, dtypes))
         ]
-        # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
-        self._splittable_dims, self._unsplittable_dims = (
-            self._initialize_all_dimensions_as_splittable()
-        )
+        give_outputs(self, tensors)
 
     def set_outputs(self, lowering: mtf.Lowering, values: Sequence[Any]) -> None:
         """Records the lowered outputs, in order."""

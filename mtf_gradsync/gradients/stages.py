@@ -42,8 +42,8 @@ def on_present(
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads)
-    made = iter(make(present))
-    return [None if g is None else next(made) for g in grads]
+    results = iter(make(present))
+    return [None if g is None else next(results) for g in grads]
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
@@ -192,8 +192,8 @@ def per_shard(
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
     if not accept_summed:
         check_told_apart(pending, axes)
-    made = on_present(pending, lambda present: PerShard(present, axes, strategy).outputs)
-    return [new if new is not None else old for new, old in zip(made, grads)]
+    shards = on_present(pending, lambda present: PerShard(present, axes, strategy).outputs)
+    return [new if new is not None else old for new, old in zip(shards, grads)]
 
 
 def sum_shards(

@@ -17,9 +17,9 @@ class AdvanceStep(mtf.Operation):
         step: Any,
         update: Sequence[mtf.Operation],
         name: str,
-        made: mtf.Tensor | None = None,
+        amount: mtf.Tensor | None = None,
     ):
-        super().__init__([] if made is None else [made], mesh=mesh, name=name)
+        super().__init__([] if amount is None else [amount], mesh=mesh, name=name)
         self._step = step
         self._update = list(update)
 
@@ -30,8 +30,8 @@ class AdvanceStep(mtf.Operation):
         with tf.control_dependencies(done):
             one = tf.constant(1, dtype)
             if self.inputs:
-                made = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
-                one = tf.cast(made, dtype)
+                amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
+                one = tf.cast(amount, dtype)
             lowering.operations[self] = tf.assign_add(self._step, one).op
 
 
@@ -40,16 +40,16 @@ def advance_step(
     step: Any,
     update: Sequence[mtf.Operation],
     name: str,
-    made: mtf.Tensor | None = None,
+    amount: mtf.Tensor | None = None,
 ) -> mtf.Operation:
-    """An operation that adds one, or what was made, to a step counter once the update is done.
+    """An operation that adds one, or an amount, to a step counter once the update is done.
 
     Args:
       mesh: the mesh of the update.
       step: an mtf variable (or its value), or a tf variable, of an integer or float type.
       update: the operations of the update; the count follows all of them.
       name: name of the operation.
-      made: what to add in place of one: an integer mtf scalar, whole on every processor.
+      amount: what to add in place of one: an integer mtf scalar, whole on every processor.
 
     Returns:
       An mtf operation that the lowering knows.
@@ -57,12 +57,12 @@ def advance_step(
     if isinstance(step, (mtf.Variable, mtf.Tensor)):
         value = step.value if isinstance(step, mtf.Variable) else step
         one = mtf.constant(value.mesh, 1, mtf.Shape([]), value.dtype)
-        if made is not None:
-            one = mtf.cast(made, value.dtype)
+        if amount is not None:
+            one = mtf.cast(amount, value.dtype)
         count = mtf.assign(step, value + one, name=name)
         before = list(update)
         Plan.of(value.graph).wait(
             [count], lambda lowering: [lowering.operations[op] for op in before]
         )
         return count
-    return AdvanceStep(mesh, step, update, name, made)
+    return AdvanceStep(mesh, step, update, name, amount)

@@ -186,3 +186,12 @@ def test_operations_that_are_taken_out_of_a_body_do_not_run(mesh, x):
     assert len(operations) == before - 1
     lower(mesh, size=1)
     assert tf.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY) == []
+
+
+def test_an_operation_that_was_given_outputs_may_be_split_along_them(mesh, x):
+    operation = mtf.Operation([x], name="given")
+    outputs = [mtf.Tensor(operation, mtf.Shape([mtf.Dimension("new", 3)]), tf.float32)]
+    private.give_outputs(operation, outputs)
+    assert operation.outputs == outputs
+    assert operation.splittable_dims == {"rows", "columns", "new"}
+    assert not operation.unsplittable_dims
