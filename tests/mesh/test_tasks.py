@@ -12,9 +12,8 @@ from tests.reduce import on_mesh
 DEVICES = [f"/job:worker/task:{i // 4}/device:CPU:{i % 4}" for i in range(8)]
 
 
-@pytest.fixture(scope="module")
-def target():
-    """Two servers in this process: devices, placement and messages are those of two machines."""
+def two_servers():
+    """Two servers on ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(2)]
     for s in sockets:
         s.bind(("localhost", 0))
@@ -22,10 +21,21 @@ def target():
     for s in sockets:
         s.close()
     config = session_config(num_cpu_devices=4)
-    servers = [
+    return [
         tf.train.Server(cluster, job_name="worker", task_index=i, config=config) for i in range(2)
     ]
-    return servers[0].target
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Two servers in this process: devices, placement and messages are those of two machines."""
+    for attempt in range(5):
+        try:
+            return two_servers()[0].target
+        except tf.errors.UnknownError:  # another process took a port in between
+            if attempt == 4:
+                raise
+    return None
 
 
 @pytest.mark.parametrize("mesh_shape", ["all:8", "rows:4;cols:2"])
