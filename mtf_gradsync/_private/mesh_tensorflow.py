@@ -20,11 +20,6 @@ def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
     return lazy._reduced
 
 
-def keep_sum(lazy: mtf.LazyAllreduceSum, value: Any) -> None:
-    """Gives a pending sum the `LaidOutTensor` that readers get, in place of an all-reduce."""
-    lazy._reduced = value
-
-
 def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
     """The largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
     return mesh_impl._allreduce_in_bfloat16_max_group_size

@@ -43,18 +43,6 @@ def test_a_pending_sum_keeps_what_it_has_become(mesh, x):
     np.testing.assert_array_equal(run(reduced.tensor_list), [[12, 16]] * 2)
 
 
-def test_a_pending_sum_gives_readers_what_it_was_given(mesh, x):
-    total = mtf.reduce_sum(x, reduced_dim=ROWS)
-    lowering = lower(mesh)
-    lazy = lowering.tensors[total]
-    given = lazy.laid_out_input
-    private.keep_sum(lazy, given)
-    before = tf.get_default_graph().version
-    assert lazy.to_laid_out_tensor() is given
-    assert tf.get_default_graph().version == before
-    assert not [name for name, _ in lowering.counters if name.startswith("allreduce")]
-
-
 @pytest.mark.parametrize(("largest", "narrow"), [(2, False), (4, True)])
 def test_bfloat16_is_cast_in_larger_groups_only(largest, narrow):
     mesh_impl = mtf.simd_mesh_impl.SimdMeshImpl(
