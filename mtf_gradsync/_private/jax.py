@@ -102,3 +102,24 @@ def hlo_from_text(text: str) -> bytes:
     from jaxlib import xla_client
 
     return xla_client.hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+
+
+def hlo_to_module(hlo: bytes) -> Any:
+    """StableHLO of a serialized ``HloModuleProto``; read on jaxlib 0.4.30 to 0.10.2.
+
+    Args:
+      hlo: the program.
+
+    Returns:
+      The MLIR module, in the current context.
+    """
+    from jaxlib.mlir import ir
+
+    try:
+        from jax.extend.mlir import hlo_to_stablehlo
+    except ImportError:
+        from jaxlib import xla_client
+
+        computation = xla_client.XlaComputation(hlo)
+        return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+    return ir.Module.parse(hlo_to_stablehlo(hlo))

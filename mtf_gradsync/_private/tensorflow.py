@@ -266,10 +266,49 @@ def kernel_devices(op_type: str) -> frozenset[str]:
 # XLA.
 
 
+def eager_mode() -> ContextManager[None]:
+    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.eager import context
+
+    return context.eager_mode()
+
+
+def xla_custom_call(
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
+) -> tf.Tensor:
+    """An operation that TensorFlow's bridge turns into a custom call of XLA.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      operand: its input.
+      target: what is called.
+      settings: the call's ``backend_config``.
+      shape: of its result, which has the input's dtype.
+
+    Returns:
+      The result.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    (result,) = gen_xla_ops.xla_custom_call_v2(
+        operands=[operand],
+        call_target_name=target,
+        backend_config=settings,
+        has_side_effect=False,
+        result_dtypes=[operand.dtype],
+        result_shapes=[tf.TensorShape(shape)],
+    )
+    return result
+
+
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     """What TensorFlow's bridge to XLA makes of a function, before any optimization.
 
-    Read on TensorFlow 2.18 and 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
+    Read on TensorFlow 2.12 to 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
     calls. It needs eager execution.
 
     Args:

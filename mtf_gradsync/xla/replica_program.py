@@ -222,19 +222,8 @@ def _placeholder(given: ReplicaInput) -> tf.NodeDef:
 
 
 def _for_xla(node: tf.NodeDef) -> None:
-    """Takes out what ties a node to TPUs, and puts in the names that TensorFlow's bridge knows."""
+    """Takes out what ties a node to TPUs."""
     untie(node)
-    if node.op == "CrossReplicaSum":
-        # The same operation by another name: the TPU's own has no kernel outside a TPU.
-        node.op = "XlaAllReduce"
-        node.attr["reduce_op"].s = b"Add"
-        node.attr["mode"].s = b"CrossReplica"
-    elif node.op in ("AllToAll", "CollectivePermute"):
-        raise UnsupportedProgramError(
-            f"Operation {node.name!r} of type {node.op} cannot be compiled: TensorFlow's bridge "
-            "to XLA knows it on a TPU only. Run the program on CPU replicas "
-            "(program.session()), which knows it, or keep a layout that needs no relayout."
-        )
-    elif node.op == "TPUReplicateMetadata":
+    if node.op == "TPUReplicateMetadata":
         node.op = "NoOp"
         node.attr.clear()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any, Dict, Hashable, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Mapping, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop, split_input
 from mtf_gradsync.simd.graph.order import CycleError, in_order
 
 _Values = Dict[Tuple[str, int], Any]
+# Makes something else in an operation's place: takes its node and its inputs, returns its outputs.
+StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,12 @@ class _Single:
     name: str
 
 
-def rebuild(graph_def: tf.GraphDef, given: dict[str, Any], fetches: Sequence[str]) -> list[Any]:
+def rebuild(
+    graph_def: tf.GraphDef,
+    given: dict[str, Any],
+    fetches: Sequence[str],
+    stand_ins: Mapping[str, StandIn] = {},
+) -> list[Any]:
     """Makes a graph's operations again in the current default graph, a function's.
 
     Control flow v2 has to be enabled.
@@ -41,11 +48,12 @@ def rebuild(graph_def: tf.GraphDef, given: dict[str, Any], fetches: Sequence[str
       graph_def: the graph; control flow version 1.
       given: name of an operation -> the tensor to take in its place.
       fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
+      stand_ins: type of an operation -> what makes something else in its place.
 
     Returns:
       The tensors and operations that were made for the fetches.
     """
-    builder = _Builder(GraphFacts(graph_def))
+    builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
     level.make([n for n in builder.facts.order if n not in given])
     return [
@@ -57,8 +65,9 @@ def rebuild(graph_def: tf.GraphDef, given: dict[str, Any], fetches: Sequence[str
 class _Builder:
     """What all levels share."""
 
-    def __init__(self, facts: GraphFacts):
+    def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
         self.facts = facts
+        self.stand_ins = stand_ins
         self.position = {name: i for i, name in enumerate(facts.order)}
         self.library = tf.GraphDef()
         self.library.versions.CopyFrom(facts.graph_def.versions)
@@ -175,16 +184,13 @@ class _Level:
         node = self._builder.facts.node[name]
         inputs = self._builder.facts.inputs(name)
         data = [self.value(s, k) for s, k in inputs if k != CONTROL]
-        # Where a loop turns, its function just returns a value.
-        op, attrs = node.op, dict(node.attr)
-        if op in ("LoopCond", "NextIteration"):
-            op, attrs = "Identity", {"T": tf.AttrValue(type=data[0].dtype.as_datatype_enum)}
+        stand_in = self._builder.stand_ins.get(node.op)
         with tf.control_dependencies(self._waits([name])):
-            made = tf.get_default_graph().create_op(
-                op, data, attrs=attrs, name=name, compute_device=False
-            )
+            outputs = stand_in(node, data) if stand_in else None
+            made = outputs[0].op if outputs else _copied(node, data)
+        outputs = outputs or made.outputs
         self.operations[name] = made
-        for number, tensor in enumerate(made.outputs):
+        for number, tensor in enumerate(outputs):
             self.values[name, number] = tensor
 
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
@@ -276,6 +282,16 @@ class _Level:
                 result = result_of[variable_of[facts.inputs(name)[0][0]]]
                 self.values[name, 0] = result
                 self.operations[name] = result.op
+
+
+def _copied(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> tf.Operation:
+    op, attrs = node.op, dict(node.attr)
+    if op in ("LoopCond", "NextIteration"):
+        # Where a loop turns, its function just returns a value.
+        op, attrs = "Identity", {"T": tf.AttrValue(type=data[0].dtype.as_datatype_enum)}
+    return tf.get_default_graph().create_op(
+        op, list(data), attrs=attrs, name=node.name, compute_device=False
+    )
 
 
 def _functional() -> Any:

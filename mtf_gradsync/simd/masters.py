@@ -1,0 +1,41 @@
+"""The operations that initialize, copy, read and save the variables of a program's graph."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
+
+
+class MasterOps:
+    """Names of operations that a session needs; making one adds them to the graph.
+
+    Attributes:
+      initialize: operations that initialize every variable.
+      to_slices: operations that copy Mesh-TF's masters into their slices.
+      to_masters: operations that copy the slices back.
+      masters: name of each global variable -> the tensor that holds its value.
+      saver_def: of a saver of the global variables; None where there are none.
+    """
+
+    def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
+        with graph.as_default(), contextlib.ExitStack() as stack:
+            # None: not inside whatever scope the caller happens to be in.
+            stack.enter_context(tf.control_dependencies(None))
+            stack.enter_context(tf.name_scope(None))
+            slices = graph.get_collection(SLICES_COLLECTION)
+            variables = tf.global_variables()
+            self.initialize = [
+                tf.variables_initializer(variables + tf.local_variables() + slices).name
+            ]
+            self.to_slices = [low.copy_masters_to_slices().name for low in lowerings]
+            self.to_masters = [low.copy_slices_to_masters().name for low in lowerings]
+            self.masters = {v.op.name: _value_name(graph, v) for v in variables}
+            saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
+            self.saver_def = saver.as_saver_def() if saver else None
+
+
+def _value_name(graph: tf.Graph, variable: Any) -> str:
+    return graph.as_graph_element(variable, allow_operation=False).name

@@ -1,0 +1,149 @@
+"""The interface of every session that runs a SIMD program, whatever runs it underneath."""
+
+from __future__ import annotations
+
+import abc
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.simd.masters import MasterOps
+
+_Session = TypeVar("_Session", bound="ReplicaSession")
+
+
+class ReplicaSession(abc.ABC):
+    """A session on the cores of a SIMD program. Use it as a context manager.
+
+    Running any tensor or operation of a program runs the whole program on all cores, updates
+    included, as a TPU does.
+    """
+
+    def __init__(self, session: tf.Session, ops: MasterOps):
+        """Begins a session.
+
+        Args:
+          session: a ``tf.Session`` on a graph that holds these operations under their names.
+          ops: the operations on variables.
+        """
+        self._session = session
+        self._ops = ops
+        self._saver = None
+        if ops.saver_def is not None:
+            with session.graph.as_default():
+                self._saver = tf.train.Saver(saver_def=ops.saver_def)
+
+    def __enter__(self: _Session) -> _Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the session; its variables are gone."""
+        self._session.close()
+
+    @property
+    def tf_session(self) -> tf.Session:
+        """The ``tf.Session`` underneath, on a graph that was made from the user's."""
+        return self._session
+
+    @abc.abstractmethod
+    def run(
+        self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
+    ) -> Any:
+        """Runs the program once.
+
+        Args:
+          fetches: a tensor, operation or name of the user's graph, inside or outside the program,
+            or a nested structure of them.
+          feed_dict: tensors of the user's graph outside the program -> values.
+          per_replica: whether a tensor of the program gives the list of its values on all cores
+            (in physical order) in place of its value on core 0.
+
+        Returns:
+          The same structure, with values in place of tensors and None in place of operations.
+
+        Raises:
+          ValueError: when a fetch or feed is no part of the graph, or not reachable there.
+        """
+
+    def variables(self) -> dict[str, np.ndarray]:
+        """The values of all global variables, Mesh-TF's put together from their slices.
+
+        Returns:
+          name -> value. Variables that Mesh-TF stacked appear under their own names.
+        """
+        self._bring_masters_up_to_date()
+        return self._session.run(self._ops.masters)
+
+    def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
+        """The value of one variable, put together from its slices.
+
+        Args:
+          variable: the variable, or its name.
+
+        Returns:
+          Its value.
+
+        Raises:
+          ValueError: when there is no such global variable.
+        """
+        name = variable if isinstance(variable, str) else variable.name
+        name = name.split(":")[0]
+        if name not in self._ops.masters:
+            raise ValueError(
+                f"The graph has no global variable {name!r}. It has: "
+                f"{', '.join(sorted(self._ops.masters))}."
+            )
+        self._bring_masters_up_to_date()
+        return self._session.run(self._ops.masters[name])
+
+    def save(self, path: str) -> str:
+        """Writes a checkpoint of the master variables, after copying the slices into them.
+
+        Args:
+          path: prefix of the checkpoint's files.
+
+        Returns:
+          The path to give to `restore`; any program with the same variables can read it, on
+          another mesh, on another runtime or without a mesh.
+
+        Raises:
+          ValueError: when the graph has no variables.
+        """
+        saver = self._checked_saver()
+        self._bring_masters_up_to_date()
+        return saver.save(self._session, path, write_meta_graph=False, write_state=False)
+
+    def restore(self, path: str) -> None:
+        """Reads a checkpoint into the master variables and copies them into the slices.
+
+        Args:
+          path: what `save`, or any ``tf.train.Saver`` over the same variables, returned.
+
+        Raises:
+          ValueError: when there is no such checkpoint, or the graph has no variables.
+        """
+        self._checked_saver().restore(self._session, path)
+        self._take_masters()
+
+    def _bring_masters_up_to_date(self) -> None:
+        """Copies the slices into the masters."""
+        self._session.run(self._ops.to_masters)
+
+    def _take_masters(self) -> None:
+        """Copies the masters into the slices."""
+        self._session.run(self._ops.to_slices)
+
+    def _checked_saver(self) -> tf.train.Saver:
+        if self._saver is None:
+            raise ValueError("The graph has no variables to save or restore.")
+        return self._saver

@@ -1,0 +1,151 @@
+"""Turns HLO into StableHLO that any PJRT device compiles, with collectives in their places."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Iterator
+
+import numpy as np
+
+from mtf_gradsync._private.jax import hlo_to_module
+from mtf_gradsync.xla.lowering import Hlo
+from mtf_gradsync.xla.stand_ins import COLLECTIVE_TARGETS
+
+
+def to_stablehlo(hlo: Hlo) -> str:
+    """Turns a core's program into StableHLO.
+
+    Args:
+      hlo: the program.
+
+    Returns:
+      The text of an MLIR module. Its function ``main`` takes and returns what the HLO does; new
+      values of variables are marked as written over the old ones.
+    """
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = hlo_to_module(hlo.proto)
+        for op in list(_walk(module.operation)):
+            if op.name == "mhlo.copy":
+                # HLO's copy of results, which StableHLO does not have and nothing needs.
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.operation.erase()
+            elif op.name == "stablehlo.custom_call":
+                _put_collective(op)
+        main = next(op for op in module.body.operations if _name(op) == "main")
+        _return_apart(main)
+        _mark_updates(main, hlo)
+        # What is left of HLO's header would need a dialect that other versions do not have.
+        for name in [getattr(a, "name", a) for a in module.operation.attributes]:
+            if name.startswith("mhlo."):
+                del module.operation.attributes[name]
+        return str(module)
+
+
+def _walk(operation: Any) -> Iterator[Any]:
+    """All operations inside one, by the bindings of old and new versions of jaxlib."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from _walk(inner.operation)
+
+
+def _put_collective(op: Any) -> None:
+    """Puts XLA's own collective in the place of a custom call that stands for it."""
+    from jaxlib.mlir import ir
+
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    if target not in COLLECTIVE_TARGETS:
+        return
+    settings = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    groups = settings["groups"]
+    attributes: dict[str, Any] = {}
+    if COLLECTIVE_TARGETS[target] == "CollectivePermute":
+        name = "stablehlo.collective_permute"
+        attributes["source_target_pairs"] = _matrix(groups)
+    else:
+        attributes["replica_groups"] = _matrix(groups)
+        name = "stablehlo.all_reduce"
+    if COLLECTIVE_TARGETS[target] == "AllToAll":
+        name = "stablehlo.all_to_all"
+        for key in ("split_count", "split_dimension", "concat_dimension"):
+            attributes[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), settings[key])
+    regions = 1 if name == "stablehlo.all_reduce" else 0
+    with ir.InsertionPoint(op):
+        made = ir.Operation.create(
+            name,
+            results=[op.results[0].type],
+            operands=[op.operands[0]],
+            attributes=attributes,
+            regions=regions,
+        )
+    if regions:
+        _fill_with_sum(made.regions[0], op.operands[0])
+    op.results[0].replace_all_uses_with(made.results[0])
+    op.erase()
+
+
+def _matrix(groups: list[list[int]]) -> Any:
+    """Groups of cores as an attribute; shorter ones are filled up with -1."""
+    from jaxlib.mlir import ir
+
+    longest = max((len(g) for g in groups), default=0)
+    rows = [[*g, *[-1] * (longest - len(g))] for g in groups]
+    return ir.DenseIntElementsAttr.get(np.array(rows, np.int64).reshape(len(rows), longest))
+
+
+def _fill_with_sum(region: Any, operand: Any) -> None:
+    from jaxlib.mlir import ir
+
+    element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
+    block = ir.Block.create_at_start(region, [element, element])
+    with ir.InsertionPoint(block):
+        total = ir.Operation.create(
+            "stablehlo.add", results=[element], operands=list(block.arguments)
+        )
+        ir.Operation.create("stablehlo.return", operands=[total.results[0]])
+
+
+def _name(function: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(function.attributes["sym_name"]).value
+
+
+def _type_of(function: Any) -> Any:
+    from jaxlib.mlir import ir
+
+    return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
+
+
+def _return_apart(main: Any) -> None:
+    """Makes a function return its results one by one where it returns one tuple of them."""
+    from jaxlib.mlir import ir
+
+    last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
+    if len(last.operands) == 1 and ir.TupleType.isinstance(last.operands[0].type):
+        packed = last.operands[0].owner
+        with ir.InsertionPoint(last):
+            ir.Operation.create("func.return", operands=list(packed.operands))
+        types = [x.type for x in packed.operands]
+        last.operation.erase()
+        packed.erase()
+        new = ir.FunctionType.get(list(_type_of(main).inputs), types)
+        main.attributes["function_type"] = ir.TypeAttr.get(new)
+        if "res_attrs" in main.attributes:
+            del main.attributes["res_attrs"]
+
+
+def _mark_updates(main: Any, hlo: Hlo) -> None:
+    """Says that new values of variables may be written over the old ones."""
+    from jaxlib.mlir import ir
+
+    attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]
+    int32 = ir.IntegerType.get_signless(32)
+    for output, parameter in enumerate(hlo.updated, start=hlo.num_fetches):
+        alias = ir.IntegerAttr.get(int32, output)
+        attributes[parameter] = ir.DictAttr.get({"tf.aliasing_output": alias})
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)

@@ -1,0 +1,157 @@
+"""What stands in a core's program for operations that TensorFlow's bridge to XLA gets wrong.
+
+The three collectives become custom calls that say which they were; `stablehlo` puts XLA's own in
+their place. (The bridge knows collectives on a TPU only, and before TensorFlow 2.18 not even the
+sum.) Random operations draw from a counter that every core has for itself, so that numbers differ
+by core and by step, and follow the seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import xla_custom_call
+from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
+from mtf_gradsync.simd.graph.functional import StandIn
+
+# Target of a custom call -> the collective that it stands for.
+COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in COLLECTIVE_TYPES}
+
+_PHILOX = 1
+# The state: two words that count draws and steps, and a key.
+STATE_WORDS = 3
+_MASK = (1 << 64) - 1
+
+
+def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """A custom call in place of a collective.
+
+    Args:
+      node: the collective.
+      data: what is sent, and who talks to whom, a constant.
+
+    Returns:
+      What is received.
+    """
+    sent, groups = data
+    shape = sent.shape.as_list()
+    settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
+    if node.op == "AllToAll":
+        for name in ("split_count", "split_dimension", "concat_dimension"):
+            settings[name] = node.attr[name].i
+        parts = settings["split_count"]
+        shape[settings["split_dimension"]] //= parts
+        shape[settings["concat_dimension"]] *= parts
+    return [xla_custom_call(sent, f"mtf_gradsync.{node.op}", json.dumps(settings), shape)]
+
+
+class Randomness:
+    """Makes random operations that draw from a state, in place of TensorFlow's stateful ones."""
+
+    def __init__(self, state: Any):
+        """Begins a program.
+
+        Args:
+          state: handle of an int64 variable ``[3]``: draws, steps, key.
+        """
+        self._state = state
+
+    def stand_ins(self) -> dict[str, StandIn]:
+        """By type of the operation that they stand for."""
+        raw = tf.raw_ops
+        floats = {
+            "RandomUniform": raw.StatelessRandomUniformV2,
+            "RandomStandardNormal": raw.StatelessRandomNormalV2,
+            "TruncatedNormal": raw.StatelessTruncatedNormalV2,
+        }
+        made: dict[str, StandIn] = {op: self._floats(stateless) for op, stateless in floats.items()}
+        made["RandomUniformInt"] = self._integers
+        made["RandomShuffle"] = self._shuffled
+        made["Multinomial"] = self._samples
+        return made
+
+    def end_of_step(self) -> tf.Operation:
+        """The operation that moves the state to the next step."""
+        state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
+        new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
+        return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
+
+    def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
+        """Key, counter and algorithm for a draw of so many numbers."""
+        before = tf.raw_ops.RngReadAndSkip(
+            resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
+        )
+        seed = _mixed(node.attr["seed"].i, node.attr["seed2"].i)
+        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([seed], tf.int64))
+        return {
+            "key": tf.bitcast(key, tf.uint64),
+            "counter": tf.bitcast(before[:2], tf.uint64),
+            "alg": tf.constant(_PHILOX),
+        }
+
+    def _floats(self, stateless: Callable[..., Any]) -> StandIn:
+        def make(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            shape = _static(node, data[0])
+            dtype = tf.as_dtype(node.attr["dtype"].type)
+            return [stateless(shape=shape, dtype=dtype, **self._draw(node, _size(shape)))]
+
+        return make
+
+    def _integers(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        shape = _static(node, data[0])
+        return [
+            tf.raw_ops.StatelessRandomUniformIntV2(
+                shape=shape, minval=data[1], maxval=data[2], **self._draw(node, _size(shape))
+            )
+        ]
+
+    def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
+        """Numbers in (0, 1)."""
+        drawn = tf.raw_ops.StatelessRandomUniformV2(
+            shape=shape, dtype=tf.float32, **self._draw(node, _size(shape))
+        )
+        return tf.maximum(drawn, 2.0**-24)
+
+    def _shuffled(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rows = data[0].shape[0]
+        return [tf.gather(data[0], tf.argsort(self._uniform(node, [rows])))]
+
+    def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Class numbers by their logits: the largest of logit plus a Gumbel variable."""
+        logits = tf.cast(data[0], tf.float32)
+        batch, classes = logits.shape.as_list()
+        count = int(_static(node, data[1]))
+        gumbel = -tf.math.log(-tf.math.log(self._uniform(node, [batch, count, classes])))
+        dtype = tf.as_dtype(node.attr["output_dtype"].type)
+        return [tf.argmax(logits[:, tf.newaxis] + gumbel, axis=-1, output_type=dtype)]
+
+
+def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
+    value = tf.get_static_value(tensor)
+    if value is None:
+        raise ValueError(
+            f"Operation {node.name!r} of type {node.op} draws numbers of a shape that is known "
+            "only when it runs; XLA needs a constant."
+        )
+    return value.tolist()
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _mixed(seed: int, seed2: int) -> int:
+    """One signed 64-bit number for an operation's two seeds."""
+    word = 0
+    for part in (seed, seed2):
+        # The mixing step of splitmix64.
+        word = (word + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+        word ^= word >> 31
+    return word - (1 << 64) if word >> 63 else word
