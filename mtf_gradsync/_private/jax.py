@@ -1,12 +1,12 @@
 """What this package uses of jax without a public name, one function each.
 
-All were read on jax and jaxlib 0.10.2. jax belongs to an extra of the package, so each function
+All were read on jax and jaxlib 0.4.34, 0.4.38 and 0.10.2. jax belongs to an extra of the package, so each function
 imports what it needs itself.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, ContextManager, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -30,12 +30,12 @@ class MemoryBytes(NamedTuple):
 
 
 def compile_stablehlo(
-    module: Any, devices: Sequence[Any], options: dict[str, Any], load: bool
+    module: str, devices: Sequence[Any], options: Mapping[str, Any], load: bool
 ) -> Any:
     """Compiles a program that jax did not make, one replica of it for each device.
 
     Args:
-      module: an MLIR module of StableHLO; its context has to be the current one.
+      module: text of an MLIR module of StableHLO.
       devices: devices that exist (load), or that a topology describes.
       options: options of XLA's compiler by name, beyond its defaults.
       load: whether to make it ready to run.
@@ -48,6 +48,19 @@ def compile_stablehlo(
     """
     from jaxlib import xla_client
 
+    client = devices[0].client
+    compile_options = _compile_options(devices, options)
+    if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
+        return client.compile(module, compile_options)
+    compile_ = client.compile_and_load if load else client.compile
+    if not load:
+        module = _parsed(module)
+    return compile_(module, xla_client.DeviceList(tuple(devices)), compile_options)
+
+
+def _compile_options(devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    from jaxlib import xla_client
+
     compile_options = xla_client.CompileOptions()
     for target in (compile_options, compile_options.executable_build_options):
         target.num_replicas, target.num_partitions = len(devices), 1
@@ -55,9 +68,30 @@ def compile_stablehlo(
     compile_options.device_assignment = xla_client.DeviceAssignment.create(ids)
     if options:
         compile_options.env_option_overrides = list(options.items())
-    client = devices[0].client
-    compile_ = client.compile_and_load if load else client.compile
-    return compile_(module, xla_client.DeviceList(tuple(devices)), compile_options)
+    return compile_options
+
+
+def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
+    """An executable as bytes that `loaded_executable` takes.
+
+    Raises:
+      RuntimeError: where the platform cannot do it.
+    """
+    return devices[0].client.serialize_executable(executable)
+
+
+def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
+    """The inverse of `serialized_executable`, for the same version of jaxlib and devices.
+
+    Raises:
+      RuntimeError: when these bytes are not such an executable.
+    """
+    from jaxlib import xla_client
+
+    client, options = devices[0].client, _compile_options(devices, {})
+    if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
+        return client.deserialize_executable(serialized, options)
+    return client.deserialize_executable(serialized, xla_client.DeviceList(tuple(devices)), options)
 
 
 def compiled_hlo(executable: Any) -> bytes:
@@ -77,17 +111,60 @@ def memory_bytes(executable: Any) -> MemoryBytes:
     )
 
 
-def run_executable(executable: Any, arguments: Sequence[Any]) -> list[list[Any]]:
-    """Runs an executable that was compiled to be loaded.
+class OnDevices:
+    """One value for each core of a program: an array on each device of this process.
 
-    Args:
-      executable: what to run.
-      arguments: for each parameter, a jax array with one shard on each device.
-
-    Returns:
-      For each result, an array for each device.
+    Attributes:
+      arrays: single-device jax arrays, in the order of this process's devices.
     """
-    return executable.execute_sharded(list(arguments)).disassemble_into_single_device_arrays()
+
+    def __init__(self, arrays: Sequence[Any]):
+        self.arrays = list(arrays)
+        self._joined: Any = None
+
+    def joined(self, sharding: Any) -> Any:
+        """The same as one jax array.
+
+        Args:
+          sharding: over all devices of the program. Values differ from device to device whatever
+            it is called: it only tells jax that each device holds an array of the full shape.
+        """
+        import jax
+
+        if self._joined is None:
+            self._joined = jax.make_array_from_single_device_arrays(
+                self.arrays[0].shape, sharding, self.arrays
+            )
+        return self._joined
+
+
+class LoadedProgram:
+    """An executable with what is known of how this version of jaxlib wants to be called."""
+
+    def __init__(self, executable: Any, devices: Sequence[Any]):
+        import jax
+
+        self._executable = executable
+        self._sharding = jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("core",)), jax.sharding.PartitionSpec()
+        )
+        # jaxlib 0.4 takes the arrays of the devices as they are, which saves time.
+        self._joins = hasattr(devices[0].client, "compile_and_load") or any(
+            d.process_index != devices[0].process_index for d in devices
+        )
+
+    def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
+        """Runs it once; returns at once, with results that may not be there yet.
+
+        Args:
+          arguments: for each parameter. Those that results are written over are gone.
+
+        Returns:
+          For each result.
+        """
+        given = [a.joined(self._sharding) if self._joins else a.arrays for a in arguments]
+        results = self._executable.execute_sharded(given)
+        return [OnDevices(r) for r in results.disassemble_into_single_device_arrays()]
 
 
 def hlo_text(hlo: bytes) -> str:
@@ -105,7 +182,7 @@ def hlo_from_text(text: str) -> bytes:
 
 
 def hlo_to_module(hlo: bytes) -> Any:
-    """StableHLO of a serialized ``HloModuleProto``; read on jaxlib 0.4.30 to 0.10.2.
+    """StableHLO of a serialized ``HloModuleProto``.
 
     Args:
       hlo: the program.
@@ -123,3 +200,59 @@ def hlo_to_module(hlo: bytes) -> Any:
         computation = xla_client.XlaComputation(hlo)
         return ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
     return ir.Module.parse(hlo_to_stablehlo(hlo))
+
+
+def stablehlo_to_hlo(module: str) -> bytes:
+    """A StableHLO module as a serialized ``HloModuleProto``, as XLA's compilers begin with."""
+    from jaxlib import xla_client
+
+    try:
+        from jaxlib._jax import mlir
+    except ImportError:
+        mlir = xla_client._xla.mlir
+    computation = mlir.mlir_module_to_xla_computation(module)
+    return computation.as_serialized_hlo_module_proto()
+
+
+def _parsed(text: str) -> Any:
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context():
+        return ir.Module.parse(text)
+
+
+def backends_are_initialized() -> bool:
+    """Whether jax has started its devices already, after which their number cannot change."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def put_on_devices(values: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
+    """Copies one value to each device.
+
+    Args:
+      values: for each device of this process; 64-bit numbers stay what they are.
+      devices: the devices of this process.
+
+    Returns:
+      The values on the devices.
+    """
+    import jax
+
+    client = devices[0].client
+    if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
+        return OnDevices([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
+    with enabled_x64():
+        return OnDevices([jax.device_put(np.asarray(v), d) for v, d in zip(values, devices)])
+
+
+def enabled_x64() -> ContextManager[None]:
+    """Keeps jax from narrowing 64-bit numbers, for a while and this thread."""
+    import jax
+
+    enable_x64 = getattr(jax, "enable_x64", None)
+    if enable_x64 is None:
+        from jax.experimental import enable_x64
+    return enable_x64(True)

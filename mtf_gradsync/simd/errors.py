@@ -1,4 +1,4 @@
-"""What can go wrong with an emulated TPU program, by name."""
+"""What can go wrong with a SIMD program, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Sequence
 
 
 class UnsupportedProgramError(ValueError):
-    """The program holds something that cannot run on CPU replicas (or on a TPU)."""
+    """The program holds something that cannot run."""
 
     @classmethod
     def of(cls, node: Any, problem: str, remedy: str) -> UnsupportedProgramError:
@@ -21,8 +21,7 @@ class UnsupportedProgramError(ValueError):
           The error, whose message names the operation and its type.
         """
         return cls(
-            f"Operation {node.name!r} of type {node.op} cannot be emulated: {problem}. "
-            f"To go on, {remedy}."
+            f"Operation {node.name!r} of type {node.op} cannot run: {problem}. To go on, {remedy}."
         )
 
 

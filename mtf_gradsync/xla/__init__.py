@@ -1,29 +1,34 @@
-"""SIMD (TPU) programs through XLA: lowered to HLO, and compiled for topologies without a TPU.
+"""SIMD (TPU) programs through XLA: run on the devices that jax has, or compiled without them.
 
-See ``docs/tpu.md``.
+See ``docs/xla.md`` and ``docs/tpu.md``.
 """
 
-from mtf_gradsync.xla.collectives import HloCollective, find_hlo_collectives
-from mtf_gradsync.xla.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.xla.compiling import compile_for_tpu
-from mtf_gradsync.xla.installed import CompilerMissingError, why_no_tpu_compiler
-from mtf_gradsync.xla.lowering import TensorFlowTooOldError
-from mtf_gradsync.xla.own_process import CompilerDiedError
-from mtf_gradsync.xla.running import CpuDevicesRun, run_on_cpu_devices
-from mtf_gradsync.xla.topologies import GENERATIONS, Generation
+from mtf_gradsync.xla.devices.available import DevicesError, devices_for
+from mtf_gradsync.xla.devices.cache import default_cache_dir
+from mtf_gradsync.xla.devices.session import Dispatched, XlaSession, session
+from mtf_gradsync.xla.installed import XlaMissingError, why_no_tpu_compiler, why_no_xla
+from mtf_gradsync.xla.topology.collectives import HloCollective, find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
+from mtf_gradsync.xla.topology.compiling import compile_for_tpu
+from mtf_gradsync.xla.topology.own_process import CompilerDiedError
+from mtf_gradsync.xla.topology.topologies import GENERATIONS, Generation
 
 __all__ = [
     "GENERATIONS",
     "CompiledProgram",
     "CompilerDiedError",
-    "CompilerMissingError",
     "CoreMemory",
-    "CpuDevicesRun",
+    "DevicesError",
+    "Dispatched",
     "Generation",
     "HloCollective",
-    "TensorFlowTooOldError",
+    "XlaMissingError",
+    "XlaSession",
     "compile_for_tpu",
+    "default_cache_dir",
+    "devices_for",
     "find_hlo_collectives",
-    "run_on_cpu_devices",
+    "session",
     "why_no_tpu_compiler",
+    "why_no_xla",
 ]

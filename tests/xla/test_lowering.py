@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.xla.lowering import check_tensorflow
+from mtf_gradsync.xla.lowering.bridge import check_tensorflow
 
 OLD = tuple(map(int, tf.__version__.split(".")[:2])) < (2, 18)
 

@@ -8,8 +8,8 @@ from typing import Any, Iterator
 import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
-from mtf_gradsync.xla.lowering import Hlo
-from mtf_gradsync.xla.stand_ins import COLLECTIVE_TARGETS
+from mtf_gradsync.xla.lowering.bridge import Hlo
+from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
 
 
 def to_stablehlo(hlo: Hlo) -> str:

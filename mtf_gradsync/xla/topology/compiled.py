@@ -8,8 +8,8 @@ from typing import Sequence
 
 from tabulate import tabulate
 
-from mtf_gradsync.xla.collectives import HloCollective, bytes_by_operation
-from mtf_gradsync.xla.topologies import GENERATIONS
+from mtf_gradsync.xla.topology.collectives import HloCollective, bytes_by_operation
+from mtf_gradsync.xla.topology.topologies import GENERATIONS
 
 
 @dataclasses.dataclass(frozen=True)

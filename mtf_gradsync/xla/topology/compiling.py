@@ -7,17 +7,25 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync._private.jax import MemoryBytes, compiled_hlo, hlo_text, memory_bytes
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.jax import (
+    MemoryBytes,
+    compile_stablehlo,
+    compiled_hlo,
+    hlo_text,
+    memory_bytes,
+    stablehlo_to_hlo,
+)
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.xla.collectives import find_hlo_collectives
-from mtf_gradsync.xla.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.xla.executable import compiled, short_error
 from mtf_gradsync.xla.installed import check_installed
-from mtf_gradsync.xla.lowering import check_tensorflow, to_hlo
-from mtf_gradsync.xla.own_process import call_in_own_process
-from mtf_gradsync.xla.replica_program import ReplicaProgram, replica_program
-from mtf_gradsync.xla.topologies import GENERATIONS, generation_of
+from mtf_gradsync.xla.lowering.bridge import to_hlo
+from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram, replica_program
+from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
+from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
+from mtf_gradsync.xla.topology.own_process import call_in_own_process
+from mtf_gradsync.xla.topology.topologies import GENERATIONS, generation_of
+
+_LONGEST_ERROR = 600
 
 # Makes each all-reduce of a large weight update one operation again, so that bytes can be compared.
 _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
@@ -45,15 +53,13 @@ def compile_for_tpu(
       The compiler's answer; a program that it refuses is an answer too.
 
     Raises:
-      TensorFlowTooOldError: on TensorFlow before 2.18.
-      CompilerMissingError: when jax or libtpu are not installed.
+      XlaMissingError: when jax or libtpu are not installed.
       CompilerDiedError: when the compiler's process crashed.
       UnsupportedProgramError: when an operation or input has no counterpart in HLO.
       ValueError: when there is no such topology, it has another number of cores, or a fetch is no
         tensor of the program.
     """
     generation_of(topology)
-    check_tensorflow()
     check_installed("jax", "jaxlib", "libtpu")
     replica = replica_program(program, fetches)
     answer = call_in_own_process(
@@ -114,6 +120,19 @@ class _Answer(NamedTuple):
     seconds: float = 0.0
 
 
+def short_error(error: BaseException) -> str:
+    """The part of a compiler's message that a user can act on, on one line.
+
+    Args:
+      error: what the compiler raised.
+
+    Returns:
+      The text; a long one ends in "...".
+    """
+    text = " ".join(str(error).split("Stack trace", 1)[0].split())
+    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."
+
+
 def _compile(replica: ReplicaProgram, topology: str, with_texts: bool) -> _Answer:
     """Compiles a core's program; runs in the other process."""
     from jax.experimental import topologies
@@ -134,19 +153,20 @@ def _compile(replica: ReplicaProgram, topology: str, with_texts: bool) -> _Answe
         )
     answer = _Answer(device_kind=devices[0].device_kind)
     try:
-        hlo = to_hlo(replica)
-    except (ValueError, tf.errors.OpError) as error:
-        return answer._replace(error=f"TensorFlow's bridge to XLA: {short_error(error)}")
-    text = hlo_text(hlo.proto) if with_texts else ""
-    answer = answer._replace(before=hlo.proto, text_before=text)
+        module = to_stablehlo(to_hlo(replica))
+    except ValueError as error:
+        return answer._replace(error=short_error(error))
+    before = stablehlo_to_hlo(module)
+    text = hlo_text(before) if with_texts else ""
+    answer = answer._replace(before=before, text_before=text)
     began = time.monotonic()
     try:
-        executable = compiled(hlo, devices)
+        executable = compile_stablehlo(module, devices, {}, load=False)
     except RuntimeError as error:
         return answer._replace(error=f"the TPU compiler: {short_error(error)}")
     seconds = time.monotonic() - began
     after = compiled_hlo(executable)
-    unsharded = compiled(hlo, devices, _UPDATE_NOT_SPLIT)
+    unsharded = compile_stablehlo(module, devices, _UPDATE_NOT_SPLIT, load=False)
     return answer._replace(
         after=after,
         after_unsharded=compiled_hlo(unsharded),

@@ -15,7 +15,7 @@ import tempfile
 from typing import Any, Callable, TypeVar
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.xla.replica_program import ReplicaProgram
+from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 
 _REQUEST, _ANSWER = "request.pickle", "answer.pickle"
 

@@ -11,17 +11,27 @@ from __future__ import annotations
 import json
 from typing import Any, Callable, Sequence
 
+import numpy as np
+
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import xla_custom_call
+from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph.functional import StandIn
 
 # Target of a custom call -> the collective that it stands for.
 COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in COLLECTIVE_TYPES}
 
+# Random operations that XLA would draw from one state that all cores and all steps share.
+RANDOM_TYPES = frozenset(
+    ["RandomUniform", "RandomStandardNormal", "TruncatedNormal"]
+    + ["RandomUniformInt", "RandomShuffle", "Multinomial"]
+)
+
 _PHILOX = 1
-# The state: two words that count draws and steps, and a key.
-STATE_WORDS = 3
+# Words of the state: draws of this step, steps, the core's key, and the key of this run of the
+# program, for operations without a seed.
+STATE_WORDS = 4
 _MASK = (1 << 64) - 1
 
 
@@ -54,7 +64,7 @@ class Randomness:
         """Begins a program.
 
         Args:
-          state: handle of an int64 variable ``[3]``: draws, steps, key.
+          state: handle of an int64 variable ``[STATE_WORDS]``.
         """
         self._state = state
 
@@ -75,7 +85,7 @@ class Randomness:
     def end_of_step(self) -> tf.Operation:
         """The operation that moves the state to the next step."""
         state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
-        new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
+        new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2], state[3]])
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
@@ -83,8 +93,10 @@ class Randomness:
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
         )
-        seed = _mixed(node.attr["seed"].i, node.attr["seed2"].i)
-        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([seed], tf.int64))
+        seeds = node.attr["seed"].i, node.attr["seed2"].i
+        # 64-bit constants: TensorFlow's seeds may not fit into less.
+        seed = tf.constant([_mixed(*seeds)], tf.int64) if any(seeds) else before[3:]
+        key = tf.bitwise.bitwise_xor(before[2:3], seed)
         return {
             "key": tf.bitcast(key, tf.uint64),
             "counter": tf.bitcast(before[:2], tf.uint64),
@@ -128,12 +140,25 @@ class Randomness:
         return [tf.argmax(logits[:, tf.newaxis] + gumbel, axis=-1, output_type=dtype)]
 
 
+def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
+    """The state that a core begins with.
+
+    Args:
+      core: physical core number.
+      step: steps made before.
+      entropy: a number that operations without a seed follow.
+
+    Returns:
+      int64 ``[STATE_WORDS]``.
+    """
+    return np.array([0, step, _mixed(core, 1), _mixed(entropy, 2)], np.int64)
+
+
 def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
     value = tf.get_static_value(tensor)
     if value is None:
-        raise ValueError(
-            f"Operation {node.name!r} of type {node.op} draws numbers of a shape that is known "
-            "only when it runs; XLA needs a constant."
+        raise UnsupportedProgramError.of(
+            node, "XLA has to know the shape of what it draws", "give the shape as a constant"
         )
     return value.tolist()
 

@@ -1,0 +1,1 @@
+"""Running programs on the devices that jax has."""

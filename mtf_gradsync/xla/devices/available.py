@@ -1,0 +1,85 @@
+"""Finds devices for the cores of a mesh."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Sequence
+
+from mtf_gradsync._private.jax import backends_are_initialized
+from mtf_gradsync.xla.installed import check_installed
+
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+class DevicesError(RuntimeError):
+    """jax has no devices for a mesh."""
+
+
+def devices_for(
+    num_cores: int, platform: str | None = None, devices: Sequence[Any] | None = None
+) -> list[Any]:
+    """The devices that a mesh's cores run on.
+
+    CPU devices are made up to the number that is asked for, as long as jax has not begun.
+
+    Args:
+      num_cores: cores of the mesh.
+      platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice, which the
+        environment variable JAX_PLATFORMS can say.
+      devices: jax devices to use in place of the first ones.
+
+    Returns:
+      As many jax devices, those of all processes.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      DevicesError: when there is no such platform, or it has too few devices.
+    """
+    check_installed("jax", "jaxlib")
+    if devices is None:
+        make_cpu_devices(num_cores)
+        devices = _all_devices(platform)
+    if len(devices) < num_cores:
+        kind = devices[0].platform if devices else platform
+        raise DevicesError(
+            f"The mesh has {num_cores} cores, and jax has {len(devices)} {kind} "
+            f"{'device' if len(devices) == 1 else 'devices'} for them. {_remedy(kind, num_cores)}"
+        )
+    return list(devices[:num_cores])
+
+
+def make_cpu_devices(count: int) -> None:
+    """Asks for as many CPU devices, where nobody has asked yet and jax has not begun.
+
+    Args:
+      count: devices of this process.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _COUNT_FLAG not in flags and not backends_are_initialized():
+        os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={count}".strip()
+
+
+def _all_devices(platform: str | None) -> list[Any]:
+    import jax
+
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        asked = f"the platform {platform!r}" if platform else "any platform"
+        raise DevicesError(
+            f"jax cannot start {asked}: {error} Install the plugin (pip install "
+            '"jax[cuda12]" or "jax[tpu]"), ask for another platform, or let the environment '
+            "variable JAX_PLATFORMS name one that is there, such as cpu."
+        ) from error
+
+
+def _remedy(kind: str | None, num_cores: int) -> str:
+    if kind == "cpu":
+        return (
+            f"Set XLA_FLAGS={_COUNT_FLAG}={num_cores} before jax starts, start more processes, or "
+            "take a smaller mesh."
+        )
+    return (
+        "Take a smaller mesh, more machines (mtf_gradsync.xla.start_processes), or let "
+        "JAX_PLATFORMS=cpu run it on CPU devices."
+    )

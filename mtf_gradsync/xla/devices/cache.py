@@ -1,0 +1,87 @@
+"""Keeps what was lowered and compiled for the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+# What is read counts as used; beyond this, what was used least recently goes.
+_MOST_BYTES = 2 << 30
+
+
+def default_cache_dir() -> str | None:
+    """Where compiled programs are kept unless a session says otherwise.
+
+    Returns:
+      The environment variable ``MTF_GRADSYNC_CACHE_DIR``, where it is set (empty: nothing is kept,
+      None), otherwise a folder in the user's cache.
+    """
+    given = os.environ.get("MTF_GRADSYNC_CACHE_DIR")
+    if given is not None:
+        return given or None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "mtf_gradsync", "xla")
+
+
+class Cache:
+    """A folder of entries by key. Whatever is wrong with the folder, programs just compile anew."""
+
+    def __init__(self, folder: str | None):
+        """Opens a folder.
+
+        Args:
+          folder: where it is; None keeps nothing.
+        """
+        self._folder = Path(folder) if folder else None
+
+    def get(self, key: str) -> bytes | None:
+        """What was put under a key, or None."""
+        if self._folder is None:
+            return None
+        path = self._folder / key
+        try:
+            content = path.read_bytes()
+            os.utime(path)
+        except OSError:
+            return None
+        checksum, content = content[:32], content[32:]
+        return content if hashlib.sha256(content).digest() == checksum else None
+
+    def put(self, key: str, content: bytes) -> None:
+        """Keeps something under a key, for this and other processes."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(file.name, self._folder / key)
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        found = [(p.stat().st_mtime, p.stat().st_size, p) for p in self._folder.iterdir()]
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= _MOST_BYTES:
+                break
+            path.unlink()
+            total -= size
+
+
+def key_of(*parts: bytes | str) -> str:
+    """A key that names its parts.
+
+    Args:
+      parts: all that decides what is kept under it.
+
+    Returns:
+      A name for a file.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

@@ -1,0 +1,148 @@
+"""Lowers a core's program and compiles it for devices, or takes both from the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.jax import (
+    LoadedProgram,
+    compile_stablehlo,
+    loaded_executable,
+    serialized_executable,
+)
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.xla.devices.available import DevicesError
+from mtf_gradsync.xla.devices.cache import Cache, key_of
+from mtf_gradsync.xla.lowering.bridge import to_hlo
+from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
+from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
+
+# Goes up when the same program is lowered otherwise than before.
+_LOWERING_VERSION = 1
+
+
+class Lowered(NamedTuple):
+    """A core's program as StableHLO.
+
+    Its parameters are `ReplicaProgram.inputs`, then, where it draws random numbers, their state.
+
+    Attributes:
+      module: text of the MLIR module.
+      num_fetches: how many results are fetches; they come first.
+      updated: for each further result, which parameter it is the new value of.
+      has_randomness: whether it draws random numbers.
+    """
+
+    module: str
+    num_fetches: int
+    updated: tuple[int, ...]
+    has_randomness: bool
+
+
+def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
+    """Turns a core's program into StableHLO.
+
+    Args:
+      replica: the program.
+      cache: where it may be already, and is kept.
+
+    Returns:
+      The StableHLO.
+
+    Raises:
+      UnsupportedProgramError: when XLA has no kernel for an operation.
+    """
+    import jaxlib
+
+    key = key_of(
+        f"lowered {_LOWERING_VERSION} {tf.__version__} {jaxlib.__version__}",
+        replica.graph_def.SerializeToString(deterministic=True),
+        repr(replica._replace(graph_def=None)),
+    )
+    kept = cache.get(key)
+    if kept is not None:
+        fields = json.loads(kept)
+        return Lowered(**{**fields, "updated": tuple(fields["updated"])})
+    hlo = to_hlo(replica)
+    made = Lowered(to_stablehlo(hlo), hlo.num_fetches, hlo.updated, hlo.has_randomness)
+    cache.put(key, json.dumps(made._asdict()).encode())
+    return made
+
+
+def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
+    """Compiles StableHLO and loads it on devices, one core on each.
+
+    Args:
+      program: the StableHLO.
+      devices: one jax device for each core.
+      cache: where it may be already, and is kept.
+
+    Returns:
+      The program, ready to run.
+
+    Raises:
+      UnsupportedProgramError: when XLA refuses it.
+      DevicesError: when the devices have no room for it.
+    """
+    key = key_of(_machine(devices), program.module)
+    kept = cache.get(key)
+    if kept is not None:
+        try:
+            return LoadedProgram(loaded_executable(kept, devices), devices)
+        except RuntimeError:
+            pass  # made by a build that only looks the same: compile
+    try:
+        executable = compile_stablehlo(program.module, devices, {}, load=True)
+    except RuntimeError as error:
+        raise _compile_error(error, devices) from error
+    try:
+        cache.put(key, serialized_executable(executable, devices))
+    except RuntimeError:
+        pass  # not every platform can
+    return LoadedProgram(executable, devices)
+
+
+def _compile_error(error: RuntimeError, devices: Sequence[Any]) -> Exception:
+    import jaxlib
+
+    text = " ".join(str(error).split())[:600]
+    kind = f"{len(devices)} {devices[0].platform} devices ({devices[0].device_kind})"
+    if "RESOURCE_EXHAUSTED" in text:
+        return DevicesError(
+            f"The program does not fit into the memory of {kind}: {text}. Take a smaller batch, "
+            "more microbatches, or more devices."
+        )
+    return UnsupportedProgramError(
+        f"XLA (jaxlib {jaxlib.__version__}) cannot compile the program for {kind}: {text}"
+    )
+
+
+def _machine(devices: Sequence[Any]) -> str:
+    """All besides a program that decides what its compiled form is."""
+    import jaxlib
+
+    client = devices[0].client
+    local = [i for i, d in enumerate(devices) if d.process_index == client.process_index()]
+    cpu = ""
+    if devices[0].platform == "cpu":
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            cpu = next((x for x in lines if x.startswith(("flags", "Features"))), "")
+        except OSError:
+            cpu = platform.processor()
+    return repr(
+        (
+            jaxlib.__version__,
+            client.platform_version,
+            [(d.id, d.device_kind, d.process_index) for d in devices],
+            local,
+            os.environ.get("XLA_FLAGS", ""),
+            platform.machine(),
+            cpu,
+        )
+    )

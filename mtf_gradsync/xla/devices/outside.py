@@ -1,0 +1,209 @@
+"""The part of a user's graph that stands outside the program, as TensorFlow runs it on the host.
+
+A step has three parts: what the program needs, the program, and what needs the program. The graph
+made here holds the first and the last. Where an operation of the last reads a tensor of the first,
+it gets the value from the first part's run, so that nothing (an input pipeline, say) runs twice.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, NamedTuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.graph.attributes import untie
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
+
+_BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
+# Operations that leave a variable as it is.
+_READS = frozenset(
+    ["ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp"]
+    + ["VariableShape", "_ReadVariablesOp", "SaveV2", "Identity", "Shape", "IsVariableInitialized"]
+)
+_HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
+
+
+class Touched(NamedTuple):
+    """The variables that some operations use, by the names of their ``VarHandleOp``.
+
+    Attributes:
+      read: those that they read or write.
+      written: those that they write.
+    """
+
+    read: frozenset[str]
+    written: frozenset[str]
+
+
+class Needs(NamedTuple):
+    """What the last part of a step needs of the parts before.
+
+    Attributes:
+      carried: tensor to be fed -> tensor of the first part.
+      run_before: operations of the first part.
+      returned: tensor to be fed -> tensor of the program, and the core that it is taken from.
+    """
+
+    carried: dict[str, str]
+    run_before: set[str]
+    returned: dict[str, tuple[str, int]]
+
+
+class Outside:
+    """What stands outside a program.
+
+    Attributes:
+      graph: the graph that a ``tf.Session`` runs; finalized.
+    """
+
+    def __init__(self, facts: GraphFacts, source: tf.Graph):
+        """Cuts it out.
+
+        Args:
+          facts: of the whole graph.
+          source: the graph itself, which knows dtypes and shapes.
+        """
+        self._facts = facts
+        self._source = source
+        self._after = self._find_after()
+        self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
+        self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
+        self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
+        graph_def = tf.GraphDef()
+        graph_def.versions.CopyFrom(facts.graph_def.versions)
+        graph_def.library.CopyFrom(facts.graph_def.library)
+        for name in facts.order:
+            node = facts.node[name]
+            if name not in facts.cluster and node.op not in _BOUNDARY:
+                self._copy(graph_def, name)
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            tf.import_graph_def(graph_def, name="")
+        self.graph.finalize()
+        self._touched: dict[frozenset[str], Touched] = {}
+
+    def is_after(self, name: str) -> bool:
+        """Whether an operation or tensor needs the program."""
+        return split_input(name)[0] in self._after
+
+    def ancestors(self, names: Iterable[str]) -> set[str]:
+        """The operations of `graph` that some need, themselves included."""
+        found: set[str] = set()
+        pending = [split_input(n)[0] for n in names]
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                op = self.graph.get_operation_by_name(name)
+                pending += [t.op.name for t in op.inputs] + [o.name for o in op.control_inputs]
+        return found
+
+    def needs(self, names: Iterable[str]) -> Needs:
+        """What operations and tensors of the last part need of the parts before."""
+        found = self.ancestors(names)
+        return Needs(
+            {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
+            {o for n in found for o in self._run_before.get(n, ())},
+            {k: v for k, v in self._returned.items() if split_input(k)[0] in found},
+        )
+
+    def touched(self, names: Iterable[str]) -> Touched:
+        """The variables that a run of some operations and tensors of `graph` uses."""
+        key = frozenset(split_input(n)[0] for n in names)
+        if key not in self._touched:
+            read, written = set(), set()
+            found = self.ancestors(key)
+            for name in found:
+                op = self.graph.get_operation_by_name(name)
+                if op.type in _HANDLES:
+                    read.add(name)
+                elif op.type not in _READS:
+                    written |= {t.op.name for t in op.inputs if t.op.type in _HANDLES}
+            self._touched[key] = Touched(frozenset(read), frozenset(written))
+        return self._touched[key]
+
+    def _find_after(self) -> set[str]:
+        facts = self._facts
+        found: set[str] = set()
+        for name in facts.order:
+            node = facts.node[name]
+            if name in facts.cluster or node.op == "TPUReplicatedInput":
+                continue
+            for source, _ in facts.inputs(name):
+                # The program's beginning is no reason to wait for its end.
+                starts = facts.node[source].op == "TPUReplicateMetadata"
+                if source in found or (source in facts.cluster and not starts):
+                    found.add(name)
+        return found
+
+    def _copy(self, graph_def: tf.GraphDef, name: str) -> None:
+        facts = self._facts
+        copy = tf.NodeDef()
+        copy.CopyFrom(facts.node[name])
+        untie(copy)
+        del copy.input[:]
+        data, control = [], []
+        for source, number in facts.inputs(name):
+            if source in facts.cluster:
+                continue  # a control edge: the program has run
+            if facts.node[source].op == "TPUReplicatedOutput":
+                if number != CONTROL:
+                    data.append(self._return(graph_def, source, number))
+            elif not self._crosses(name, source, number):
+                (control if number == CONTROL else data).append(join_input(source, number))
+            elif number == CONTROL:
+                self._run_before.setdefault(name, set()).add(source)
+            else:
+                data.append(self._carry(graph_def, source, number))
+        copy.input.extend(data + control)
+        graph_def.node.append(copy)
+
+    def _crosses(self, name: str, source: str, number: int) -> bool:
+        """Whether an input comes from the first part into the last, and is not just a handle."""
+        if name not in self._after or source in self._after:
+            return False
+        if number == CONTROL:
+            return True
+        dtype = self._source.get_tensor_by_name(f"{source}:{number}").dtype
+        return dtype not in (tf.resource, tf.variant) and dtype == dtype.base_dtype
+
+    def _carry(self, graph_def: tf.GraphDef, source: str, number: int) -> str:
+        name = f"mtf_gradsync_carried/{source}_{number}"
+        if f"{name}:0" not in self._carried:
+            tensor = self._source.get_tensor_by_name(f"{source}:{number}")
+            self._add_placeholder(graph_def, name, tensor)
+            self._carried[f"{name}:0"] = tensor.name
+        return name
+
+    def _return(self, graph_def: tf.GraphDef, source: str, core: int) -> str:
+        name = f"mtf_gradsync_returned/{source}_{core}"
+        if f"{name}:0" not in self._returned:
+            inner, number = self._facts.inputs(source)[core]
+            tensor = self._source.get_tensor_by_name(f"{inner}:{number}")
+            self._add_placeholder(graph_def, name, tensor)
+            self._returned[f"{name}:0"] = (tensor.name, core)
+        return name
+
+    def _add_placeholder(self, graph_def: tf.GraphDef, name: str, like: tf.Tensor) -> None:
+        node = graph_def.node.add()
+        node.name, node.op = name, "Placeholder"
+        node.attr["dtype"].type = like.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
+
+
+def check_one_program(facts: GraphFacts, name: str) -> None:
+    """Refuses a graph with more programs than one.
+
+    Args:
+      facts: the graph's facts.
+      name: the program that is to run.
+
+    Raises:
+      UnsupportedProgramError: names the others.
+    """
+    others = sorted(set(facts.num_replicas) - {name})
+    if others:
+        raise UnsupportedProgramError(
+            f"The graph holds the programs {others} besides {name!r}. Build one program in a "
+            "graph; XLA devices keep the variables of one."
+        )

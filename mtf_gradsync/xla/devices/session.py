@@ -1,0 +1,305 @@
+"""Runs a SIMD program on the devices that jax has, one core on each."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.jax import LoadedProgram, OnDevices, put_on_devices
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.simd.graph.facts import GraphFacts, split_input
+from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
+from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.masters import MasterOps
+from mtf_gradsync.simd.program import Program
+from mtf_gradsync.simd.session import ReplicaSession
+from mtf_gradsync.xla.devices.available import devices_for
+from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
+from mtf_gradsync.xla.devices.errors import explained
+from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
+from mtf_gradsync.xla.devices.outside import Outside, check_one_program
+from mtf_gradsync.xla.devices.step import Place, StepPlan, place_of
+from mtf_gradsync.xla.devices.variables import DeviceVariables
+from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
+from mtf_gradsync.xla.lowering.stand_ins import initial_state
+from mtf_gradsync.xla.processes.cores import Cores
+
+
+class _Compiled(NamedTuple):
+    """A core's program for one set of fetches."""
+
+    replica: ReplicaProgram
+    lowered: Lowered
+    program: LoadedProgram
+    inputs: tuple[ReplicaInput, ...]
+    variables: tuple[ReplicaInput, ...]
+
+
+class Dispatched:
+    """A step that runs, or waits for its turn, on the devices."""
+
+    def __init__(self, structure: Any, places: Sequence[Place], values: dict[str, Any]):
+        self._structure = structure
+        self._places = places
+        self._values = values
+
+    def result(self) -> Any:
+        """Waits for the step.
+
+        Returns:
+          What `XlaSession.run` returns.
+
+        Raises:
+          DevicesError: when the step failed.
+        """
+        with explained():
+            found = [place.value(self._values) for place in self._places]
+        return tf.nest.pack_sequence_as(self._structure, found)
+
+
+class XlaSession(ReplicaSession):
+    """A session on XLA devices. Use it as a context manager.
+
+    Variables stay on the devices from step to step, and new values are written over the old ones.
+    Every set of fetches from inside the program is compiled once, and kept.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        lowering: Any = None,
+        devices: Sequence[Any] | None = None,
+        platform: str | None = None,
+        config: tf.ConfigProto | None = None,
+        cache_dir: str | None = "default",
+    ):
+        """Makes a session; see `session`."""
+        cores = Cores(devices_for(program.num_replicas, platform, devices))
+        lowerings = lowerings_in(lowering)
+        check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
+        ops = MasterOps(program.graph, lowerings)
+        self._program = program
+        self._version = program.graph.version
+        self._facts = GraphFacts(program.graph.as_graph_def())
+        check_one_program(self._facts, program.name)
+        self._outside = Outside(self._facts, program.graph)
+        self._cores = cores
+        self._cache = Cache(default_cache_dir() if cache_dir == "default" else cache_dir)
+        self._compiled: dict[tuple[str, ...], _Compiled] = {}
+        self._plans: dict[tuple[tuple[str, ...], bool], StepPlan] = {}
+        self._random_state: OnDevices | None = None
+        self._entropy = int.from_bytes(os.urandom(7), "little")
+        super().__init__(tf.Session(graph=self._outside.graph, config=config or host_config()), ops)
+        self._variables = DeviceVariables(self._session, cores)
+        try:
+            self._session.run(ops.initialize)
+            self._session.run(ops.to_slices)
+        except BaseException:
+            self._session.close()
+            raise
+
+    @property
+    def cores(self) -> Cores:
+        """The program's cores, and which of them are this process's."""
+        return self._cores
+
+    def run(
+        self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
+    ) -> Any:
+        """See `ReplicaSession.run`.
+
+        With several processes, all of them have to call it with the same fetches. Each feeds what
+        its own cores use; values on cores of other processes are None.
+
+        Raises:
+          DevicesError: when the step failed on the devices.
+          UnsupportedProgramError: when XLA cannot run the program.
+          ValueError: as there.
+        """
+        return self.dispatch(fetches, feed_dict, per_replica).result()
+
+    def dispatch(
+        self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
+    ) -> Dispatched:
+        """Begins what `run` does, and returns before it is done.
+
+        Steps run in the order in which they were dispatched.
+
+        Args:
+          fetches: as for `run`.
+          feed_dict: as for `run`.
+          per_replica: as for `run`.
+
+        Returns:
+          The step, to ask for its result.
+
+        Raises:
+          ValueError: as for `run`.
+          UnsupportedProgramError: as for `run`.
+        """
+        names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
+        plan = self._plans.get((names, per_replica))
+        if plan is None:
+            places = [self._place(name, per_replica) for name in names]
+            plan = self._plans[names, per_replica] = StepPlan.of(places, self._outside)
+        feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
+        values: dict[str, Any] = {}
+        if not plan.runs_program:
+            values.update(self._run_outside(plan.first, feeds))
+            return Dispatched(fetches, plan.places, values)
+        compiled = self._compiled_for(plan.inside)
+        local = self._cores.local
+        sources = {i.sources[c] for i in compiled.inputs for c in local}
+        for name in sources:
+            if self._outside.is_after(name):
+                raise ValueError(
+                    f"The program's input {name!r} is made from what the program returns. Fetch it "
+                    "in one step and feed it in the next."
+                )
+        first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
+        values.update(self._run_outside(sorted(sources | plan.first), first))
+        values.update(self._step(compiled, values, bool(feeds)))
+        if plan.last:
+            last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
+            last.update((k, values[v]) for k, v in plan.needs.carried.items())
+            for tensor, (inner, core) in plan.needs.returned.items():
+                last[tensor] = self._on_core(values[inner], core)
+            values.update(self._run_outside(sorted(plan.last), last))
+        return Dispatched(fetches, plan.places, values)
+
+    def _step(self, compiled: _Compiled, given: dict[str, Any], copy: bool) -> dict[str, OnDevices]:
+        """Runs the program; returns what it fetched, by name."""
+        local, devices = self._cores.local, self._cores.local_devices
+        # What was fed is the caller's, who may write something else there while the step runs.
+        inputs = [
+            [np.array(given[i.sources[c]]) if copy else given[i.sources[c]] for c in local]
+            for i in compiled.inputs
+        ]
+        with explained():
+            arguments = [put_on_devices(per_core, devices) for per_core in inputs]
+            arguments += self._variables.take(compiled.variables)
+            if compiled.lowered.has_randomness:
+                arguments.append(self._random_state or self._initial_random_state())
+            results = compiled.program.run(arguments)
+        count = compiled.lowered.num_fetches
+        for parameter, value in zip(compiled.lowered.updated, results[count:]):
+            if parameter == len(compiled.replica.inputs):
+                self._random_state = value
+            else:
+                self._variables.put(compiled.replica.inputs[parameter], value)
+        return dict(zip(compiled.replica.fetches, results))
+
+    def _initial_random_state(self) -> OnDevices:
+        step = 0
+        counter = tf.train.get_global_step(self._outside.graph)
+        if counter is not None:
+            step = int(self._run_outside([counter.name], {})[counter.name])
+        states = [initial_state(core, step, self._entropy) for core in self._cores.local]
+        return put_on_devices(states, self._cores.local_devices)
+
+    def _on_core(self, value: OnDevices, core: int) -> np.ndarray:
+        return np.asarray(value.arrays[self._cores.local.index(core)])
+
+    def _run_outside(self, names: Sequence[str], feeds: dict[str, Any]) -> dict[str, Any]:
+        """Runs operations and tensors on the host, which sees the newest variables."""
+        names = sorted(names)
+        if not names:
+            return {}
+        touched = self._outside.touched(names)
+        self._variables.bring_home(touched.read)
+        values = self._session.run(names, feeds)
+        self._variables.forget(touched.written)
+        return dict(zip(names, values))
+
+    def _bring_masters_up_to_date(self) -> None:
+        self._variables.bring_home()
+        super()._bring_masters_up_to_date()
+
+    def _take_masters(self) -> None:
+        super()._take_masters()
+        self._variables.forget()
+        self._random_state = None
+
+    def _compiled_for(self, inside: tuple[str, ...]) -> _Compiled:
+        """The program that fetches some tensors; compiled when it is asked for first."""
+        if inside not in self._compiled:
+            replica = replica_program(self._program, inside)
+            module = lowered(replica, self._cache)
+            self._compiled[inside] = _Compiled(
+                replica,
+                module,
+                loaded(module, self._cores.devices, self._cache),
+                tuple(i for i in replica.inputs if not i.is_variable),
+                tuple(i for i in replica.inputs if i.is_variable),
+            )
+        return self._compiled[inside]
+
+    def _place(self, name: str, per_replica: bool) -> Place:
+        return place_of(self._facts, self._program.name, name, per_replica, self._cores)
+
+    def _feed(self, key: Any) -> str:
+        name = self._name_of(key)
+        node = self._facts.node[split_input(name)[0]]
+        if node.name in self._facts.cluster or node.op.startswith("TPUReplicated"):
+            raise ValueError(
+                f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor outside "
+                "that it is made from."
+            )
+        return name
+
+    def _name_of(self, element: Any) -> str:
+        """The name of a tensor or operation; variables stand for their values."""
+        try:
+            name = self._program.graph.as_graph_element(element).name
+            self._facts.node[split_input(name)[0]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{element!r} is no tensor or operation of the program's graph as it was when the "
+                "session was made; make the session after the whole graph is built."
+            ) from error
+        return name
+
+
+def host_config() -> tf.ConfigProto:
+    """The session configuration for what stands outside the program.
+
+    Returns:
+      A configuration that leaves GPUs to jax.
+    """
+    return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
+
+
+def session(
+    program: Program,
+    lowering: mtf.Lowering | Sequence[mtf.Lowering] | Any = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    platform: str | None = None,
+    config: tf.ConfigProto | None = None,
+    cache_dir: str | None = "default",
+) -> XlaSession:
+    """Makes a session on XLA devices, with variables initialized and copied into slices.
+
+    It has the interface of `Program.session`, which runs on CPU replicas.
+
+    Args:
+      program: what `tpu_program` yielded, with the whole model built.
+      lowering: as for `Program.session`.
+      devices: a jax device for each core; default the first ones that jax has.
+      platform: "cpu", "gpu" or "tpu"; default jax's own choice.
+      config: configuration of the ``tf.Session`` for what stands outside the program.
+      cache_dir: where compiled programs are kept for the next start; default
+        `default_cache_dir`, None for nowhere.
+
+    Returns:
+      An `XlaSession`; use it as a context manager.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      DevicesError: when there are too few devices.
+      UnsupportedProgramError: when the graph holds what cannot run.
+      TypeError: when lowering is of no known kind.
+    """
+    return XlaSession(program, lowering, devices, platform, config, cache_dir)

@@ -1,0 +1,109 @@
+"""Where each fetch of a step comes from, and which parts of the graph the step runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
+from mtf_gradsync.simd.graph.fetches import check_alive_outside
+from mtf_gradsync.xla.devices.outside import Needs, Outside
+from mtf_gradsync.xla.processes.cores import Cores
+
+
+class Place(NamedTuple):
+    """Where a fetch comes from.
+
+    Attributes:
+      names: what stands outside: one operation or tensor, or one for each core. Empty otherwise.
+      inside: a tensor of the program; "" for what stands outside and for operations.
+      positions: of the cores whose values are wanted among this process's; None for a core of
+        another process.
+      is_list: whether it is one value for each core.
+      runs_program: whether it stands inside.
+    """
+
+    names: tuple[str, ...] = ()
+    inside: str = ""
+    positions: tuple[int | None, ...] = ()
+    is_list: bool = False
+    runs_program: bool = False
+
+    def value(self, values: dict[str, Any]) -> Any:
+        """The fetch's value, from those of a step by name."""
+        if self.inside:
+            arrays = values[self.inside].arrays
+            found = [None if p is None else np.asarray(arrays[p]) for p in self.positions]
+        else:
+            found = [values[name] for name in self.names] or [None]
+        return found if self.is_list else found[0]
+
+
+class StepPlan(NamedTuple):
+    """What a set of fetches makes a step do.
+
+    Attributes:
+      places: of the fetches.
+      runs_program: whether the program runs.
+      inside: tensors of the program to fetch, sorted.
+      first: what to run outside before the program.
+      last: what to run outside after it.
+      needs: what `last` needs of the parts before.
+    """
+
+    places: tuple[Place, ...]
+    runs_program: bool
+    inside: tuple[str, ...]
+    first: frozenset[str]
+    last: frozenset[str]
+    needs: Needs
+
+    @classmethod
+    def of(cls, places: Sequence[Place], outside: Outside) -> StepPlan:
+        """Plans a step."""
+        names = {name for place in places for name in place.names}
+        last = {name for name in names if outside.is_after(name)}
+        needs = outside.needs(last)
+        inside = {p.inside for p in places if p.inside}
+        inside |= {inner for inner, _ in needs.returned.values()}
+        first = (names - last) | set(needs.carried.values()) | needs.run_before
+        runs_program = bool(last) or any(p.runs_program for p in places)
+        return cls(
+            tuple(places), runs_program, tuple(sorted(inside)), frozenset(first), frozenset(last),
+            needs,
+        )  # fmt: skip
+
+
+def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
+    """Where a fetch comes from.
+
+    Args:
+      facts: of the user's graph.
+      program: the program's name.
+      name: of an operation or tensor.
+      per_replica: whether tensors of the program are wanted for each core.
+      cores: the program's.
+
+    Returns:
+      The place.
+
+    Raises:
+      ValueError: when it stands in a loop or branch of the program.
+    """
+    node_name, number = split_input(name)
+    node = facts.node[node_name]
+    position = {core: p for p, core in enumerate(cores.local)}
+    if node.op == "TPUReplicatedOutput":
+        inner, inner_number = facts.inputs(node_name)[number]
+        return Place((), f"{inner}:{inner_number}", (position.get(number),), False, True)
+    if node.op == "TPUReplicatedInput":
+        sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
+        return Place(tuple(sources) if per_replica else (sources[0],), is_list=per_replica)
+    if node_name not in facts.cluster:
+        return Place((name,))
+    check_alive_outside(facts, node_name, number)
+    if ":" not in name:
+        return Place(runs_program=True)
+    wanted = range(facts.num_replicas[program]) if per_replica else cores.local[:1]
+    return Place((), name, tuple(position.get(c) for c in wanted), per_replica, True)

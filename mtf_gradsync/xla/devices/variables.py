@@ -1,0 +1,89 @@
+"""The variables of a program: on the devices while it runs, in TensorFlow when it does not."""
+
+from __future__ import annotations
+
+from typing import Iterable, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.jax import OnDevices, put_on_devices
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.variable_access import VariableAccess
+from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
+from mtf_gradsync.xla.processes.cores import Cores
+
+
+class DeviceVariables:
+    """Where the newest value of each variable is, and the way from there to where it is wanted."""
+
+    def __init__(self, session: tf.Session, cores: Cores):
+        """Begins with all values in TensorFlow.
+
+        Args:
+          session: a session that holds the variables under their names in the user's graph.
+          cores: the program's cores, and which of them are this process's.
+        """
+        self._session = session
+        self._cores = cores
+        self._access = VariableAccess(session.graph)
+        self._on_devices: dict[tuple[str, ...], OnDevices] = {}
+        self._newer: set[tuple[str, ...]] = set()  # than TensorFlow's
+        self._keys: dict[str, set[tuple[str, ...]]] = {}
+
+    def take(self, variables: Sequence[ReplicaInput]) -> list[OnDevices]:
+        """The values of variables on the devices, copied there where they are not."""
+        missing = [v for v in variables if v.sources not in self._on_devices]
+        local = self._cores.local
+        names = {v.sources[c] for v in missing for c in local}
+        values = self._session.run({name: self._access.read[name] for name in sorted(names)})
+        for variable in missing:
+            self._on_devices[variable.sources] = put_on_devices(
+                [values[variable.sources[c]] for c in local], self._cores.local_devices
+            )
+            for source in variable.sources:
+                self._keys.setdefault(source, set()).add(variable.sources)
+        return [self._on_devices[v.sources] for v in variables]
+
+    def put(self, variable: ReplicaInput, value: OnDevices) -> None:
+        """Takes a new value that a step has left on the devices."""
+        self._on_devices[variable.sources] = value
+        self._newer.add(variable.sources)
+
+    def bring_home(self, names: Iterable[str] | None = None) -> None:
+        """Copies values from the devices to TensorFlow where those are newer.
+
+        With several processes, all have to call it with the same names.
+
+        Args:
+          names: of the variables that are wanted there; None for all.
+        """
+        keys = self._newer
+        if names is not None:
+            keys = {k for name in names for k in self._keys.get(name, ())} & self._newer
+        if not keys:
+            return
+        # One order on all processes.
+        wanted = sorted(keys)
+        local = [[np.array(a) for a in self._on_devices[k].arrays] for k in wanted]
+        everywhere = self._cores.gather(local)
+        values = {
+            source: value
+            for key, per_core in zip(wanted, everywhere)
+            # A variable that all cores share has one source, and the same value on every core.
+            for source, value in zip(key, per_core)
+        }
+        self._access.set(self._session, values.items())
+        self._newer -= keys
+
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Drops values on the devices, because TensorFlow's have been changed.
+
+        Args:
+          names: of the variables that were; None for all.
+        """
+        keys = set(self._on_devices)
+        if names is not None:
+            keys = {k for name in names for k in self._keys.get(name, ())}
+        for key in keys:
+            self._on_devices.pop(key, None)
+        self._newer -= keys

@@ -1,0 +1,99 @@
+"""Turns a core's program into HLO by TensorFlow's own bridge to XLA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import eager_mode, function_hlo
+from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
+from mtf_gradsync.simd.graph.functional import rebuild
+from mtf_gradsync.xla.hlo import aliases_of, read_module
+from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
+from mtf_gradsync.xla.lowering.stand_ins import RANDOM_TYPES, STATE_WORDS, Randomness, collective
+
+
+class Hlo(NamedTuple):
+    """A core's program as HLO. Its parameters are `ReplicaProgram.inputs`, in that order.
+
+    Attributes:
+      proto: a serialized ``HloModuleProto``; custom calls stand for the collectives.
+      num_fetches: how many results are fetches; they come first.
+      updated: for each further result, which parameter (a variable) it is the new value of.
+      has_randomness: whether the program draws random numbers; its last parameter is then the
+        state that they come from, an int64 variable ``[3]``.
+    """
+
+    proto: bytes
+    num_fetches: int
+    updated: tuple[int, ...]
+    has_randomness: bool
+
+
+def to_hlo(replica: ReplicaProgram) -> Hlo:
+    """Turns a core's program into HLO.
+
+    Args:
+      replica: the core's program.
+
+    Returns:
+      The HLO, before any optimization by XLA.
+
+    Raises:
+      UnsupportedProgramError: when XLA has no kernel for an operation.
+    """
+    import tensorflow as tf2
+
+    tensors = [i for i in replica.inputs if not i.is_variable]
+    variables = [i for i in replica.inputs if i.is_variable]
+    has_randomness = any(node.op in RANDOM_TYPES for node in replica.graph_def.node)
+    # The bridge wants live variables, and eager execution.
+    with eager_mode():
+        # It reads their shapes; their values do not matter.
+        live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
+        state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
+
+        def body(*values: Any) -> Any:
+            capture = tf.get_default_graph().capture
+            given = {i.name: value for i, value in zip(tensors, values)}
+            given.update((i.name, capture(v.handle)) for i, v in zip(variables, live))
+            stand_ins = {op: collective for op in COLLECTIVE_TYPES}
+            if has_randomness:
+                randomness = Randomness(capture(state.handle))
+                stand_ins.update(randomness.stand_ins())
+            made = rebuild(
+                replica.graph_def, given, [*replica.fetches, *replica.effects], stand_ins
+            )
+            if has_randomness:
+                with tf.control_dependencies([getattr(m, "op", m) for m in made]):
+                    made.append(randomness.end_of_step())
+            count = len(replica.fetches)
+            with tf.control_dependencies(made[count:]):
+                # A function has to return something for its effects to hang on.
+                return [tf.identity(t) for t in made[:count]] or [tf.zeros([])]
+
+        specs = [tf2.TensorSpec(i.shape, i.dtype) for i in tensors]
+        # wrap_function, because tf.function adds control edges of its own, which cannot cross the
+        # frames of a v1 loop.
+        try:
+            proto = function_hlo(tf.wrap_function(body, specs), specs)
+        except tf.errors.OpError as error:
+            raise UnsupportedProgramError(
+                f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: "
+                f"{_first_part(error)}"
+            ) from error
+    aliases = aliases_of(read_module(proto))
+    num_fetches = max(1, len(replica.fetches))
+    if list(aliases) != list(range(num_fetches, num_fetches + len(aliases))):
+        raise RuntimeError(
+            f"TensorFlow {tf.__version__} returns updated variables in an order that this version "
+            f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
+        )
+    return Hlo(proto, num_fetches, tuple(aliases.values()), has_randomness)
+
+
+def _first_part(error: BaseException) -> str:
+    """The part of the bridge's message that a user can act on, on one line."""
+    text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
+    return " ".join(text.split())[:600]

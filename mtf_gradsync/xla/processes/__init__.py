@@ -1,0 +1,1 @@
+"""Several processes, each with a part of the devices of one mesh."""
