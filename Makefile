@@ -5,7 +5,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 CONSTRAINTS ?= constraints/tf-2.15.txt
-EXTRAS ?= train,examples,test,dev
+EXTRAS ?= train,examples,test,dev,xla,tpu
 # Extra flags of the command line or of the benchmarks: make train ARGS="--model_dir=runs/mine"
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal

@@ -34,7 +34,7 @@ class Place(NamedTuple):
         """The fetch's value, from those of a step by name."""
         if self.inside:
             arrays = values[self.inside].arrays
-            found = [None if p is None else np.asarray(arrays[p]) for p in self.positions]
+            found = [None if p is None else np.asarray(arrays[p])[()] for p in self.positions]
         else:
             found = [values[name] for name in self.names] or [None]
         return found if self.is_list else found[0]
