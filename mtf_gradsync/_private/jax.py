@@ -169,16 +169,18 @@ class LoadedProgram:
 
 def hlo_text(hlo: bytes) -> str:
     """A serialized ``HloModuleProto`` as XLA prints it."""
-    from jaxlib import xla_client
-
-    return xla_client.hlo.HloModule.from_serialized_hlo_module_proto(hlo).to_string()
+    return _hlo().HloModule.from_serialized_hlo_module_proto(hlo).to_string()
 
 
 def hlo_from_text(text: str) -> bytes:
     """The inverse of `hlo_text`."""
+    return _hlo().hlo_module_from_text(text).as_serialized_hlo_module_proto()
+
+
+def _hlo() -> Any:
     from jaxlib import xla_client
 
-    return xla_client.hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    return getattr(xla_client, "hlo", None) or xla_client._xla
 
 
 def hlo_to_module(hlo: bytes) -> Any:

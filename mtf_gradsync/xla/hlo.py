@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Sequence
+from typing import Any
 
-import numpy as np
 from google.protobuf import message
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import hlo_module, xla_element_types
+from mtf_gradsync.xla.group_spellings import groups_in
 
 # Bits of an element -> the types that have them, in XLA's names.
 _TYPES = {
@@ -127,48 +127,14 @@ def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
       Groups of cores, or pairs of source and target; empty for one group of all cores.
 
     Raises:
-      ValueError: when the groups are spelled in a way that this TensorFlow does not know, or by the
-        axes of a mesh.
+      ValueError: when the groups are spelled by the axes of a mesh.
     """
     if instruction.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
-    devices = _given(instruction, "collective_device_list")
-    listed = instruction.replica_groups or (devices.replica_groups if devices else ())
-    if listed:
-        return tuple(tuple(group.replica_ids) for group in listed)
-    iota = _given(instruction, "iota_collective_device_list") or (
-        _given(devices, "iota_replica_group_list") if devices else None
-    )
-    if iota:
-        return _iota_groups(iota)
-    if _given(instruction, "mesh_axes_replica_group_list") or _has_unknown_fields(instruction):
-        raise ValueError(
-            f"The groups of {instruction.opcode} {instruction.name!r} are spelled in a way that "
-            f"cannot be read with TensorFlow {tf.__version__}; newer ones know more. (Groups that "
-            "are named by the axes of a mesh cannot be read at all.)"
-        )
-    return ()
-
-
-def _given(proto: Any, field: str) -> Any:
-    """A message in a field, or None where it is not set or this TensorFlow has no such field."""
-    known = field in proto.DESCRIPTOR.fields_by_name
-    return getattr(proto, field) if known and proto.HasField(field) else None
-
-
-def _has_unknown_fields(proto: Any) -> bool:
-    known = type(proto)()
-    known.CopyFrom(proto)
-    known.DiscardUnknownFields()
-    return known.ByteSize() != proto.ByteSize()
-
-
-def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
-    """The groups in numbers that count up through a reshaped and transposed array."""
-    sizes: Sequence[int] = iota.iota_reshape_dims
-    cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.iota_transpose_perm)
-    shape = (iota.num_replica_groups, iota.num_devices_per_group)
-    return tuple(tuple(group) for group in cores.reshape(shape).tolist())
+    try:
+        return groups_in(instruction.SerializeToString())
+    except ValueError as error:
+        raise ValueError(f"{instruction.opcode} {instruction.name!r}: {error}.") from None
 
 
 def _type_name(shape: Any) -> str:

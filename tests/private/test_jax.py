@@ -11,8 +11,8 @@ import textwrap
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync._private import jax as private
 
-# TensorFlow 2.12 brings an old jax along, which the package does not use.
 pytestmark = [
     pytest.mark.tpu,
     pytest.mark.skipif(bool(xla.why_no_tpu_compiler()), reason=xla.why_no_tpu_compiler()),
@@ -37,15 +37,16 @@ def run_fresh(code):
         import json
         import numpy as np
         import jax
-        from jax.extend.mlir import ir
-        from jax.interpreters import mlir
-        from mtf_gradsync._private import jax as private
+        import importlib.util
+        # By its path, because the package brings TensorFlow, which takes seconds.
+        spec = importlib.util.spec_from_file_location("private_jax", {private.__file__!r})
+        private = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(private)
 
         def compile_program(devices, options={{}}, load=True):
-            with mlir.make_ir_context():
-                text = {PROGRAM!r}.replace("SIZE", str(len(devices)))
-                text = text.replace("GROUP", str(list(range(len(devices)))))
-                return private.compile_stablehlo(ir.Module.parse(text), devices, options, load)
+            text = {PROGRAM!r}.replace("SIZE", str(len(devices)))
+            text = text.replace("GROUP", str(list(range(len(devices)))))
+            return private.compile_stablehlo(text, devices, options, load)
 
         out = {{}}
     """
@@ -73,18 +74,18 @@ def test_a_program_runs_on_its_devices():
     """Each device has its own arguments and results; a sum goes over the devices."""
     out = run_fresh("""
         devices = jax.devices()[::-1]
-        executable = compile_program(devices)
-        mesh = jax.sharding.Mesh(np.array(devices), ["all"])
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-        first = jax.device_put(np.arange(8, dtype=np.float32), split)
-        second = jax.device_put(np.full(8, 100, np.float32), split)
-        results = private.run_executable(executable, [first, second])
-        out["values"] = [[np.asarray(x).tolist() for x in result] for result in results]
-        out["devices"] = [[x.device.id for x in result] for result in results]
+        program = private.LoadedProgram(compile_program(devices), devices)
+        first = private.put_on_devices([np.arange(4.0, dtype=np.float32)] * 2, devices)
+        second = private.put_on_devices(
+            [np.full(4, 100, np.float32), np.full(4, 50, np.float32)], devices
+        )
+        results = program.run([first, second])
+        out["values"] = [[np.asarray(x).tolist() for x in result.arrays] for result in results]
+        out["devices"] = [[x.device.id for x in result.arrays] for result in results]
         out["order"] = [d.id for d in devices]
     """)
-    total = [4.0, 6.0, 8.0, 10.0]
-    assert out["values"] == [[total, total], [[100, 99, 98, 97], [96, 95, 94, 93]]]
+    total = [0.0, 2.0, 4.0, 6.0]
+    assert out["values"] == [[total, total], [[100, 99, 98, 97], [50, 49, 48, 47]]]
     assert out["devices"] == [out["order"]] * 2
 
 
@@ -134,3 +135,33 @@ def test_a_program_is_compiled_for_a_tpu_that_is_only_described():
     assert out["memory"]["arguments"] > 0
     assert out["memory"]["code"] > 0
     assert "all-reduce" in out["text"]
+
+
+def test_an_executable_goes_through_bytes():
+    out = run_fresh("""
+        devices = jax.devices()
+        kept = private.serialized_executable(compile_program(devices), devices)
+        program = private.LoadedProgram(private.loaded_executable(kept, devices), devices)
+        x = private.put_on_devices([np.ones(4, np.float32)] * 2, devices)
+        out["sum"] = np.asarray(program.run([x, x])[0].arrays[1]).tolist()
+    """)
+    assert out["sum"] == [2.0] * 4
+
+
+def test_numbers_of_64_bits_stay_what_they_are():
+    out = run_fresh("""
+        devices = jax.devices()
+        big = private.put_on_devices([np.array([2**40], np.int64)] * 2, devices)
+        out["dtype"] = str(np.asarray(big.arrays[0]).dtype)
+        out["value"] = np.asarray(big.arrays[0]).tolist()
+    """)
+    assert out == {"dtype": "int64", "value": [2**40]}
+
+
+def test_jax_says_whether_it_has_begun():
+    out = run_fresh("""
+        out["before"] = private.backends_are_initialized()
+        jax.devices()
+        out["after"] = private.backends_are_initialized()
+    """)
+    assert out == {"before": False, "after": True}

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import os
-import time
+import shutil
+import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Sequence
 
-from mtf_gradsync._private.jax import (
-    MemoryBytes,
-    compile_stablehlo,
-    compiled_hlo,
-    hlo_text,
-    memory_bytes,
-    stablehlo_to_hlo,
-)
+from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.lowering.bridge import to_hlo
-from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram, replica_program
+from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.xla.topology.own_process import call_in_own_process
+from mtf_gradsync.xla.topology.own_process import ask
 from mtf_gradsync.xla.topology.topologies import GENERATIONS, generation_of
 
 _LONGEST_ERROR = 600
-
-# Makes each all-reduce of a large weight update one operation again, so that bytes can be compared.
-_UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
+_STAGES = ("before", "after", "after_unsharded")
 
 
 def compile_for_tpu(
@@ -62,115 +54,56 @@ def compile_for_tpu(
     generation_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
     replica = replica_program(program, fetches)
-    answer = call_in_own_process(
-        _compile, replica, topology=topology, with_texts=save_hlo is not None
-    )
-    if answer.no_topology:
-        raise ValueError(answer.no_topology)
-    if save_hlo is not None:
-        folder = Path(save_hlo)
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage, text in (("before", answer.text_before), ("after", answer.text_after)):
-            if text:
-                (folder / f"{stage}.hlo.txt").write_text(text)
-    before, after, unsharded = (
-        tuple(find_hlo_collectives(module)) if module else ()
-        for module in (answer.before, answer.after, answer.after_unsharded)
-    )
+    module, refused = None, ""
+    try:
+        module = to_stablehlo(to_hlo(replica))
+    except UnsupportedProgramError as error:
+        refused = str(error)
+    with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
+        answer = ask(folder, module, topology, replica.num_replicas)
+        _check_topology(topology, answer, replica.num_replicas)
+        if "error" in answer:
+            refused = f"the TPU compiler: {_short(answer['error'])}"
+        found = {stage: Path(folder) / f"{stage}.hlo.pb" for stage in _STAGES}
+        before, after, unsharded = (
+            tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
+            for path in found.values()
+        )
+        if save_hlo is not None:
+            Path(save_hlo).mkdir(parents=True, exist_ok=True)
+            for stage in ("before", "after"):
+                text = Path(folder) / f"{stage}.hlo.txt"
+                if text.exists():
+                    shutil.copy(text, save_hlo)
     return CompiledProgram(
         topology=topology,
-        device_kind=answer.device_kind,
+        device_kind=answer["device_kind"],
         num_replicas=replica.num_replicas,
-        error=answer.error,
+        error=refused,
         before=before,
         after=after,
         after_unsharded=unsharded,
-        memory=CoreMemory(*answer.memory) if answer.memory else None,
-        seconds=answer.seconds,
+        memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
+        seconds=answer.get("seconds", 0.0),
     )
 
 
-class _Answer(NamedTuple):
-    """What the TPU compiler said to a core's program.
-
-    Attributes:
-      no_topology: why it cannot be compiled for that topology; "" where it can, and nothing else is
-        known otherwise.
-      device_kind: what libtpu calls a core, as in "TPU v3".
-      error: why the program was refused, in short; "" where it was taken.
-      before: the program as TensorFlow hands it over, as a serialized ``HloModuleProto``; empty
-        where TensorFlow itself refused it.
-      after: the compiled program; empty where it was refused.
-      after_unsharded: the same, compiled without splitting the weight update over the cores.
-      text_before: `before` as XLA prints it, where that was asked for.
-      text_after: `after` as XLA prints it, where that was asked for.
-      memory: what it takes on one core; None where it was refused.
-      seconds: how long the compiler took.
-    """
-
-    no_topology: str = ""
-    device_kind: str = ""
-    error: str = ""
-    before: bytes = b""
-    after: bytes = b""
-    after_unsharded: bytes = b""
-    text_before: str = ""
-    text_after: str = ""
-    memory: MemoryBytes | None = None
-    seconds: float = 0.0
-
-
-def short_error(error: BaseException) -> str:
-    """The part of a compiler's message that a user can act on, on one line.
-
-    Args:
-      error: what the compiler raised.
-
-    Returns:
-      The text; a long one ends in "...".
-    """
-    text = " ".join(str(error).split("Stack trace", 1)[0].split())
-    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."
-
-
-def _compile(replica: ReplicaProgram, topology: str, with_texts: bool) -> _Answer:
-    """Compiles a core's program; runs in the other process."""
-    from jax.experimental import topologies
-
+def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> None:
     known = ", ".join(g.example for g in GENERATIONS)
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except RuntimeError as error:
-        return _Answer(
-            f"libtpu does not know the topology {topology!r}: {short_error(error)} Topologies of 8 "
-            f"cores are {known}."
+    if "no_topology" in answer:
+        raise ValueError(
+            f"libtpu does not know the topology {topology!r}: {_short(answer['no_topology'])} "
+            f"Topologies of 8 cores are {known}."
         )
-    if len(devices) != replica.num_replicas:
-        return _Answer(
-            f"topology {topology!r} has {len(devices)} cores and the program's mesh "
-            f"{replica.num_replicas}; they have to agree. Topologies of 8 cores are {known}; twice "
+    if answer["num_cores"] != num_cores:
+        raise ValueError(
+            f"topology {topology!r} has {answer['num_cores']} cores and the program's mesh "
+            f"{num_cores}; they have to agree. Topologies of 8 cores are {known}; twice "
             "the chips along one direction are twice the cores."
         )
-    answer = _Answer(device_kind=devices[0].device_kind)
-    try:
-        module = to_stablehlo(to_hlo(replica))
-    except ValueError as error:
-        return answer._replace(error=short_error(error))
-    before = stablehlo_to_hlo(module)
-    text = hlo_text(before) if with_texts else ""
-    answer = answer._replace(before=before, text_before=text)
-    began = time.monotonic()
-    try:
-        executable = compile_stablehlo(module, devices, {}, load=False)
-    except RuntimeError as error:
-        return answer._replace(error=f"the TPU compiler: {short_error(error)}")
-    seconds = time.monotonic() - began
-    after = compiled_hlo(executable)
-    unsharded = compile_stablehlo(module, devices, _UPDATE_NOT_SPLIT, load=False)
-    return answer._replace(
-        after=after,
-        after_unsharded=compiled_hlo(unsharded),
-        text_after=hlo_text(after) if with_texts else "",
-        memory=memory_bytes(executable),
-        seconds=seconds,
-    )
+
+
+def _short(text: str) -> str:
+    """The part of a compiler's message that a user can act on, on one line."""
+    text = " ".join(text.split("Stack trace", 1)[0].split())
+    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."

@@ -69,12 +69,6 @@ def fill_shape(proto, shape):
         proto.dimensions.extend(sizes)
 
 
-def knows(field):
-    """Whether this TensorFlow knows a field of instructions."""
-    instructions = hlo_module(b"").computations.add().instructions
-    return field in instructions.add().DESCRIPTOR.fields_by_number
-
-
 def device_list(groups):
     """Groups as newer versions of XLA write them, as raw bytes of the wire format."""
     messages = (_field(1, _field(1, bytes(group))) for group in groups)

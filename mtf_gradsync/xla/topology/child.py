@@ -1,0 +1,75 @@
+"""The process that asks the TPU compiler. It runs as a script: jax and libtpu, no TensorFlow.
+
+usage: child.py PRIVATE_JAX FOLDER
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from typing import Any
+
+# Makes each all-reduce of a large weight update one operation again, so that bytes can be compared.
+_UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
+
+
+def main(private: Any, folder: str) -> dict[str, Any]:
+    """Compiles ``module.mlir`` as ``request.json`` asks.
+
+    Args:
+      private: the module `mtf_gradsync._private.jax`.
+      folder: where both lie, and where programs go as ``*.hlo.pb`` and ``*.hlo.txt``.
+
+    Returns:
+      The answer; see `compiling`.
+    """
+    from jax.experimental import topologies
+
+    def path(name: str) -> str:
+        return os.path.join(folder, name)
+
+    with open(path("request.json")) as file:
+        request = json.load(file)
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"])
+    except RuntimeError as error:
+        return {"no_topology": str(error)}
+    answer = {"device_kind": found.devices[0].device_kind, "num_cores": len(found.devices)}
+    if not request["compile"] or len(found.devices) != request["num_cores"]:
+        return answer
+    with open(path("module.mlir")) as file:
+        module = file.read()
+
+    def keep(stage: str, hlo: bytes) -> None:
+        with open(path(f"{stage}.hlo.pb"), "wb") as file:
+            file.write(hlo)
+        with open(path(f"{stage}.hlo.txt"), "w") as file:
+            file.write(private.hlo_text(hlo))
+
+    keep("before", private.stablehlo_to_hlo(module))
+    began = time.monotonic()
+    try:
+        executable = private.compile_stablehlo(module, found.devices, {}, load=False)
+    except RuntimeError as error:
+        return {**answer, "error": str(error)}
+    answer["seconds"] = time.monotonic() - began
+    answer["memory"] = private.memory_bytes(executable)
+    keep("after", private.compiled_hlo(executable))
+    unsharded = private.compile_stablehlo(module, found.devices, _UPDATE_NOT_SPLIT, load=False)
+    keep("after_unsharded", private.compiled_hlo(unsharded))
+    return answer
+
+
+if __name__ == "__main__":
+    spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["private_jax"] = module
+    spec.loader.exec_module(module)
+    result = json.dumps(main(module, sys.argv[2]))
+    unfinished = os.path.join(sys.argv[2], "answer.json.unfinished")
+    with open(unfinished, "w") as answer_file:
+        answer_file.write(result)
+    os.replace(unfinished, os.path.join(sys.argv[2], "answer.json"))
