@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ MESHES = {
     "8": ("all:8", "batch:all", ("batch",)),
     "4x2": ("rows:4;cols:2", "batch:rows;hidden:cols", ("batch",)),
     "2x2x2": ("a:2;b:2;c:2", "outer:a;batch:b;hidden:c", ("outer", "batch")),
+    # Where the number of processors is not the point: half as many are built in half the time.
+    "4": ("all:4", "batch:all", ("batch",)),
+    "2x2": ("rows:2;cols:2", "batch:rows;hidden:cols", ("batch",)),
 }
 
 # A core order of a SIMD mesh that no symmetry of the mesh explains.
@@ -49,6 +52,114 @@ def placement(mesh_shape: Any, layout: Any) -> mtf.placement_mesh_impl.Placement
     )
 
 
+def pairs(first: Iterable[Any], second: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """As few pairs as have each of `first` and each of `second` in them."""
+    first, second = list(first), list(second)
+    longer = range(max(len(first), len(second)))
+    return [(first[i % len(first)], second[i % len(second)]) for i in longer]
+
+
+def on_both(every: Iterable[Any], on_placement: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Parameters (kind, *case): all cases as SIMD programs, and some on a placement mesh too.
+
+    There every device has operations of its own, so that a case takes several times as long.
+    """
+    return [
+        *(("simd", *case) for case in every),
+        *(("placement", *case) for case in on_placement),
+    ]
+
+
+class Built(NamedTuple):
+    """A program in a graph of its own.
+
+    Attributes:
+      graph: the tf graph.
+      lowering: the mtf lowering.
+      program: the SIMD program; None on a placement mesh.
+      inputs: placeholders by name.
+      fetched: the tensors that `build` asked for, whole.
+      updates: the lowered operations.
+      init: initializes a session on a placement mesh.
+      restore: then copies masters to slices.
+      collect: copies slices back to masters.
+    """
+
+    graph: tf.Graph
+    lowering: mtf.Lowering
+    program: simd.Program | None
+    inputs: dict[str, tf.Tensor]
+    fetched: dict[str, tf.Tensor]
+    updates: list[tf.Operation]
+    init: list[tf.Operation]
+    restore: tf.Operation | None
+    collect: tf.Operation | None
+
+    def run(self, feeds: Sequence[dict[str, np.ndarray]]) -> Result:
+        """A session of its own, with one step for each feed."""
+        with self.graph.as_default():
+            masters = {v.op.name: v for v in tf.global_variables()}
+            if self.program:
+                session_block = self.program.session(self.lowering)
+            else:
+                (mesh_impl,) = self.lowering.mesh_to_impl.values()
+                config = session_config(num_cpu_devices=mesh_impl.size)
+                session_block = tf.Session(config=config)
+            with session_block as session:
+                if self.program is None:
+                    session.run(self.init)
+                    session.run(self.restore)
+                steps = []
+                for feed in feeds:
+                    feed = {self.inputs[name]: value for name, value in feed.items()}
+                    steps.append(session.run([self.fetched, self.updates], feed)[0])
+                if self.program is None:
+                    session.run(self.collect)
+                    values = session.run(masters)
+                else:
+                    values = session.variables()
+        return Result(steps, values, self.graph, self.lowering)
+
+
+def built(
+    kind: str,
+    mesh_shape: Any,
+    layout: Any,
+    build: Build,
+    feed: dict[str, np.ndarray],
+    autostack: bool = True,
+    logical_to_physical: Sequence[int] | None = None,
+) -> Built:
+    """Builds a program in a graph of its own; arguments as for `run`."""
+    with tf.Graph().as_default() as tf_graph:
+        tf.set_random_seed(1)
+        inputs = {
+            name: tf.placeholder(tf.as_dtype(value.dtype), value.shape, name=name)
+            for name, value in feed.items()
+        }
+        if kind == "simd":
+            block = simd.tpu_program(mesh_shape, layout, logical_to_physical=logical_to_physical)
+        else:
+            block = contextlib.nullcontext()
+        with block as program:
+            mesh_impl = program.mesh_impl if program else placement(mesh_shape, layout)
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            operations, fetches = build(mesh, inputs)
+            # Only tensors that are not split can leave a SIMD program.
+            fetches = {name: mtf.anonymize(t) for name, t in fetches.items()}
+            lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=autostack)
+            fetched = {name: lowering.export_to_tf_tensor(t) for name, t in fetches.items()}
+            updates = [lowering.lowered_operation(op) for op in operations]
+        init, restore, collect = [], None, None
+        if program is None:
+            restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
+            init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+    return Built(
+        tf_graph, lowering, program, inputs, fetched, updates, init, restore, collect
+    )  # fmt: skip
+
+
 def run(
     kind: str,
     mesh_shape: Any,
@@ -75,49 +186,6 @@ def run(
     Returns:
       A `Result`, or a list of them if repeats is not 1.
     """
-    results = []
-    with tf.Graph().as_default() as tf_graph:
-        tf.set_random_seed(1)
-        inputs = {
-            name: tf.placeholder(tf.as_dtype(value.dtype), value.shape, name=name)
-            for name, value in feeds[0].items()
-        }
-        if kind == "simd":
-            block = simd.tpu_program(mesh_shape, layout, logical_to_physical=logical_to_physical)
-        else:
-            block = contextlib.nullcontext()
-        with block as program:
-            mesh_impl = program.mesh_impl if program else placement(mesh_shape, layout)
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            operations, fetches = build(mesh, inputs)
-            # Only tensors that are not split can leave a SIMD program.
-            fetches = {name: mtf.anonymize(t) for name, t in fetches.items()}
-            lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=autostack)
-            fetched = {name: lowering.export_to_tf_tensor(t) for name, t in fetches.items()}
-            updates = [lowering.lowered_operation(op) for op in operations]
-        if program is None:
-            restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
-            init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
-        masters = {v.op.name: v for v in tf.global_variables()}
-        for _ in range(repeats):
-            if program:
-                session_block = program.session(lowering)
-            else:
-                size = mtf.convert_to_shape(mesh_shape).size
-                session_block = tf.Session(config=session_config(num_cpu_devices=size))
-            with session_block as session:
-                if program is None:
-                    session.run(init)
-                    session.run(restore)
-                steps = []
-                for feed in feeds:
-                    feed = {inputs[name]: value for name, value in feed.items()}
-                    steps.append(session.run([fetched, updates], feed)[0])
-                if program is None:
-                    session.run(collect)
-                    values = session.run(masters)
-                else:
-                    values = session.variables()
-            results.append(Result(steps, values, tf_graph, lowering))
+    made = built(kind, mesh_shape, layout, build, feeds[0], autostack, logical_to_physical)
+    results = [made.run(feeds) for _ in range(repeats)]
     return results[0] if repeats == 1 else results

@@ -20,7 +20,8 @@ def digest(names: list[str], kind: str, autostack: bool) -> str:
     def build(mesh, inputs):
         return mlp_step(stacked(names, models.OPTIMIZERS["momentum"]()), mesh, inputs), {}
 
-    graph = harness.run(kind, MESH, LAYOUT, build, models.mlp_batches(1), autostack).graph
+    (feed,) = models.mlp_batches(1)
+    graph = harness.built(kind, MESH, LAYOUT, build, feed, autostack).graph
     return hashlib.sha256(graph.as_graph_def().SerializeToString(deterministic=True)).hexdigest()
 
 

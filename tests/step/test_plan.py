@@ -17,7 +17,7 @@ from mtf_gradsync.step import Plan
 from mtf_gradsync.step.hook import Planned
 from tests import harness, models
 
-MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
+MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 AXES = {"mesh_shape": MESH, "layout": LAYOUT}
 EPS = np.finfo("f").eps
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ WRAPPERS = {
     "synced": lambda opt, name: gs.GradientAccumulationOptimizer(
         opt, 2, average_aggregated_gradients=True, name=name
     ),
-    "sync_replicas": lambda opt, name: gs.SyncReplicasOptimizer(opt, 4, name=name, **AXES),
+    "sync_replicas": lambda opt, name: gs.SyncReplicasOptimizer(opt, 2, name=name, **AXES),
 }
 STACKS = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3)
 
@@ -136,7 +136,7 @@ def test_two_graphs_at_once():
         mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)}) for mesh in meshes
     ]
     steps = [[lo.lowered_operation(op) for op in ops] for lo, ops in zip(lowerings, operations)]
-    with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+    with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
         session.run([lo.copy_masters_to_slices() for lo in lowerings])
         for _ in range(2):
@@ -159,7 +159,7 @@ def test_two_lowerings_of_one_graph():
     batch = models.mlp_batches(1)[0]
     inputs = {k: tf.constant(v) for k, v in batch.items()}
     operations = mlp_step(stacked(["synced", "clip"]), mesh, inputs)
-    layouts = [("all:8", "batch:all"), (MESH, LAYOUT), ("one:1", "")]
+    layouts = [("all:4", "batch:all"), (MESH, LAYOUT), ("one:1", "")]
     lowerings = []
     for number, layout in enumerate(layouts):
         with tf.variable_scope(f"lowering_{number}"):  # slices have names of their own
@@ -168,7 +168,7 @@ def test_two_lowerings_of_one_graph():
     results = []
     for lowering in lowerings:
         step = [lowering.lowered_operation(op) for op in operations]
-        with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
             session.run(lowering.copy_masters_to_slices())
             session.run(step)
@@ -238,6 +238,6 @@ def test_a_recomputed_model_after_the_plan_was_made(mesh_kind):
         return opt.apply_grads([grad], [w.operation]), {}
 
     x = np.linspace(-1, 1, 8).astype("f")
-    found = harness.run(mesh_kind, "all:8", "batch:all", build, [{"x": x}]).variables["w"]
+    found = harness.run(mesh_kind, "all:4", "batch:all", build, [{"x": x}]).variables["w"]
     expected = 0.5 - np.sum(x * (1 - np.tanh(0.5 * x.astype(float)) ** 2))
     np.testing.assert_allclose(found, expected, atol=16 * EPS)

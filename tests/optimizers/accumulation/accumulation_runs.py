@@ -29,6 +29,13 @@ def run(kind, mesh, make, feeds, **kwargs):
     return harness.run(kind, shape, layout, models.train(make, batch_dims), feeds, **kwargs)
 
 
+def built(kind, mesh, make):
+    """The model's training step, for several runs."""
+    shape, layout, batch_dims = harness.MESHES[mesh]
+    (feed,) = models.mlp_batches(1)
+    return harness.built(kind, shape, layout, models.train(make, batch_dims), feed)
+
+
 def joined(feeds, size=K):
     """One big batch for each `size` micro batches."""
     return [
