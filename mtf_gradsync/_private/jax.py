@@ -6,6 +6,7 @@ imports what it needs itself.
 
 from __future__ import annotations
 
+import os
 from typing import Any, ContextManager, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -258,3 +259,60 @@ def enabled_x64() -> ContextManager[None]:
     if enable_x64 is None:
         from jax.experimental import enable_x64
     return enable_x64(True)
+
+
+class Cluster(NamedTuple):
+    """What jax.distributed has to know of a cluster; None for what is not known.
+
+    Attributes:
+      coordinator: address "host:port" of process 0.
+      num_processes: how many processes there are.
+      process_id: this process's number.
+      local_device_ids: the devices of its machine that are its own; None for all.
+    """
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_device_ids: list[int] | None
+
+
+def detected_cluster(timeout: float) -> Cluster:
+    """The cluster that jax finds around this process, as ``jax.distributed.initialize`` does.
+
+    Args:
+      timeout: seconds.
+
+    Returns:
+      The cluster.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    return Cluster(
+        *ClusterEnv.auto_detect_unset_distributed_params(
+            address, None, None, None, None, int(timeout)
+        )
+    )
+
+
+def distributed_is_initialized() -> bool:
+    """Whether jax.distributed has been started, and not shut down, in this process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client is not None
+
+
+def use_cpu_collectives(implementation: str) -> None:
+    """Says how CPU devices of several processes exchange values, where nobody has said it.
+
+    Later versions of jax know it by themselves.
+
+    Args:
+      implementation: "gloo", say.
+    """
+    import jax
+
+    name = "jax_cpu_collectives_implementation"
+    if not hasattr(jax.config, name) and jax.config.read(name) in (None, "none"):
+        jax.config.update(name, implementation)

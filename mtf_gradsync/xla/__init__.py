@@ -7,6 +7,8 @@ from mtf_gradsync.xla.devices.available import DevicesError, devices_for
 from mtf_gradsync.xla.devices.cache import default_cache_dir
 from mtf_gradsync.xla.devices.session import Dispatched, XlaSession, session
 from mtf_gradsync.xla.installed import XlaMissingError, why_no_tpu_compiler, why_no_xla
+from mtf_gradsync.xla.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
+from mtf_gradsync.xla.processes.start import Processes, start_processes
 from mtf_gradsync.xla.topology.collectives import HloCollective, find_hlo_collectives
 from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
 from mtf_gradsync.xla.topology.compiling import compile_for_tpu
@@ -15,6 +17,7 @@ from mtf_gradsync.xla.topology.topologies import GENERATIONS, Generation
 
 __all__ = [
     "GENERATIONS",
+    "LOST_PROCESS_EXIT_CODE",
     "CompiledProgram",
     "CompilerDiedError",
     "CoreMemory",
@@ -22,6 +25,8 @@ __all__ = [
     "Dispatched",
     "Generation",
     "HloCollective",
+    "Processes",
+    "ProcessesError",
     "XlaMissingError",
     "XlaSession",
     "compile_for_tpu",
@@ -29,6 +34,7 @@ __all__ = [
     "devices_for",
     "find_hlo_collectives",
     "session",
+    "start_processes",
     "why_no_tpu_compiler",
     "why_no_xla",
 ]

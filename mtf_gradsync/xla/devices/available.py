@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Sequence
 
-from mtf_gradsync._private.jax import backends_are_initialized
 from mtf_gradsync.xla.installed import check_installed
-
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
+from mtf_gradsync.xla.processes.cpu_devices import COUNT_FLAG, make_cpu_devices
 
 
 class DevicesError(RuntimeError):
@@ -48,17 +45,6 @@ def devices_for(
     return list(devices[:num_cores])
 
 
-def make_cpu_devices(count: int) -> None:
-    """Asks for as many CPU devices, where nobody has asked yet and jax has not begun.
-
-    Args:
-      count: devices of this process.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _COUNT_FLAG not in flags and not backends_are_initialized():
-        os.environ["XLA_FLAGS"] = f"{flags} {_COUNT_FLAG}={count}".strip()
-
-
 def _all_devices(platform: str | None) -> list[Any]:
     import jax
 
@@ -76,7 +62,7 @@ def _all_devices(platform: str | None) -> list[Any]:
 def _remedy(kind: str | None, num_cores: int) -> str:
     if kind == "cpu":
         return (
-            f"Set XLA_FLAGS={_COUNT_FLAG}={num_cores} before jax starts, start more processes, or "
+            f"Set XLA_FLAGS={COUNT_FLAG}={num_cores} before jax starts, start more processes, or "
             "take a smaller mesh."
         )
     return (

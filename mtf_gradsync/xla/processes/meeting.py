@@ -1,0 +1,187 @@
+"""Brings the processes of a job together before jax starts.
+
+jax itself ends a process by SIGABRT where its coordinator does not answer, by SIGSEGV where the
+coordinator's port is taken, and may wait without end for a process that never comes. So they meet
+on the coordinator's port first, over plain TCP, where whoever is missing can be named. Then the
+port is free again for jax; the connections stay, for the watchdog.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from typing import Any, Mapping
+
+from mtf_gradsync.xla.processes.errors import ProcessesError
+from mtf_gradsync.xla.processes.members import Member
+from mtf_gradsync.xla.processes.messages import Connection, ConnectionBroken
+
+_PAUSE_S = 0.1
+
+
+def meet(
+    coordinator: tuple[str, int],
+    me: Member,
+    num_processes: int,
+    facts: Mapping[str, Any],
+    timeout: float,
+) -> dict[Member, Connection]:
+    """Waits until all processes are there.
+
+    Args:
+      coordinator: host and port of process 0.
+      me: this process.
+      num_processes: how many there are.
+      facts: what has to be the same in all processes, by the name that a user knows it under.
+      timeout: seconds.
+
+    Returns:
+      On process 0 a connection to every other process, on the others one to process 0.
+
+    Raises:
+      ProcessesError: when the time is up, the port is taken, or the processes do not fit together.
+    """
+    end = time.monotonic() + timeout
+    facts = {"num_processes": num_processes, **facts}
+    if me.index == 0:
+        return _Host(me, facts, coordinator[1]).wait(num_processes, end)
+    return _join(coordinator, me, facts, end)
+
+
+class _Host:
+    """Process 0 while it waits for the others."""
+
+    def __init__(self, me: Member, facts: dict[str, Any], port: int):
+        self._me, self._facts, self._port = me, facts, port
+        self._there: dict[int, tuple[Member, Connection]] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def wait(self, num_processes: int, end: float) -> dict[Member, Connection]:
+        with contextlib.closing(_listening(self._port)) as server, self._selector:
+            self._selector.register(server, selectors.EVENT_READ, None)
+            try:
+                while len(self._there) < num_processes - 1:
+                    self._check_time(num_processes, end)
+                    for key, _ in self._selector.select(_PAUSE_S):
+                        if key.fileobj is server:
+                            stranger = Connection(server.accept()[0])
+                            self._selector.register(stranger, selectors.EVENT_READ, None)
+                        elif key.data is None:
+                            self._greet(key.fileobj)
+                        else:
+                            # Nobody has a reason to speak: it is gone, and may be started again.
+                            del self._there[key.data]
+                            self._drop(key.fileobj)
+            finally:
+                strangers = [
+                    key.fileobj
+                    for key in list(self._selector.get_map().values())
+                    if key.data is None and key.fileobj is not server
+                ]
+                for stranger in strangers:
+                    self._drop(stranger)
+        for _, connection in self._there.values():
+            self._tell(connection, all_here=self._me)
+        return dict(self._there.values())
+
+    def _greet(self, connection: Connection) -> None:
+        """Reads the first words of somebody; port scanners and the like are dropped."""
+        try:
+            messages = connection.receive()
+            if not messages:
+                return
+            member, facts = Member(*messages[0]["member"]), messages[0]["facts"]
+        except (ConnectionBroken, KeyError, TypeError):
+            self._drop(connection)
+            return
+        other = next((f"{k}={v!r} and {facts.get(k)!r}" for k, v in self._facts.items()
+                      if facts.get(k) != v), None)  # fmt: skip
+        if other:
+            self._refuse(connection, f"{self._me} and {member} were started with {other}")
+        if member.index in self._there:
+            twin = self._there[member.index][0]
+            self._refuse(connection, f"{twin} and {member} have the same process_id")
+        self._selector.modify(connection, selectors.EVENT_READ, member.index)
+        self._there[member.index] = member, connection
+
+    def _check_time(self, num_processes: int, end: float) -> None:
+        if time.monotonic() > end:
+            missing = [str(i) for i in range(1, num_processes) if i not in self._there]
+            self._refuse(
+                None,
+                f"process 0 waited on port {self._port} for {num_processes} processes, and these "
+                f"did not come in time: {', '.join(missing)}",
+            )
+
+    def _refuse(self, connection: Connection | None, reason: str) -> None:
+        """Ends the start, here and for those who wait."""
+        for other in [connection, *(c for _, c in self._there.values())]:
+            if other is not None:
+                self._tell(other, refused=reason)
+                other.close()
+        raise ProcessesError(f"The job cannot start: {reason}.")
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+    @staticmethod
+    def _tell(connection: Connection, **message: Any) -> None:
+        with contextlib.suppress(ConnectionBroken):  # which the watchdog will say
+            connection.send(**message)
+
+
+def _listening(port: int) -> socket.socket:
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise ProcessesError(
+            f"Process 0 cannot listen on the coordinator's port {port}: {error.strerror}. Give all "
+            "processes another port; if you did not start this job twice, another program has it."
+        ) from error
+
+
+def _join(
+    coordinator: tuple[str, int], me: Member, facts: dict[str, Any], end: float
+) -> dict[Member, Connection]:
+    host, port = coordinator
+    why = "it has not answered"
+    while time.monotonic() < end:
+        try:
+            connection = Connection(socket.create_connection(coordinator, timeout=5))
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(_PAUSE_S)
+            continue
+        try:
+            connection.send(member=me, facts=facts)
+            why = "it waits for other processes"
+            return {_welcome(connection, end): connection}
+        except ConnectionBroken:
+            # Another program's port, or a process 0 that has failed and may be started again.
+            why = "what listens there is not process 0 of this job"
+            connection.close()
+            time.sleep(_PAUSE_S)
+        except TimeoutError:
+            connection.close()
+    raise ProcessesError(
+        f"{me} cannot meet process 0 at the coordinator's address {host}:{port}: {why}. Start all "
+        "processes, and give each the address of process 0 as it sees it."
+    )
+
+
+def _welcome(connection: Connection, end: float) -> Member:
+    """Waits for process 0's word that all are there; returns who process 0 is."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while time.monotonic() < end:
+            for message in connection.receive() if selector.select(_PAUSE_S) else ():
+                if "refused" in message:
+                    raise ProcessesError(f"The job cannot start: {message['refused']}.")
+                if "all_here" in message:
+                    return Member(*message["all_here"])
+    raise TimeoutError

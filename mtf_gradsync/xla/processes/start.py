@@ -1,0 +1,209 @@
+"""Starts this process as one of several whose devices make one mesh."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Callable
+
+from mtf_gradsync._private.jax import (
+    Cluster,
+    backends_are_initialized,
+    detected_cluster,
+    distributed_is_initialized,
+    use_cpu_collectives,
+)
+from mtf_gradsync.xla.installed import check_installed
+from mtf_gradsync.xla.processes.aborting import pause_before_abort
+from mtf_gradsync.xla.processes.cpu_devices import make_cpu_devices
+from mtf_gradsync.xla.processes.errors import ProcessesError, is_from_xla
+from mtf_gradsync.xla.processes.meeting import meet
+from mtf_gradsync.xla.processes.members import Member
+from mtf_gradsync.xla.processes.watchdog import Watchdog
+
+_LONGEST = 300
+
+
+class Processes:
+    """This process among the others. Use it as a context manager around all work on the mesh.
+
+    An exception that leaves the context ends the other processes, too; so does the end of this
+    process without `close`, unless the interpreter ends as it should.
+
+    Attributes:
+      process_index: this process's number, from 0.
+      num_processes: how many there are.
+    """
+
+    def __init__(
+        self, me: Member, num_processes: int, watchdog: Watchdog, undo: Callable[[], None]
+    ):
+        self.process_index = me.index
+        self.num_processes = num_processes
+        self._watchdog = watchdog
+        self._undo = undo
+        self._closed = False
+        self._exit_code: int | None = None
+        # Before jax's own, which waits for all processes.
+        atexit.register(self._at_exit)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Waits until all processes have come here, and leaves them."""
+        if self._closed:
+            return
+        import jax
+
+        self._closed = True
+        self._watchdog.leave()
+        jax.distributed.shutdown()
+        self._undo()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if is_from_xla(error):
+            # A collective without one of its processes, perhaps: then this does not return.
+            self._watchdog.wait_for_verdict()
+        code = error.code if isinstance(error, SystemExit) else 1
+        self._exit_code = code if isinstance(code, int) else 1
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        self._watchdog.fail(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+    def _at_exit(self) -> None:
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:
+            self._fail(uncaught)
+        if self._exit_code is not None:
+            # jax would wait for processes that have ended.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code)
+        self.close()
+
+
+def start_processes(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    cpu_devices: int | None = None,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+) -> Processes:
+    """Joins this process with the others of its job; returns when all are there.
+
+    Call it in every process, before anything else uses jax. Without the first three arguments jax
+    looks for a cluster: SLURM, Open MPI, Kubernetes, Cloud TPU.
+
+    Afterwards a thread watches over the processes: when one dies, or says nothing for a while, all
+    others end with an error that names it and `LOST_PROCESS_EXIT_CODE`.
+
+    Args:
+      coordinator: address "host:port" of process 0, as the others see it; the port is any free one
+        there.
+      num_processes: how many processes there are.
+      process_id: this process's number, from 0.
+      cpu_devices: how many CPU devices this process makes; default what XLA_FLAGS says, or 1.
+      timeout: seconds to wait for the other processes.
+      silence: seconds without a sign of life after which a process is lost.
+
+    Returns:
+      A context manager; close it when the work is done.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      ProcessesError: when jax has begun already, or the processes cannot meet.
+      ValueError: when the arguments are incomplete or make no sense, or no cluster is found.
+    """
+    check_installed("jax", "jaxlib")
+    if distributed_is_initialized():
+        raise ProcessesError("start_processes can be called once in a process; it has been.")
+    if backends_are_initialized():
+        raise ProcessesError(
+            "jax has begun already, without the other processes. Call start_processes before "
+            "anything that uses jax's devices, such as mtf_gradsync.xla.session."
+        )
+    end = time.monotonic() + timeout
+    cluster = _resolved(coordinator, num_processes, process_id, timeout)
+    if cpu_devices is not None:
+        make_cpu_devices(cpu_devices, replace=True)
+    use_cpu_collectives("gloo")
+    import jax
+
+    me = Member.this(cluster.process_id)
+    facts = {"jax": jax.__version__, "cpu_devices": cpu_devices}
+    peers = meet(
+        _host_and_port(cluster.coordinator),
+        me,
+        cluster.num_processes,
+        facts,
+        end - time.monotonic(),
+    )
+    undo = pause_before_abort()
+    watchdog = Watchdog(me, peers, silence)
+    processes = Processes(me, cluster.num_processes, watchdog, undo)
+    try:
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            cluster.local_device_ids,
+            initialization_timeout=max(30, int(end - time.monotonic())),
+        )
+    except BaseException as error:
+        processes.__exit__(type(error), error, error.__traceback__)
+        raise
+    return processes
+
+
+def _resolved(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
+) -> Cluster:
+    """The arguments, or what jax finds in their place."""
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(
+            f"start_processes got {', '.join(n for n in given if n not in missing)} without "
+            f"{' and '.join(missing)}. Give all three, or none of them in a cluster that jax knows."
+        )
+    cluster = Cluster(coordinator, num_processes, process_id, None)
+    if missing:
+        cluster = detected_cluster(timeout)
+    if None in cluster[:3]:
+        raise ValueError(
+            "jax finds no cluster that it knows (SLURM, Open MPI, Kubernetes, Cloud TPU) around "
+            "this process. Give coordinator, num_processes and process_id."
+        )
+    if not 0 <= cluster.process_id < cluster.num_processes:
+        raise ValueError(
+            f"process_id must be between 0 and {cluster.num_processes - 1} in a job of "
+            f"{cluster.num_processes} processes, got {cluster.process_id}."
+        )
+    _host_and_port(cluster.coordinator)
+    return cluster
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"coordinator must be like 'host:1234', got {address!r}.")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,196 @@
+"""Ends a process, with an error that says why, when another process of its job is lost.
+
+A process that dies or stops leaves the others in a collective, where they wait without end. A
+thread in each process, which works while the main thread waits, exchanges a word every second with
+process 0. Process 0 tells the others whom it has lost; they find the loss of process 0 by
+themselves. Then every living process writes one error and ends by `LOST_PROCESS_EXIT_CODE`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from typing import Any, Mapping
+
+from mtf_gradsync.xla.processes.errors import LOST_PROCESS_EXIT_CODE
+from mtf_gradsync.xla.processes.members import Member
+from mtf_gradsync.xla.processes.messages import Connection, ConnectionBroken
+
+_BEAT_S = 1.0
+# A loop that was late by this much has to read before it can say who was silent.
+_LATE_S = 2.0
+# When another process failed, this one may be about to fail by itself, with a better error.
+_GRACE_S = 2.0
+# How long an error of a step waits for the watchdog's word on it.
+_VERDICT_S = 10.0
+
+
+class Watchdog:
+    """The thread of one process."""
+
+    def __init__(self, me: Member, peers: Mapping[Member, Connection], silence: float):
+        """Starts it.
+
+        Args:
+          me: this process.
+          peers: connections to all others on process 0, to process 0 on the others.
+          silence: seconds without a word after which a process is lost.
+        """
+        self._me = me
+        self._silence = silence
+        self._peers = dict(peers)
+        self._size = len(peers) + 1
+        self._last = self._next_beat = time.monotonic()
+        self._heard = dict.fromkeys(peers, self._last)
+        self._left: set[Member] = set()  # those who said goodbye, this process included
+        self._doom: tuple[float, str] | None = None  # when to end, and why
+        self._requests: collections.deque[tuple[str, str]] = collections.deque()
+        self._finished = threading.Event()
+        self._waker, self._wakened = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakened, selectors.EVENT_READ, None)
+        for member, connection in self._peers.items():
+            self._selector.register(connection, selectors.EVENT_READ, member)
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def leave(self) -> None:
+        """Says goodbye, and waits until all processes have."""
+        self._request("goodbye", "")
+        self._finished.wait()
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that this process ends with an error, so that they end, too.
+
+        Args:
+          reason: what they say.
+        """
+        self._request("failed", reason)
+        self._finished.wait(_GRACE_S)
+
+    def wait_for_verdict(self) -> None:
+        """Waits, after an error that a lost process may have caused, for what is found about it.
+
+        Returns:
+          Only if no process is lost.
+        """
+        self._finished.wait(_VERDICT_S)
+
+    def _request(self, kind: str, text: str) -> None:
+        self._requests.append((kind, text))
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def _run(self) -> None:
+        while not self._finished.is_set():
+            ready = self._selector.select(_BEAT_S / 4)
+            now = time.monotonic()
+            late, self._last = now - self._last, now
+            if late > self._silence:
+                self._end(
+                    f"this process stood still for {late:.0f} s, and the others give a process up "
+                    f"after {self._silence:g} s"
+                )
+            for key, _ in ready:
+                if key.data is None:
+                    self._wakened.recv(1024)
+                else:
+                    self._hear(key.data, now)
+            while self._requests:
+                self._do(*self._requests.popleft())
+            if now >= self._next_beat:
+                self._next_beat = now + _BEAT_S
+                self._tell_all(beat=True)
+            if late < _LATE_S:
+                for member in list(self._peers):
+                    if now - self._heard[member] > self._silence:
+                        self._lose(member, f"has been silent for {self._silence:g} s")
+            if self._me.index == 0 and len(self._left) == self._size:
+                self._tell_all(all_left=True)
+                self._finished.set()
+            if self._doom is not None and now >= self._doom[0]:
+                self._end(self._doom[1])
+        for connection in self._peers.values():
+            connection.close()
+        self._selector.close()
+        self._waker.close()
+        self._wakened.close()
+
+    def _hear(self, member: Member, now: float) -> None:
+        try:
+            messages = self._peers[member].receive()
+        except ConnectionBroken:
+            connection = self._peers.pop(member)
+            self._selector.unregister(connection)
+            connection.close()
+            self._lose(member, "ended without a word: its connection broke")
+            return
+        self._heard[member] = now
+        for message in messages:
+            if "goodbye" in message:
+                self._left.add(member)
+            elif "all_left" in message:
+                self._finished.set()
+            elif "failed" in message:
+                self._lose(member, f"ended with an error: {message['failed']}", _GRACE_S)
+            elif "lost" in message:
+                self._learn(Member(*message["lost"]), message["how"], message["grace"])
+
+    def _do(self, kind: str, text: str) -> None:
+        """Does what the main thread asks."""
+        if kind == "goodbye":
+            self._left.add(self._me)
+            self._tell_all(goodbye=True)
+            return
+        if self._me.index == 0:
+            self._tell_all(lost=self._me, how=f"ended with an error: {text}", grace=_GRACE_S)
+        else:
+            self._tell_all(failed=text)
+        self._finished.set()
+
+    def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
+        """Notices that a process is lost."""
+        if member not in self._left:
+            self._tell_all(lost=member, how=how, grace=grace)
+            self._learn(member, how, grace)
+
+    def _learn(self, member: Member, how: str, grace: float) -> None:
+        """Takes note that a process is lost, and ends, at once or soon."""
+        if self._doom is None:
+            what = f"lost {member}: it {how}"
+            if member == self._me:
+                what = f"the other processes have given this one up: it {how}"
+            self._doom = time.monotonic() + grace, what
+        if time.monotonic() >= self._doom[0]:
+            self._end(self._doom[1])
+
+    def _tell_all(self, **message: Any) -> None:
+        for connection in self._peers.values():
+            with contextlib.suppress(ConnectionBroken):  # which reading will show
+                connection.send(**message)
+
+    def _end(self, what: str) -> None:
+        text = (
+            f"\nmtf_gradsync: {self._me}: {what}. No step can be made without all processes, so "
+            f"this one ends with exit code {LOST_PROCESS_EXIT_CODE}. Start the job again; it goes "
+            "on from the newest checkpoint.\n"
+        )
+        # What was printed before comes first, unless the main thread stands still in the middle.
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(1.0)
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
+        # The main thread may never come back from XLA.
+        os._exit(LOST_PROCESS_EXIT_CODE)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
