@@ -305,6 +305,10 @@ def xla_custom_call(
     return result
 
 
+class BridgeError(RuntimeError):
+    """TensorFlow's bridge to XLA refuses a program."""
+
+
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     """What TensorFlow's bridge to XLA makes of a function, before any optimization.
 
@@ -320,12 +324,16 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
       variables that the function assigns; the module's aliases say which is whose.
 
     Raises:
-      tf.errors.InvalidArgumentError: when XLA has no kernel for an operation.
+      BridgeError: when XLA has no kernel for an operation.
     """
     from tensorflow.python.eager.polymorphic_function import compiler_ir
 
     generate = compiler_ir.from_concrete_function(function, list(input_specs))
-    return generate(stage="hlo_serialized")
+    try:
+        return generate(stage="hlo_serialized")
+    except (tf.errors.OpError, ValueError) as error:
+        text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
+        raise BridgeError(" ".join(text.split())[:600]) from error
 
 
 def hlo_module(serialized: bytes) -> Any:

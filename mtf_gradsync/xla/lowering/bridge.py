@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import eager_mode, function_hlo
+from mtf_gradsync._private.tensorflow import BridgeError, eager_mode, function_hlo
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph.functional import rebuild
@@ -78,10 +78,9 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
         # frames of a v1 loop.
         try:
             proto = function_hlo(tf.wrap_function(body, specs), specs)
-        except tf.errors.OpError as error:
+        except BridgeError as error:
             raise UnsupportedProgramError(
-                f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: "
-                f"{_first_part(error)}"
+                f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: {error}"
             ) from error
     aliases = aliases_of(read_module(proto))
     num_fetches = max(1, len(replica.fetches))
@@ -92,8 +91,3 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
         )
     return Hlo(proto, num_fetches, tuple(aliases.values()), has_randomness)
 
-
-def _first_part(error: BaseException) -> str:
-    """The part of the bridge's message that a user can act on, on one line."""
-    text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
-    return " ".join(text.split())[:600]

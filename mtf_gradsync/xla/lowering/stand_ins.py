@@ -29,9 +29,11 @@ RANDOM_TYPES = frozenset(
 )
 
 _PHILOX = 1
-# Words of the state: draws of this step, steps, the core's key, and the key of this run of the
-# program, for operations without a seed.
-STATE_WORDS = 4
+# The state: draws of this step; steps, and above them a key of this run of the program, for
+# operations without a seed; the core's key.
+STATE_WORDS = 3
+_STEP_BITS = 40
+_RUN_BITS = 23
 _MASK = (1 << 64) - 1
 
 
@@ -85,7 +87,7 @@ class Randomness:
     def end_of_step(self) -> tf.Operation:
         """The operation that moves the state to the next step."""
         state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
-        new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2], state[3]])
+        new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
@@ -94,12 +96,14 @@ class Randomness:
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
         )
         seeds = node.attr["seed"].i, node.attr["seed2"].i
-        # 64-bit constants: TensorFlow's seeds may not fit into less.
-        seed = tf.constant([_mixed(*seeds)], tf.int64) if any(seeds) else before[3:]
-        key = tf.bitwise.bitwise_xor(before[2:3], seed)
+        count = before[1:2]
+        if any(seeds):
+            count = tf.bitwise.bitwise_and(count, tf.constant([(1 << _STEP_BITS) - 1], tf.int64))
+        # A constant of 64 bits: TensorFlow's seeds may not fit into less.
+        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([_mixed(*seeds)], tf.int64))
         return {
             "key": tf.bitcast(key, tf.uint64),
-            "counter": tf.bitcast(before[:2], tf.uint64),
+            "counter": tf.bitcast(tf.concat([before[:1], count], 0), tf.uint64),
             "alg": tf.constant(_PHILOX),
         }
 
@@ -151,7 +155,8 @@ def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
     Returns:
       int64 ``[STATE_WORDS]``.
     """
-    return np.array([0, step, _mixed(core, 1), _mixed(entropy, 2)], np.int64)
+    run = entropy % (1 << _RUN_BITS)
+    return np.array([0, step | run << _STEP_BITS, _mixed(core, 1)], np.int64)
 
 
 def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
