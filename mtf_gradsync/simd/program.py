@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd import replicated
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
 from mtf_gradsync.simd.lowerings import lowerings_in
+
+_Prepared = TypeVar("_Prepared")
 
 
 class Program:
@@ -26,7 +28,7 @@ class Program:
         self.mesh_impl = mesh_impl
         self.name = name
         self.num_replicas: int = mesh_impl.size
-        self._prepared: dict[tuple[int, ...], PreparedGraph] = {}
+        self._prepared: dict[Hashable, Any] = {}
 
     @property
     def tpu_context(self) -> TPUContext:
@@ -83,11 +85,25 @@ class Program:
           TypeError: when lowering is none of these.
         """
         lowerings = lowerings_in(lowering)
-        key = tuple(id(low) for low in lowerings)
-        prepared = self._prepared.get(key)
-        if prepared is None or prepared.version != self.graph.version:
-            prepared = self._prepared[key] = PreparedGraph(self.graph, lowerings)
+        prepared = self.prepared(
+            ("emulator", *map(id, lowerings)), lambda: PreparedGraph(self.graph, lowerings)
+        )
         return CpuReplicaSession(prepared, config)
+
+    def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
+        """What sessions of a runtime have in common.
+
+        Args:
+          key: says for whom it was made.
+          make: makes it; the result's ``version`` is that of the graph it was made from.
+
+        Returns:
+          What was made for the key before, or anew where the graph has changed since.
+        """
+        found = self._prepared.get(key)
+        if found is None or found.version != self.graph.version:
+            found = self._prepared[key] = make()
+        return found
 
 
 class TPUContext:

@@ -1,8 +1,8 @@
 """Reads groups of cores in the spellings of every version of XLA.
 
-Versions of XLA since 2024 say who takes part in a collective in fields that TensorFlow's own copy of
-``HloInstructionProto`` may be too old to know. Protocol buffers keep such fields as they came; the
-messages here hold those fields alone, under the numbers that XLA gave them.
+Versions of XLA since 2024 say who takes part in a collective in fields that TensorFlow's own copy
+of ``HloInstructionProto`` may be too old to know. Protocol buffers keep such fields as they came;
+the messages here hold those fields alone, under the numbers that XLA gave them.
 """
 
 from __future__ import annotations

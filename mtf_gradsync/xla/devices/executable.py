@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -100,10 +101,8 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
         executable = compile_stablehlo(program.module, devices, {}, load=True)
     except RuntimeError as error:
         raise _compile_error(error, devices) from error
-    try:
+    with contextlib.suppress(RuntimeError):  # not every platform can
         cache.put(key, serialized_executable(executable, devices))
-    except RuntimeError:
-        pass  # not every platform can
     return LoadedProgram(executable, devices)
 
 

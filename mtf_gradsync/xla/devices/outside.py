@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Iterable, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.attributes import untie
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
 
@@ -56,16 +55,19 @@ class Outside:
       graph: the graph that a ``tf.Session`` runs; finalized.
     """
 
-    def __init__(self, facts: GraphFacts, source: tf.Graph):
+    def __init__(self, facts: GraphFacts, source: tf.Graph, program: str):
         """Cuts it out.
 
         Args:
           facts: of the whole graph.
           source: the graph itself, which knows dtypes and shapes.
+          program: the program's name; other programs of the graph do not run.
         """
         self._facts = facts
         self._source = source
-        self._after = self._find_after()
+        self._program = program
+        self._after = self._find_after({program})
+        self._of_others = self._find_after(set(facts.num_replicas) - {program})
         self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
         self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
         self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
@@ -85,6 +87,20 @@ class Outside:
     def is_after(self, name: str) -> bool:
         """Whether an operation or tensor needs the program."""
         return split_input(name)[0] in self._after
+
+    def check_runs(self, name: str) -> None:
+        """Checks that nothing but this program is needed for a fetch.
+
+        Raises:
+          ValueError: when it belongs to another program of the graph, or needs one.
+        """
+        node = split_input(name)[0]
+        others = self._facts.cluster.get(node, self._program) != self._program
+        if others or node in self._of_others:
+            raise ValueError(
+                f"{name!r} cannot be fetched in a session of the program {self._program!r}: it "
+                "needs another program of the graph. Make a session of that one."
+            )
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
         """The operations of `graph` that some need, themselves included."""
@@ -122,7 +138,8 @@ class Outside:
             self._touched[key] = Touched(frozenset(read), frozenset(written))
         return self._touched[key]
 
-    def _find_after(self) -> set[str]:
+    def _find_after(self, programs: set[str]) -> set[str]:
+        """What needs any of some programs."""
         facts = self._facts
         found: set[str] = set()
         for name in facts.order:
@@ -132,7 +149,8 @@ class Outside:
             for source, _ in facts.inputs(name):
                 # The program's beginning is no reason to wait for its end.
                 starts = facts.node[source].op == "TPUReplicateMetadata"
-                if source in found or (source in facts.cluster and not starts):
+                inside = facts.cluster.get(source) in programs and not starts
+                if source in found or inside:
                     found.add(name)
         return found
 
@@ -189,21 +207,3 @@ class Outside:
         node.name, node.op = name, "Placeholder"
         node.attr["dtype"].type = like.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
-
-
-def check_one_program(facts: GraphFacts, name: str) -> None:
-    """Refuses a graph with more programs than one.
-
-    Args:
-      facts: the graph's facts.
-      name: the program that is to run.
-
-    Raises:
-      UnsupportedProgramError: names the others.
-    """
-    others = sorted(set(facts.num_replicas) - {name})
-    if others:
-        raise UnsupportedProgramError(
-            f"The graph holds the programs {others} besides {name!r}. Build one program in a "
-            "graph; XLA devices keep the variables of one."
-        )

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.jax import LoadedProgram, OnDevices, put_on_devices
+from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.simd.graph.facts import GraphFacts, split_input
-from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
+from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
-from mtf_gradsync.simd.masters import MasterOps
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession
 from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
 from mtf_gradsync.xla.devices.errors import explained
-from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
-from mtf_gradsync.xla.devices.outside import Outside, check_one_program
+from mtf_gradsync.xla.devices.prepared import Compiled, PreparedProgram
 from mtf_gradsync.xla.devices.step import Place, StepPlan, place_of
 from mtf_gradsync.xla.devices.variables import DeviceVariables
-from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.lowering.stand_ins import initial_state
 from mtf_gradsync.xla.processes.cores import Cores
-
-
-class _Compiled(NamedTuple):
-    """A core's program for one set of fetches."""
-
-    replica: ReplicaProgram
-    lowered: Lowered
-    program: LoadedProgram
-    inputs: tuple[ReplicaInput, ...]
-    variables: tuple[ReplicaInput, ...]
 
 
 class Dispatched:
@@ -78,24 +64,26 @@ class XlaSession(ReplicaSession):
         """Makes a session; see `session`."""
         cores = Cores(devices_for(program.num_replicas, platform, devices))
         lowerings = lowerings_in(lowering)
-        check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
-        ops = MasterOps(program.graph, lowerings)
+        cache_dir = default_cache_dir() if cache_dir == "default" else cache_dir
+        ids = tuple(d.id for d in cores.devices)
+        prepared = program.prepared(
+            ("xla", ids, cache_dir, *map(id, lowerings)),
+            lambda: PreparedProgram(program, lowerings, cores, Cache(cache_dir)),
+        )
         self._program = program
-        self._version = program.graph.version
-        self._facts = GraphFacts(program.graph.as_graph_def())
-        check_one_program(self._facts, program.name)
-        self._outside = Outside(self._facts, program.graph)
+        self._prepared = prepared
+        self._facts, self._outside = prepared.facts, prepared.outside
         self._cores = cores
-        self._cache = Cache(default_cache_dir() if cache_dir == "default" else cache_dir)
-        self._compiled: dict[tuple[str, ...], _Compiled] = {}
         self._plans: dict[tuple[tuple[str, ...], bool], StepPlan] = {}
         self._random_state: OnDevices | None = None
         self._entropy = int.from_bytes(os.urandom(7), "little")
-        super().__init__(tf.Session(graph=self._outside.graph, config=config or host_config()), ops)
+        host = tf.Session(graph=self._outside.graph, config=config or host_config())
+        super().__init__(host, prepared.ops)
         self._variables = DeviceVariables(self._session, cores)
         try:
-            self._session.run(ops.initialize)
-            self._session.run(ops.to_slices)
+            self._session.run(prepared.ops.initialize)
+            self._variables.share()
+            self._session.run(prepared.ops.to_slices)
         except BaseException:
             self._session.close()
             raise
@@ -149,7 +137,7 @@ class XlaSession(ReplicaSession):
         if not plan.runs_program:
             values.update(self._run_outside(plan.first, feeds))
             return Dispatched(fetches, plan.places, values)
-        compiled = self._compiled_for(plan.inside)
+        compiled = self._prepared.compiled(plan.inside)
         local = self._cores.local
         sources = {i.sources[c] for i in compiled.inputs for c in local}
         for name in sources:
@@ -159,17 +147,19 @@ class XlaSession(ReplicaSession):
                     "in one step and feed it in the next."
                 )
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
-        values.update(self._run_outside(sorted(sources | plan.first), first))
+        everywhere = None
+        if not self._cores.is_alone:
+            everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
+        values.update(self._run_outside(sources | plan.first, first, everywhere))
         values.update(self._step(compiled, values, bool(feeds)))
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
             last.update((k, values[v]) for k, v in plan.needs.carried.items())
-            for tensor, (inner, core) in plan.needs.returned.items():
-                last[tensor] = self._on_core(values[inner], core)
-            values.update(self._run_outside(sorted(plan.last), last))
+            last.update(self._returned(plan.needs.returned, values))
+            values.update(self._run_outside(plan.last, last))
         return Dispatched(fetches, plan.places, values)
 
-    def _step(self, compiled: _Compiled, given: dict[str, Any], copy: bool) -> dict[str, OnDevices]:
+    def _step(self, compiled: Compiled, given: dict[str, Any], copy: bool) -> dict[str, OnDevices]:
         """Runs the program; returns what it fetched, by name."""
         local, devices = self._cores.local, self._cores.local_devices
         # What was fed is the caller's, who may write something else there while the step runs.
@@ -199,19 +189,68 @@ class XlaSession(ReplicaSession):
         states = [initial_state(core, step, self._entropy) for core in self._cores.local]
         return put_on_devices(states, self._cores.local_devices)
 
-    def _on_core(self, value: OnDevices, core: int) -> np.ndarray:
-        return np.asarray(value.arrays[self._cores.local.index(core)])
+    def _returned(
+        self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """What the program returned from some cores, for the host of every process."""
+        inner = sorted({name for name, _ in returned.values()})
+        with explained():
+            local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
+        everywhere = dict(zip(inner, self._cores.gather(local) if inner else ()))
+        return {tensor: everywhere[name][core] for tensor, (name, core) in returned.items()}
 
-    def _run_outside(self, names: Sequence[str], feeds: dict[str, Any]) -> dict[str, Any]:
-        """Runs operations and tensors on the host, which sees the newest variables."""
+    def _run_outside(
+        self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None
+    ) -> dict[str, Any]:
+        """Runs operations and tensors on the host, which sees the newest variables.
+
+        Args:
+          names: what this process runs.
+          feeds: by name.
+          everywhere: what all processes together run, where it is more.
+
+        Returns:
+          Values by name.
+        """
         names = sorted(names)
-        if not names:
-            return {}
-        touched = self._outside.touched(names)
+        touched = self._outside.touched(names if everywhere is None else everywhere)
         self._variables.bring_home(touched.read)
-        values = self._session.run(names, feeds)
+        values = self._session.run(names, feeds) if names else ()
         self._variables.forget(touched.written)
         return dict(zip(names, values))
+
+    def save(self, path: str) -> str:
+        """See `ReplicaSession.save`.
+
+        With several processes, all of them have to call it. The first one writes the files; it
+        returns on all when they are there.
+
+        Raises:
+          ValueError: as there.
+          ProcessesError: when the first process could not write them.
+        """
+        saver = self._checked_saver()
+        self._bring_masters_up_to_date()
+
+        def write() -> str:
+            if not self._cores.is_first:
+                return path
+            return saver.save(self._session, path, write_meta_graph=False, write_state=False)
+
+        return self._cores.together(write)
+
+    def restore(self, path: str) -> None:
+        """See `ReplicaSession.restore`.
+
+        With several processes, all of them have to call it, and can read the files.
+
+        Raises:
+          ValueError: as there.
+          ProcessesError: when another process could not read them.
+        """
+        saver = self._checked_saver()
+        self._cores.together(lambda: saver.restore(self._session, path))
+        self._take_masters()
 
     def _bring_masters_up_to_date(self) -> None:
         self._variables.bring_home()
@@ -222,21 +261,8 @@ class XlaSession(ReplicaSession):
         self._variables.forget()
         self._random_state = None
 
-    def _compiled_for(self, inside: tuple[str, ...]) -> _Compiled:
-        """The program that fetches some tensors; compiled when it is asked for first."""
-        if inside not in self._compiled:
-            replica = replica_program(self._program, inside)
-            module = lowered(replica, self._cache)
-            self._compiled[inside] = _Compiled(
-                replica,
-                module,
-                loaded(module, self._cores.devices, self._cache),
-                tuple(i for i in replica.inputs if not i.is_variable),
-                tuple(i for i in replica.inputs if i.is_variable),
-            )
-        return self._compiled[inside]
-
     def _place(self, name: str, per_replica: bool) -> Place:
+        self._outside.check_runs(name)
         return place_of(self._facts, self._program.name, name, per_replica, self._cores)
 
     def _feed(self, key: Any) -> str:
@@ -299,6 +325,7 @@ def session(
     Raises:
       XlaMissingError: when jax is not installed.
       DevicesError: when there are too few devices.
+      ProcessesError: when several processes do not fit together on the mesh.
       UnsupportedProgramError: when the graph holds what cannot run.
       TypeError: when lowering is of no known kind.
     """

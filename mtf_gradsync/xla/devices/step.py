@@ -16,7 +16,8 @@ class Place(NamedTuple):
     """Where a fetch comes from.
 
     Attributes:
-      names: what stands outside: one operation or tensor, or one for each core. Empty otherwise.
+      names: what stands outside: one operation or tensor, or one for each core, with "" for a
+        core of another process. Empty otherwise.
       inside: a tensor of the program; "" for what stands outside and for operations.
       positions: of the cores whose values are wanted among this process's; None for a core of
         another process.
@@ -36,7 +37,7 @@ class Place(NamedTuple):
             arrays = values[self.inside].arrays
             found = [None if p is None else np.asarray(arrays[p])[()] for p in self.positions]
         else:
-            found = [values[name] for name in self.names] or [None]
+            found = [values.get(name) for name in self.names] or [None]
         return found if self.is_list else found[0]
 
 
@@ -62,7 +63,7 @@ class StepPlan(NamedTuple):
     @classmethod
     def of(cls, places: Sequence[Place], outside: Outside) -> StepPlan:
         """Plans a step."""
-        names = {name for place in places for name in place.names}
+        names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}
         needs = outside.needs(last)
         inside = {p.inside for p in places if p.inside}
@@ -99,7 +100,9 @@ def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, core
         return Place((), f"{inner}:{inner_number}", (position.get(number),), False, True)
     if node.op == "TPUReplicatedInput":
         sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
-        return Place(tuple(sources) if per_replica else (sources[0],), is_list=per_replica)
+        if not per_replica:
+            return Place((sources[cores.local[0]],))
+        return Place(tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True)
     if node_name not in facts.cluster:
         return Place((name,))
     check_alive_outside(facts, node_name, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -29,6 +30,26 @@ class DeviceVariables:
         self._on_devices: dict[tuple[str, ...], OnDevices] = {}
         self._newer: set[tuple[str, ...]] = set()  # than TensorFlow's
         self._keys: dict[str, set[tuple[str, ...]]] = {}
+
+    def share(self) -> None:
+        """Gives all processes the first one's values, which may have come from random numbers.
+
+        With several processes, all have to call it.
+        """
+        if self._cores.is_alone:
+            return
+        values = self._session.run(self._access.read)
+        names = sorted(name for name, value in values.items() if value.dtype != object)
+        digests = [
+            np.frombuffer(hashlib.sha256(np.ascontiguousarray(values[n])).digest(), np.uint8)
+            for n in names
+        ]
+        shared = self._cores.from_first(digests)
+        differs = [not np.array_equal(own, first) for own, first in zip(digests, shared)]
+        anywhere = np.any(self._cores.gather([[np.array(differs)] * len(self._cores.local)])[0], 0)
+        wanted = [name for name, one in zip(names, anywhere) if one]
+        found = self._cores.from_first([np.asarray(values[n]) for n in wanted])
+        self._access.set(self._session, zip(wanted, found))
 
     def take(self, variables: Sequence[ReplicaInput]) -> list[OnDevices]:
         """The values of variables on the devices, copied there where they are not."""
@@ -64,14 +85,18 @@ class DeviceVariables:
             return
         # One order on all processes.
         wanted = sorted(keys)
-        local = [[np.array(a) for a in self._on_devices[k].arrays] for k in wanted]
-        everywhere = self._cores.gather(local)
-        values = {
-            source: value
-            for key, per_core in zip(wanted, everywhere)
-            # A variable that all cores share has one source, and the same value on every core.
-            for source, value in zip(key, per_core)
-        }
+        values: dict[str, np.ndarray] = {}
+        sliced: list[tuple[str, ...]] = []
+        for key in wanted:
+            if len(set(key)) == 1:
+                # All cores share the variable, and have the same value.
+                values[key[0]] = np.array(self._on_devices[key].arrays[0])
+            else:
+                sliced.append(key)
+        local = [[np.array(a) for a in self._on_devices[k].arrays] for k in sliced]
+        if local:
+            for key, per_core in zip(sliced, self._cores.gather(local)):
+                values.update(zip(key, per_core))
         self._access.set(self._session, values.items())
         self._newer -= keys
 

@@ -1,0 +1,81 @@
+"""What all sessions on one program have in common: its parts, and what was compiled of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.jax import LoadedProgram
+from mtf_gradsync.simd.graph.facts import GraphFacts
+from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
+from mtf_gradsync.simd.masters import MasterOps
+from mtf_gradsync.simd.program import Program
+from mtf_gradsync.xla.devices.cache import Cache
+from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
+from mtf_gradsync.xla.devices.outside import Outside
+from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
+from mtf_gradsync.xla.processes.cores import Cores
+
+
+class Compiled(NamedTuple):
+    """A core's program for one set of fetches.
+
+    Attributes:
+      replica: the core's part of the graph.
+      lowered: its StableHLO.
+      program: ready to run.
+      inputs: those of the core's inputs that are tensors.
+      variables: those that are variables.
+    """
+
+    replica: ReplicaProgram
+    lowered: Lowered
+    program: LoadedProgram
+    inputs: tuple[ReplicaInput, ...]
+    variables: tuple[ReplicaInput, ...]
+
+
+class PreparedProgram:
+    """A program for devices.
+
+    Attributes:
+      version: the graph's version when it was taken.
+      ops: operations on its variables, which are in the graph.
+      facts: of the graph.
+      outside: what stands outside the program.
+    """
+
+    def __init__(self, program: Program, lowerings: Sequence[Any], cores: Cores, cache: Cache):
+        check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))  # before anything is added
+        self.ops = MasterOps(program.graph, lowerings)
+        self.version = program.graph.version
+        self.facts = GraphFacts(program.graph.as_graph_def())
+        self.outside = Outside(self.facts, program.graph, program.name)
+        self._program = program
+        self._cores = cores
+        self._cache = cache
+        self._compiled: dict[tuple[str, ...], Compiled] = {}
+
+    def compiled(self, inside: tuple[str, ...]) -> Compiled:
+        """The program that fetches some tensors; compiled when it is asked for first.
+
+        Args:
+          inside: names of tensors of the program.
+
+        Returns:
+          The program, on the devices.
+
+        Raises:
+          UnsupportedProgramError: when XLA cannot run it.
+          DevicesError: when the devices have no room for it.
+        """
+        if inside not in self._compiled:
+            replica = replica_program(self._program, inside)
+            module = lowered(replica, self._cache)
+            self._compiled[inside] = Compiled(
+                replica,
+                module,
+                loaded(module, self._cores.devices, self._cache),
+                tuple(i for i in replica.inputs if not i.is_variable),
+                tuple(i for i in replica.inputs if i.is_variable),
+            )
+        return self._compiled[inside]
