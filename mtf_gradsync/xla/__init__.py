@@ -7,6 +7,9 @@ from mtf_gradsync.xla.devices.available import DevicesError, devices_for
 from mtf_gradsync.xla.devices.cache import default_cache_dir
 from mtf_gradsync.xla.devices.session import Dispatched, XlaSession, session
 from mtf_gradsync.xla.installed import XlaMissingError, why_no_tpu_compiler, why_no_xla
+from mtf_gradsync.xla.portable.checkpoint import to_checkpoint
+from mtf_gradsync.xla.portable.export import export
+from mtf_gradsync.xla.portable.runner.files import StepError
 from mtf_gradsync.xla.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.xla.processes.start import Processes, start_processes
 from mtf_gradsync.xla.topology.collectives import HloCollective, find_hlo_collectives
@@ -27,11 +30,13 @@ __all__ = [
     "HloCollective",
     "Processes",
     "ProcessesError",
+    "StepError",
     "XlaMissingError",
     "XlaSession",
     "compile_for_tpu",
     "default_cache_dir",
     "devices_for",
+    "export",
     "find_hlo_collectives",
     "session",
     "start_processes",

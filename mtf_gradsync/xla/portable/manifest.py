@@ -1,0 +1,195 @@
+"""Describes a core's program to a runner that knows no TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Mapping, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.xla.devices.executable import Lowered
+from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram
+from mtf_gradsync.xla.lowering.stand_ins import STATE_WORDS
+
+RANDOM_STATE = "random_state"
+
+
+def made_by() -> dict[str, str]:
+    """The versions of what makes a folder."""
+    names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
+    found = {"tensorflow": tf.__version__}
+    for name, distribution in names.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"  # it runs from a checkout
+    return found
+
+
+def input_names(
+    inputs: Sequence[ReplicaInput], names: Mapping[str, Any] | None
+) -> dict[str, ReplicaInput]:
+    """What the inputs of a program are called.
+
+    Args:
+      inputs: of the program; variables are left out.
+      names: name -> tensor: one that the program reads from outside, or what
+        `Program.per_replica` returned. The others are called after their operations.
+
+    Returns:
+      The inputs by name, in their order.
+
+    Raises:
+      ValueError: when the program does not read such a tensor, or names are not unique.
+    """
+    by_tensor: dict[str, ReplicaInput] = {}
+    tensors = [i for i in inputs if not i.is_variable]
+    for i in tensors:
+        by_tensor[_tensor_of(i)] = i
+        if len(set(i.sources)) == 1:
+            by_tensor[i.sources[0]] = i
+    called = {i.name: i.name.replace("/output_", ":") for i in tensors}
+    for name, tensor in (names or {}).items():
+        key = tensor if isinstance(tensor, str) else tensor.name
+        if key not in by_tensor:
+            raise ValueError(
+                f"The program does not read {key!r}, which was to be called {name!r}. From "
+                f"outside it reads {sorted(by_tensor)}."
+            )
+        called[by_tensor[key].name] = name
+    found = {called[i.name]: i for i in tensors}
+    if len(found) < len(tensors):
+        raise ValueError(f"Two inputs cannot have one name: {sorted(called.values())}.")
+    return found
+
+
+def _tensor_of(given: ReplicaInput) -> str:
+    """The tensor that an input was made for."""
+    name, _, number = given.name.partition("/output_")
+    return f"{name}:{number or 0}"
+
+
+def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
+    """The manifest's entry of an input.
+
+    Args:
+      name: what it is called.
+      given: the input.
+      default: what stands where none is given: "kept" for a value in the folder, "step" for the
+        number of steps made before, None for nothing.
+
+    Returns:
+      The entry.
+    """
+    found = list(dict.fromkeys(given.sources))
+    return {
+        "kind": "input",
+        "name": name,
+        "dtype": given.dtype,
+        "shape": list(given.shape),
+        "rows": [found.index(source) for source in given.sources],
+        "sources": found,
+        "default": default,
+    }
+
+
+def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
+    """Mesh-TensorFlow's variables and their meshes, by the name of the first core's slice."""
+    found = {}
+    for lowering in lowerings:
+        for variable, laid_out in lowering.variables.items():
+            # Outside a program, what stands for the slices stands for the first one.
+            first = laid_out.laid_out_tensor.all_slices[0].get()
+            found[first.op.name] = variable, lowering.mesh_impl(variable)
+    return found
+
+
+def describe_variable(
+    given: ReplicaInput,
+    mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
+    rows: Sequence[int],
+) -> dict[str, Any]:
+    """The manifest's entry of a variable.
+
+    Args:
+      given: the variable.
+      mesh_variables: what `mesh_variables` returned.
+      rows: which of its different values each core has.
+
+    Returns:
+      The entry. A Mesh-TensorFlow variable has its own name, others have their operation's.
+    """
+    variable, impl = mesh_variables.get(given.sources[0], (None, None))
+    return {
+        "kind": "variable",
+        "name": given.sources[0] if variable is None else variable.name,
+        "dtype": given.dtype,
+        "shape": list(given.shape),
+        "rows": list(rows),
+        "sources": list(given.sources),
+        "whole": None if variable is None else _whole(variable, impl),
+    }
+
+
+def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
+    """How the slices of a variable are put together: from which core each comes."""
+    shape = variable.outputs[0].shape
+    slices: dict[tuple[int, ...], int] = {}
+    for logical in range(impl.size):
+        begin = tuple(int(b) for b in impl.slice_begin(shape, logical))
+        slices.setdefault(begin, impl.l2p(logical))
+    return {
+        "shape": shape.to_integer_list,
+        "slices": [[core, list(begin)] for begin, core in slices.items()],
+        "stacked": getattr(variable, "original_names", None),
+    }
+
+
+def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
+    """The manifest's entry of the state that random numbers come from."""
+    return {
+        "kind": "random_state",
+        "name": RANDOM_STATE,
+        "dtype": "int64",
+        "shape": [STATE_WORDS],
+        "rows": list(rows),
+    }
+
+
+def describe_results(
+    replica: ReplicaProgram,
+    lowered: Lowered,
+    parameters: Sequence[Mapping[str, Any]],
+    names: Mapping[str, int],
+    graph: tf.Graph,
+) -> list[dict[str, Any]]:
+    """The manifest's entries of what a program returns.
+
+    Args:
+      replica: the program.
+      lowered: the program as StableHLO.
+      parameters: the entries of what it takes.
+      names: name of a fetch -> which of the program's fetches it is.
+      graph: the user's graph.
+
+    Returns:
+      The entries, in order.
+    """
+    results = []
+    for position, tensor in enumerate(replica.fetches):
+        found = graph.get_tensor_by_name(tensor)
+        results.append(
+            {
+                "fetches": [name for name, fetched in names.items() if fetched == position],
+                "updates": None,
+                "dtype": found.dtype.base_dtype.name,
+                "shape": found.shape.as_list(),
+            }
+        )
+    nothing = {"fetches": [], "updates": None, "dtype": "float32", "shape": []}
+    # A program that fetches nothing returns a number all the same.
+    results += [nothing] * (lowered.num_fetches - len(results))
+    for parameter in lowered.updated:
+        updated = parameters[parameter]
+        results.append({**nothing, **{k: updated[k] for k in ("dtype", "shape")}})
+        results[-1]["updates"] = updated["name"]
+    return results

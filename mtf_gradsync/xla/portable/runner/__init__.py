@@ -1,0 +1,20 @@
+"""Runs a training step that mtf_gradsync exported, on the devices that jax has here.
+
+It needs numpy and jax, neither TensorFlow nor mtf_gradsync; a copy of it lies in every folder that
+was exported. As a command, in that folder:
+
+    python run.py --steps 100 --inputs batches.npz
+
+As a module, with that folder on ``sys.path``:
+
+    from runner import Step
+    step = Step.load(folder)
+    print(step({"x": x, "y": y})["loss"])
+
+mtf_gradsync's docs/portable.md describes the folder.
+"""
+
+from .files import StepError
+from .step import Fetched, Step
+
+__all__ = ["Fetched", "Step", "StepError"]

@@ -1,0 +1,186 @@
+"""The files of an exported step: what they are called, and how they are read and written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+# The version of the format that is read and written here.
+FORMAT = 1
+MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.npz", "SHA256SUMS"
+
+
+class StepError(Exception):
+    """What a step needs is missing; the message says what, and what would do."""
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder's manifest says, after all that is needed to run was checked.
+
+    Args:
+      folder: where it is.
+
+    Returns:
+      The manifest.
+
+    Raises:
+      StepError: when a file is missing or damaged, or the format is another.
+    """
+    sums = read_sums(folder)
+    for name in (MANIFEST, PROGRAM, VALUES):
+        path = folder / name
+        if not path.exists():
+            raise StepError(f"{path} is missing. Copy the whole folder again.")
+        if _sha256(path) != sums.get(name):
+            raise StepError(
+                f"{path} is damaged: its sha256 is not what {SUMS} says. Copy the folder again."
+            )
+        if name == MANIFEST:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            if manifest["format"] != FORMAT:
+                raise StepError(
+                    f"{folder} has format {manifest['format']}, written by mtf_gradsync "
+                    f"{manifest['made_by']['mtf_gradsync']}, and this runner reads format "
+                    f"{FORMAT}. Run the folder's own run.py."
+                )
+    return manifest
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of a folder, as it was written.
+
+    Raises:
+      StepError: when this is no such folder.
+    """
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise StepError(
+            f"{folder} holds no exported step: {SUMS} cannot be read. Name a folder that "
+            "mtf_gradsync.xla.export wrote."
+        ) from error
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def write_folder(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    values: Mapping[str, np.ndarray],
+    others: Mapping[str, bytes],
+    replace: bool,
+) -> None:
+    """Writes a folder, whole or not at all.
+
+    Args:
+      folder: where to.
+      manifest: what the manifest says.
+      values: arrays for `VALUES`, by name.
+      others: contents of the other files, by path in the folder.
+      replace: whether it may take the place of an exported step that is there.
+
+    Raises:
+      StepError: when something is there that may not be replaced.
+    """
+    check_free(folder, replace)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it, so that it is a rename away.
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        new, old = made / "new", made / "old"
+        new.mkdir()
+        with open(new / VALUES, "wb") as file:
+            np.savez(file, **{name: without_dtype(value) for name, value in values.items()})
+        text = json.dumps(manifest, indent=1) + "\n"
+        for name, content in {**others, MANIFEST: text.encode()}.items():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_bytes(content)
+        paths = sorted(p for p in new.rglob("*") if p.is_file())
+        lines = [f"{_sha256(p)}  {p.relative_to(new).as_posix()}\n" for p in paths]
+        (new / SUMS).write_text("".join(lines), encoding="utf-8")
+        if folder.exists():
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def check_free(folder: Path, replace: bool) -> None:
+    """Refuses to write where something is that may not be replaced.
+
+    Raises:
+      StepError: says what is there.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not replace:
+        raise StepError(f"{folder} is there already. Name another folder, or ask to replace it.")
+    if not (folder / SUMS).exists():
+        raise StepError(f"{folder} is no exported step, and is not replaced. Name another folder.")
+
+
+def key_of(parameter: Mapping[str, Any]) -> str:
+    """The name of a parameter's array in `VALUES`."""
+    return f"{parameter['kind']}s/{parameter['name']}"
+
+
+def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
+    """What differs of the values that cores have.
+
+    Args:
+      per_core: an array for each core.
+
+    Returns:
+      Array ``[rows, ...]`` of the different ones, and for each core its row.
+    """
+    found: dict[bytes, int] = {}
+    kept, rows = [], []
+    for value in per_core:
+        digest = hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).digest()
+        if digest not in found:
+            found[digest] = len(kept)
+            kept.append(value)
+        rows.append(found[digest])
+    return np.stack(kept), rows
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of a name as in "bfloat16", which numpy alone does not know."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # comes with jax
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def without_dtype(value: np.ndarray) -> np.ndarray:
+    """An array that numpy's files can hold: as its bits, where they do not know the dtype."""
+    value = np.asarray(value)
+    if value.dtype.kind != "V":
+        return value
+    return value.view(np.dtype(f"u{value.dtype.itemsize}"))
+
+
+def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
+    """The inverse of `without_dtype`."""
+    return value.view(dtype_of(name))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()

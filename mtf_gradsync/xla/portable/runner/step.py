@@ -1,0 +1,273 @@
+"""A step whose variables stay on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from . import devices as device_tools
+from .devices import LoadedProgram, OnDevices
+from .files import (
+    MANIFEST,
+    PROGRAM,
+    VALUES,
+    StepError,
+    check_free,
+    distinct,
+    dtype_of,
+    key_of,
+    read_manifest,
+    read_sums,
+    with_dtype,
+    write_folder,
+)
+
+
+class Input(NamedTuple):
+    """What a step has to be given, or may be.
+
+    Attributes:
+      name: of the input.
+      shape: of the array. Where cores read different rows of it, they are along its first
+        dimension.
+      dtype: numpy's.
+      default: what stands where none is given: "kept" for the folder's value, "step" for the
+        number of steps made before, None for nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    default: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype.name}{list(self.shape)}"
+
+
+class Fetched(Mapping):
+    """The values that a step returned, by name. Asking for one waits for the step.
+
+    A value is that of this process's first core; `per_core` has all of this process's.
+    """
+
+    def __init__(self, values: Mapping[str, OnDevices]):
+        self._values = values
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self._values[name].arrays[0]
+        with device_tools.explained():
+            return np.asarray(array)[()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def per_core(self, name: str) -> list[np.ndarray]:
+        """The values of this process's cores, in order."""
+        with device_tools.explained():
+            return [np.asarray(array)[()] for array in self._values[name].arrays]
+
+
+class Step:
+    """A step whose variables stay on the devices, where new values are written over the old ones.
+
+    Attributes:
+      manifest: what manifest.json says.
+      inputs: what the step reads.
+      devices: a jax device for each core.
+      cores: numbers of this process's cores.
+      steps: made so far, those before the folder was written included.
+    """
+
+    @classmethod
+    def load(
+        cls, folder: str, devices: Sequence[Any] | None = None, platform: str | None = None
+    ) -> Step:
+        """Reads a folder, compiles its program and puts its variables on devices.
+
+        Args:
+          folder: where it is.
+          devices: a jax device for each core; default the first ones that jax has.
+          platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; default jax's own choice.
+
+        Returns:
+          The step.
+
+        Raises:
+          StepError: when a file is missing or damaged, there are too few devices or too little
+            memory, or this jax cannot read the program.
+        """
+        return cls(Path(folder), devices, platform)
+
+    def __init__(self, folder: Path, devices: Sequence[Any] | None, platform: str | None):
+        self._folder = folder
+        self.manifest = read_manifest(folder)
+        count = self.manifest["cores"]
+        if devices is None:
+            device_tools.make_cpu_devices(count)
+            self.devices = device_tools.find_devices(count, platform)
+        else:
+            self.devices = device_tools.check_count(devices, count)
+        self.steps: int = self.manifest["steps"]
+        me = self.devices[0].client.process_index()
+        self.cores = [core for core, d in enumerate(self.devices) if d.process_index == me]
+        if not self.cores:
+            raise StepError(
+                f"This is process {me}, and the step's {count} cores are all on devices of other "
+                "processes. Start fewer processes."
+            )
+        self._local_devices = [self.devices[core] for core in self.cores]
+        parameters = self.manifest["parameters"]
+        self._names = [p["name"] for p in parameters]
+        self._variables = [p for p in parameters if p["kind"] != "input"]
+        self._given = {p["name"]: p for p in parameters if p["kind"] == "input"}
+        self.inputs = tuple(_input(p) for p in self._given.values())
+        self._program = LoadedProgram(
+            (folder / PROGRAM).read_bytes(), self.devices, self.manifest["made_by"]["jax"]
+        )
+        self._on_devices: dict[str, OnDevices] = {}
+        with np.load(folder / VALUES, allow_pickle=False) as values:
+            for p in parameters:
+                if p["kind"] != "input" or p["default"] == "kept":
+                    stored = with_dtype(values[key_of(p)], p["dtype"])
+                    per_core = [np.array(stored[p["rows"][core]]) for core in self.cores]
+                    self._on_devices[p["name"]] = self._put(per_core)
+
+    def __call__(self, inputs: Mapping[str, Any] | None = None) -> Fetched:
+        """Makes a step. It returns at once; steps run in the order of the calls.
+
+        Args:
+          inputs: name -> array. Those that the folder keeps a value for, and the
+            step counter, need not be given.
+
+        Returns:
+          The fetches.
+
+        Raises:
+          StepError: when an input is missing or has another shape or dtype.
+        """
+        given = {**self._counters(), **(inputs or {})}
+        fresh = {name: self._put(value) for name, value in self._checked(given).items()}
+        with device_tools.explained():
+            results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
+        fetched = {}
+        for what, value in zip(self.manifest["results"], results):
+            fetched.update((name, value) for name in what["fetches"])
+            if what["updates"] is not None:
+                self._on_devices[what["updates"]] = value
+        self.steps += 1
+        return Fetched(fetched)
+
+    def wait(self) -> None:
+        """Waits until all steps are done."""
+        with device_tools.explained():
+            for value in self._on_devices.values():
+                for array in value.arrays:
+                    array.block_until_ready()
+
+    def variables(self, per_core: bool = False) -> dict[str, Any]:
+        """The newest values of the variables. With several processes, all have to call it.
+
+        Args:
+          per_core: whether to give the list of the cores' values in place of a whole array.
+
+        Returns:
+          name -> value. Whole arrays are put together from the cores' slices; variables that
+          Mesh-TensorFlow stacked appear under their own names.
+        """
+        found: dict[str, Any] = {}
+        for p in self._variables:
+            if p["kind"] != "variable":
+                continue
+            values = device_tools.on_all_cores(self._on_devices[p["name"]], self.devices)
+            if per_core:
+                found[p["name"]] = values
+            elif p["whole"] is None:
+                found[p["name"]] = values[0]
+            else:
+                whole = np.empty(p["whole"]["shape"], values[0].dtype)
+                for core, begin in p["whole"]["slices"]:
+                    whole[tuple(slice(b, b + n) for b, n in zip(begin, p["shape"]))] = values[core]
+                names = p["whole"]["stacked"]
+                found.update(zip(names, whole) if names else {p["name"]: whole})
+        return found
+
+    def save(self, folder: str, replace: bool = False) -> None:
+        """Writes a folder like the one that was loaded, with the newest values.
+
+        With several processes, all have to call it; the one with the first core writes.
+
+        Args:
+          folder: where to.
+          replace: whether it may take the place of an exported step that is there.
+
+        Raises:
+          StepError: when something is there that may not be replaced.
+        """
+        check_free(Path(folder), replace)
+        manifest = {**self.manifest, "steps": self.steps, "parameters": []}
+        with np.load(self._folder / VALUES, allow_pickle=False) as values:
+            arrays = {k: values[k] for k in values.files if k.startswith(("inputs/", "others/"))}
+        for p in self.manifest["parameters"]:
+            if p["kind"] != "input":
+                value = self._on_devices[p["name"]]
+                arrays[key_of(p)], rows = distinct(device_tools.on_all_cores(value, self.devices))
+                p = {**p, "rows": rows}
+            manifest["parameters"].append(p)
+        if 0 in self.cores:
+            kept = [name for name in read_sums(self._folder) if name not in (MANIFEST, VALUES)]
+            others = {name: (self._folder / name).read_bytes() for name in kept}
+            write_folder(Path(folder), manifest, arrays, others, replace)
+
+    def _put(self, per_core: Sequence[np.ndarray]) -> OnDevices:
+        return device_tools.put(per_core, self._local_devices)
+
+    def _counters(self) -> dict[str, np.ndarray]:
+        now = self.manifest["global_step"] + self.steps
+        counters = [i for i in self.inputs if i.default == "step"]
+        return {i.name: np.full(i.shape, now, i.dtype) for i in counters}
+
+    def _checked(self, given: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
+        """The inputs' values on this process's cores."""
+        missing = [i.name for i in self.inputs if i.default is None and i.name not in given]
+        unknown = [name for name in given if name not in self._given]
+        if missing or unknown:
+            problem = f"misses {missing}" if missing else f"was given {unknown}, unknown to it"
+            wanted = "; ".join(str(i) for i in self.inputs if i.default is None)
+            raise StepError(f"The step {problem}. Give it these: {wanted or 'none'}.")
+        found = {}
+        for expected in self.inputs:
+            if expected.name in given:
+                value = np.asarray(given[expected.name])
+                if value.dtype.kind == "V" and value.dtype.itemsize == expected.dtype.itemsize:
+                    value = value.view(expected.dtype)  # numpy's files do not know bfloat16
+                if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+                    raise StepError(
+                        f"The input {expected.name!r} is {value.dtype.name}{list(value.shape)}, "
+                        f"and the step reads {expected.dtype.name}{list(expected.shape)}. Cast or "
+                        "cut it, or export the step for such a batch."
+                    )
+                # A copy: the caller may write something else there while the step waits.
+                value = np.array(value)
+                rows = self._given[expected.name]["rows"]
+                found[expected.name] = [
+                    value[rows[core]] if _is_split(rows) else value for core in self.cores
+                ]
+        return found
+
+
+def _input(parameter: Mapping[str, Any]) -> Input:
+    rows = parameter["rows"]
+    front = (max(rows) + 1,) if _is_split(rows) else ()
+    shape = (*front, *parameter["shape"])
+    return Input(parameter["name"], shape, dtype_of(parameter["dtype"]), parameter["default"])
+
+
+def _is_split(rows: Sequence[int]) -> bool:
+    """Whether cores read different rows of an input."""
+    return max(rows) > 0
