@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
-from mtf_gradsync import session_config, simd
+from mtf_gradsync import session_config, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 
 ONE = ("one:1", "")
@@ -74,6 +74,7 @@ class Built(NamedTuple):
     """A program in a graph of its own.
 
     Attributes:
+      kind: as for `run`.
       graph: the tf graph.
       lowering: the mtf lowering.
       program: the SIMD program; None on a placement mesh.
@@ -85,6 +86,7 @@ class Built(NamedTuple):
       collect: copies slices back to masters.
     """
 
+    kind: str
     graph: tf.Graph
     lowering: mtf.Lowering
     program: simd.Program | None
@@ -97,15 +99,15 @@ class Built(NamedTuple):
 
     def run(self, feeds: Sequence[dict[str, np.ndarray]]) -> Result:
         """A session of its own, with one step for each feed."""
-        with self.graph.as_default():
+        return self.runs(feeds, 1)[0]
+
+    def runs(self, feeds: Sequence[dict[str, np.ndarray]], number: int) -> list[Result]:
+        """Several in one session, each from the start; on a placement mesh only."""
+        assert number == 1 or self.program is None
+        with self.graph.as_default(), self._session() as session:
             masters = {v.op.name: v for v in tf.global_variables()}
-            if self.program:
-                session_block = self.program.session(self.lowering)
-            else:
-                (mesh_impl,) = self.lowering.mesh_to_impl.values()
-                config = session_config(num_cpu_devices=mesh_impl.size)
-                session_block = tf.Session(config=config)
-            with session_block as session:
+            results = []
+            for _ in range(number):
                 if self.program is None:
                     session.run(self.init)
                     session.run(self.restore)
@@ -118,7 +120,16 @@ class Built(NamedTuple):
                     values = session.run(masters)
                 else:
                     values = session.variables()
-        return Result(steps, values, self.graph, self.lowering)
+                results.append(Result(steps, values, self.graph, self.lowering))
+        return results
+
+    def _session(self) -> Any:
+        if self.kind == "xla":
+            return xla.session(self.program, self.lowering, cache_dir=None)
+        if self.program:
+            return self.program.session(self.lowering)
+        (mesh_impl,) = self.lowering.mesh_to_impl.values()
+        return tf.Session(config=session_config(num_cpu_devices=mesh_impl.size))
 
 
 def built(
@@ -137,7 +148,7 @@ def built(
             name: tf.placeholder(tf.as_dtype(value.dtype), value.shape, name=name)
             for name, value in feed.items()
         }
-        if kind == "simd":
+        if kind in ("simd", "xla"):
             block = simd.tpu_program(mesh_shape, layout, logical_to_physical=logical_to_physical)
         else:
             block = contextlib.nullcontext()
@@ -156,7 +167,7 @@ def built(
             restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
             init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
     return Built(
-        tf_graph, lowering, program, inputs, fetched, updates, init, restore, collect
+        kind, tf_graph, lowering, program, inputs, fetched, updates, init, restore, collect
     )  # fmt: skip
 
 
@@ -173,7 +184,7 @@ def run(
     """Builds a program in a graph of its own and runs one step for each feed.
 
     Args:
-      kind: "placement" or "simd".
+      kind: "placement", or for a SIMD program "simd" (on CPU replicas) or "xla" (on XLA devices).
       mesh_shape: shape of the mesh.
       layout: its layout.
       build: called with the mesh and a placeholder for each input; returns the mtf operations to

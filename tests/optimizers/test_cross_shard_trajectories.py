@@ -1,5 +1,8 @@
 """CrossShardOptimizer trains as one processor does, on every mesh, and the same each time."""
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 
@@ -19,51 +22,54 @@ def assert_same_variables(actual, expected, tolerance=TOLERANCE):
         )
 
 
-@pytest.fixture(scope="module")
-def one_processor():
-    """One processor, gated too: bare Mesh-TF races even there (docs/races.md)."""
-    feeds = models.mlp_batches(STEPS)
-    return {
-        name: harness.run(
-            "placement",
-            *harness.ONE,
-            models.train(lambda: gs.CrossShardOptimizer(make())),  # noqa: B023
-            feeds,
-        )
-        for name, make in models.OPTIMIZERS.items()
-    }
-
-
-@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-@pytest.mark.parametrize("mesh", sorted(harness.MESHES))
-def test_trajectory_equals_one_processor(mesh_kind, mesh, optimizer, one_processor):
-    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+@functools.lru_cache(maxsize=None)
+def program(kind, mesh, optimizer):
+    """The model's training step, for several runs."""
+    mesh_shape, layout, batch_dims = {"one": (*harness.ONE, ["batch"]), **harness.MESHES}[mesh]
     make = models.OPTIMIZERS[optimizer]
+    build = models.train(lambda: gs.CrossShardOptimizer(make()), batch_dims)
+    (feed,) = models.mlp_batches(1)
+    return harness.built(kind, mesh_shape, layout, build, feed)
+
+
+@functools.lru_cache(maxsize=None)
+def one_processor(optimizer):
+    """One processor, gated too: bare Mesh-TF races even there (docs/races.md)."""
+    return program("placement", "one", optimizer).run(models.mlp_batches(STEPS))
+
+
+OPTIMIZERS, MESHES = sorted(models.OPTIMIZERS), ["4", "4x2", "2x2x2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "optimizer"),
+    harness.on_both(
+        itertools.product(MESHES, OPTIMIZERS),
+        [
+            *itertools.product(["4x2"], OPTIMIZERS),
+            *harness.pairs(["4", "2x2x2"], OPTIMIZERS),
+        ],
+    ),
+)
+def test_trajectory_equals_one_processor(kind, mesh, optimizer):
     feeds = models.mlp_batches(STEPS)
-    result = harness.run(
-        mesh_kind,
-        mesh_shape,
-        layout,
-        models.train(lambda: gs.CrossShardOptimizer(make()), batch_dims),
-        feeds,
-    )
+    result = program(kind, mesh, optimizer).run(feeds)
     assert_same_variables(result.variables, reference.train(optimizer, feeds))
-    expected = one_processor[optimizer]
+    expected = one_processor(optimizer)
     assert sorted(result.variables) == sorted(expected.variables)
     assert_same_variables(result.variables, expected.variables)
     for step, other in zip(result.fetched, expected.fetched):
         np.testing.assert_allclose(step["loss"], other["loss"], rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-@pytest.mark.parametrize("autostack", [True, False])
-def test_trajectory_with_shuffled_cores_and_without_stacking(autostack, optimizer):
-    mesh_shape, layout, _ = harness.MESHES["4x2"]
+@pytest.mark.parametrize(
+    ("optimizer", "autostack"), harness.pairs(OPTIMIZERS, [False, True, True, False])
+)
+def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostack):
     feeds = models.mlp_batches(STEPS)
     result = harness.run(
         "simd",
-        mesh_shape,
-        layout,
+        *harness.MESHES["4x2"][:2],
         models.train(lambda: gs.CrossShardOptimizer(models.OPTIMIZERS[optimizer]())),
         feeds,
         autostack=autostack,
@@ -72,20 +78,12 @@ def test_trajectory_with_shuffled_cores_and_without_stacking(autostack, optimize
     assert_same_variables(result.variables, reference.train(optimizer, feeds))
 
 
-@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_twenty_runs_are_bitwise_the_same(optimizer):
-    mesh_shape, layout, _ = harness.MESHES["4x2"]
-    make = models.OPTIMIZERS[optimizer]
-    results = harness.run(
-        "placement",
-        mesh_shape,
-        layout,
-        models.train(lambda: gs.CrossShardOptimizer(make())),
-        models.mlp_batches(8),
-        repeats=20,
-    )
-    first = results[0]
-    for other in results[1:]:
+    """In several sessions: each may rewrite the graph in another way."""
+    made, feeds = program("placement", "4x2", optimizer), models.mlp_batches(8)
+    first, *others = (result for _ in range(5) for result in made.runs(feeds, 4))
+    for other in others:
         for name, value in first.variables.items():
             assert value.tobytes() == other.variables[name].tobytes(), name
         for step, expected in zip(other.fetched, first.fetched):

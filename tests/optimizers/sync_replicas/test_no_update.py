@@ -15,7 +15,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
 from tests import harness, models, reference
 from tests.properties import sync_replicas_schedules as schedules
 
-MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
 SHARDS = 4
 # Eight contributions make an update, so that there is none in these.
 MASKS = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]], bool)
@@ -59,7 +59,7 @@ def opened(kind):
     def placement_session():
         copy = lowering.copy_masters_to_slices()
         initialize = tf.global_variables_initializer()
-        with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
             session.run(initialize)
             session.run(copy)
             yield session

@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.properties import settable_program
 
-MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
 SHARDS = 4
 
 
@@ -144,18 +144,28 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "value", "form"), GIVEN)
-def test_what_replicas_are_given_comes_in_many_forms(mesh_kind, argument, value, form):
-    mesh_shape, layout, batch_dims = harness.MESHES["2x2x2"]
+# Every form on both kinds of mesh.
+FORMS_ON_PLACEMENT = [g for g in GIVEN if g[1] is BOOLEANS or g[2] == "mtf, turned round"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "value", "form"), harness.on_both(GIVEN, FORMS_ON_PLACEMENT)
+)
+def test_what_replicas_are_given_comes_in_many_forms(kind, argument, value, form):
+    mesh_shape, layout, batch_dims = "a:2;b:2", "outer:a;batch:b", ("outer", "batch")
     axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
 
     def build(mesh, inputs):
-        loss = models.mlp_loss(mesh, inputs, batch_dims)
+        batch = models.batch_shape(batch_dims)
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape(batch))
+        w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
+        loss = mtf.reduce_mean(mtf.square(x * w))
         given = {argument: in_form(form, mesh, axes, value)}
         opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, axes=axes, **given)
         return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
 
-    result = harness.run(mesh_kind, mesh_shape, layout, build, models.mlp_batches(1))
+    feeds = [{"x": np.ones([4, 4], "f")}]
+    result = harness.run(kind, mesh_shape, layout, build, feeds)
     found = {k: result.variables[f"sync_replicas/{k}"].ravel() for k in ("made", "local_step")}
     np.testing.assert_array_equal(found["made"], [1, 0, 1, 1])
     # No update was made, so that steps stay what they are.
@@ -293,33 +303,31 @@ def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack
     dtype = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
     start = {"w": 1.2345678, "u": 0.7654321, "still": 1.0101}
 
-    def run(steps):
-        def build(mesh, inputs):
-            batch, d = mtf.Dimension("batch", 16), mtf.Dimension("features", models.INPUTS)
-            x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
-            w, u, still = (
-                mtf.get_variable(
-                    mesh, name, mtf.Shape([d]), dtype, initializer=tf.constant_initializer(value)
-                ).operation
-                for name, value in start.items()
-            )
-            out = mtf.cast(mtf.cast(x, tf.bfloat16) * w.value * u.value, tf.float32)
-            opt = make(
-                inner=models.OPTIMIZERS[optimizer](),
-                variable_averages=decay,
-                variables_to_average=[w, still, u],
-            )
-            grads = mtf.gradients([mtf.reduce_mean(mtf.square(out))], [w.value, u.value])
-            operations = opt.apply_grads(grads, [w, u])
-            assert opt.average(w).value.dtype == tf.bfloat16
-            return operations, {}
+    def build(mesh, inputs):
+        batch, d = mtf.Dimension("batch", 16), mtf.Dimension("features", models.INPUTS)
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
+        w, u, still = (
+            mtf.get_variable(
+                mesh, name, mtf.Shape([d]), dtype, initializer=tf.constant_initializer(value)
+            ).operation
+            for name, value in start.items()
+        )
+        out = mtf.cast(mtf.cast(x, tf.bfloat16) * w.value * u.value, tf.float32)
+        opt = make(
+            inner=models.OPTIMIZERS[optimizer](),
+            variable_averages=decay,
+            variables_to_average=[w, still, u],
+        )
+        grads = mtf.gradients([mtf.reduce_mean(mtf.square(out))], [w.value, u.value])
+        operations = opt.apply_grads(grads, [w, u])
+        assert opt.average(w).value.dtype == tf.bfloat16
+        return operations, {}
 
-        feeds = models.mlp_batches(steps)
-        return harness.run(mesh_kind, MESH, LAYOUT, build, feeds, autostack).variables
-
+    feeds = models.mlp_batches(steps)
+    program = harness.built(mesh_kind, MESH, LAYOUT, build, feeds[0], autostack)
     expected = {name: np.full(models.INPUTS, np.float32(x), float) for name, x in start.items()}
     for step in range(steps):
-        found = run(step + 1)
+        found = program.run(feeds[: step + 1]).variables
         for name in start:
             average = found[f"{name}/ExponentialMovingAverage"]
             expected[name] -= (1 - decay) * (expected[name] - found[name])

@@ -16,11 +16,11 @@ MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
 SHARDS = 4
 
 
-def make(replicas_to_aggregate, **kwargs):
+def make(replicas_to_aggregate, mesh_shape=MESH, **kwargs):
     return gs.SyncReplicasOptimizer(
         models.OPTIMIZERS["momentum"](),
         replicas_to_aggregate,
-        mesh_shape=MESH,
+        mesh_shape=mesh_shape,
         layout=LAYOUT,
         batch_dims=BATCH_DIMS,
         **kwargs,
@@ -52,10 +52,11 @@ def train(directory, first, last, hook_first):
         contributes = tf.placeholder(tf.bool, [SHARDS])
         graph = mtf.Graph()
         mesh = mtf.Mesh(graph, "mesh")
-        opt = make(6, contributes=contributes, max_steps_without_update=5)
+        mesh_shape = "rows:4;cols:1"
+        opt = make(6, mesh_shape, contributes=contributes, max_steps_without_update=5)
         loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
         operations = opt.minimize(loss, tf.train.get_global_step())
-        lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
+        lowering = mtf.Lowering(graph, {mesh: harness.placement(mesh_shape, LAYOUT)})
         step = [lowering.lowered_operation(op) for op in operations]
         to_masters = lowering.copy_slices_to_masters()
         masters = {v.op.name: v for v in tf.global_variables()}
@@ -63,7 +64,7 @@ def train(directory, first, last, hook_first):
         hooks = [mtf.MtfRestoreHook(lowering), opt.make_session_run_hook(is_chief=True)]
         creator = tf.train.ChiefSessionCreator(
             tf.train.Scaffold(saver=saver),
-            config=gs.session_config(num_cpu_devices=8),
+            config=gs.session_config(num_cpu_devices=4),
             checkpoint_dir=str(directory),
         )
 
@@ -79,14 +80,17 @@ def train(directory, first, last, hook_first):
             return session.run(masters)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Seven steps in one session."""
+    return train(tmp_path_factory.mktemp("whole"), 0, 7, hook_first=False)
+
+
 @pytest.mark.parametrize("hook_first", [False, True])
-def test_monitored_sessions_go_on_where_another_ended(tmp_path, hook_first):
+def test_monitored_sessions_go_on_where_another_ended(tmp_path, whole, hook_first):
     """Updates take six contributions, so that some are pending when a session ends."""
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole = train(tmp_path / "whole", 0, 7, hook_first)
-    pending = train(tmp_path / "parts", 0, 3, hook_first)
-    parts = train(tmp_path / "parts", 3, 7, hook_first)
+    pending = train(tmp_path, 0, 3, hook_first)
+    parts = train(tmp_path, 3, 7, hook_first)
     assert pending["sync_replicas/count"] > 0
     assert whole["global_step"] > pending["global_step"] > 0
     for name, value in whole.items():

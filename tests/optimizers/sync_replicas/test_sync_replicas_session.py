@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.variables import counter
 from tests import harness, models
 
-MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
 SHARDS = 4
 RunContext = collections.namedtuple("RunContext", ["session"])
 
@@ -269,7 +269,7 @@ def test_an_average_is_not_there_where_applying_gradients_failed():
 
 def test_a_graph_that_only_evaluates_restores_the_average(tmp_path):
     def session(lowering, restore=None):
-        session = tf.Session(config=gs.session_config(num_cpu_devices=8))
+        session = tf.Session(config=gs.session_config(num_cpu_devices=4))
         if restore:
             tf.train.Saver().restore(session, restore)
         else:
