@@ -56,8 +56,9 @@ def no_nan(x):
     return tf.where_v2(good, x, tf.cast(NOT_FINITE, x.dtype))
 
 
-def check_shards(kind, mesh, model):
+def check_shards(kind, mesh, model, eps_of=None):
     """Compares `gs.per_shard` with numpy on two steps; the variables stand still."""
+    eps_of = eps_of or (lambda name: model.eps)
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
     axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
     feeds = feeds_for(mesh)
@@ -77,20 +78,46 @@ def check_shards(kind, mesh, model):
             whole = [i for i in range(axes.num_shards) if step == 0 or i != BROKEN]
             size = max(1.0, np.max(np.abs(expected[whole])))
             np.testing.assert_allclose(
-                actual[whole], expected[whole], atol=16 * model.eps * size, err_msg=name
+                actual[whole], expected[whole], atol=16 * eps_of(name) * size, err_msg=name
             )
             if np.any(np.isnan(expected)):
                 assert np.any(actual[BROKEN] == NOT_FINITE), name
 
 
+def together(models):
+    """One model of all, and what rounds each of its variables."""
+    eps = {f"{number}_": model.eps for number, model in enumerate(models.values())}
+    eps_of = lambda name: next(e for k, e in eps.items() if name.startswith(k))  # noqa: E731
+    return small_models.together(models), eps_of
+
+
 @pytest.mark.parametrize("use", list(uses.ALL))
-def test_shards_are_told_apart(mesh_kind, use):
-    check_shards(mesh_kind, "4x2", uses.ALL[use])
+def test_shards_are_told_apart(use):
+    check_shards("simd", "4x2", uses.ALL[use])
+
+
+# On a placement mesh, where a graph takes several times as long, many uses in one.
+
+
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_shards_of_many_uses_are_told_apart_on_a_placement_mesh(group):
+    check_shards("placement", "4x2", *together(GROUPS[group]))
+
+
+@pytest.mark.parametrize("use", ALONE)
+def test_shards_of_a_step_of_its_own_are_told_apart_on_a_placement_mesh(use):
+    check_shards("placement", "4x2", uses.ALL[use])
 
 
 @pytest.mark.parametrize("use", ON_TWO_AXES)
-def test_shards_of_two_axes_are_told_apart(mesh_kind, use):
-    check_shards(mesh_kind, "2x2x2", uses.ALL[use])
+def test_shards_of_two_axes_are_told_apart(use):
+    check_shards("simd", "2x2x2", uses.ALL[use])
+
+
+def test_shards_of_two_axes_are_told_apart_on_a_placement_mesh():
+    several = {use: uses.ALL[use] for use in ON_TWO_AXES if use not in ALONE}
+    check_shards("placement", "2x2x2", *together(several))
+    check_shards("placement", "2x2x2", uses.ALL["microbatches"])
 
 
 # Synchronous replicas: what those that contribute make of it.
@@ -171,14 +198,8 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
     ("kind", "group"), [("placement", "first"), *(("simd", group) for group in GROUPS)]
 )
 def test_replicas_that_are_left_out_have_no_part_in_the_update(kind, group):
-    together = small_models.together(GROUPS[group])
-    eps = {f"{number}_": m.eps for number, m in enumerate(GROUPS[group].values())}
-    check_replicas(
-        kind,
-        "4x2",
-        together,
-        eps_of=lambda name: next(e for k, e in eps.items() if name.startswith(k)),
-    )
+    model, eps_of = together(GROUPS[group])
+    check_replicas(kind, "4x2", model, eps_of=eps_of)
 
 
 @pytest.mark.parametrize("use", ALONE)

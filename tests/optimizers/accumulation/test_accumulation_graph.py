@@ -1,5 +1,7 @@
 """What the graph of an accumulating program says: what runs only with an update."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -43,7 +45,7 @@ def test_every_gradient_collective_stands_in_the_branch(optimizer):
     assert all(row.is_conditional for row in rows)
     # What is left on every step is what the forward and backward passes alone exchange: the
     # update's own collectives (Adafactor's norms over the model axis) are in the branch too.
-    bare = simd_report(lambda: NoUpdate())
+    bare = report_without_update()
     assert report.every_step.bytes_per_core == bare.every_step.bytes_per_core
     assert report.every_step.operations == bare.every_step.operations
 
@@ -53,6 +55,11 @@ class NoUpdate(mtf.optimize.Optimizer):
 
     def apply_grads(self, grads, variables):
         return []
+
+
+@functools.lru_cache(maxsize=None)
+def report_without_update():
+    return simd_report(NoUpdate)
 
 
 def test_gradient_bytes_an_update_are_a_kth_of_the_bare_optimizers():
@@ -73,29 +80,35 @@ def test_a_skip_function_exchanges_scalars_only():
     assert 0 < report.bytes_per_core - plain.bytes_per_core <= 4 * 4
 
 
+def operations_of_every_step(make):
+    """Names of operations without a conditional context, by type; the lowered update."""
+    with tf.Graph().as_default() as graph:
+        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+        mtf_graph = mtf.Graph()
+        mesh = mtf.Mesh(mtf_graph, "mesh")
+        operations, _ = models.train(make)(mesh, inputs)
+        lowering = mtf.Lowering(mtf_graph, {mesh: harness.placement(MESH, LAYOUT)})
+        lowered = [lowering.lowered_operation(op) for op in operations]
+        found = {}
+        for op in graph.get_operations():
+            if op._get_control_flow_context() is None and "Initializer" not in op.name:
+                found.setdefault(op.type, []).append(op.name)
+    return found, lowered
+
+
+@pytest.fixture(scope="module")
+def floor():
+    """What forward and backward passes alone have."""
+    found, lowered = operations_of_every_step(NoUpdate)
+    assert lowered == []
+    return found
+
+
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-def test_placement_update_stands_in_the_branch(optimizer):
+def test_placement_update_stands_in_the_branch(optimizer, floor):
     """Assignments, sums over devices and the update's arithmetic have a conditional context."""
     make = models.OPTIMIZERS[optimizer]
-    counts = {}
-    for name, build in (("wrapped", lambda: local(make())), ("floor", NoUpdate)):
-        with tf.Graph().as_default() as graph:
-            inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-            mtf_graph = mtf.Graph()
-            mesh = mtf.Mesh(mtf_graph, "mesh")
-            operations, _ = models.train(build)(mesh, inputs)
-            lowering = mtf.Lowering(mtf_graph, {mesh: harness.placement(MESH, LAYOUT)})
-            lowered = [lowering.lowered_operation(op) for op in operations]
-            outside = [
-                op
-                for op in graph.get_operations()
-                if op._get_control_flow_context() is None and "Initializer" not in op.name
-            ]
-        counts[name] = {}
-        for op in outside:
-            counts[name].setdefault(op.type, []).append(op.name)
-    wrapped, floor = counts["wrapped"], counts["floor"]
-    assert lowered == []  # the last one built, the floor
+    wrapped, _ = operations_of_every_step(lambda: local(make()))
     # Outside of the branch there are, beyond forward and backward: one addition an accumulator
     # and device, the counters' integer arithmetic, and no product, root or division.
     for kind in ("Mul", "Square", "Sqrt", "Rsqrt", "RealDiv", "Sum", "AddN"):
