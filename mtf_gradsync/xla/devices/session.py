@@ -183,9 +183,10 @@ class XlaSession(ReplicaSession):
 
     def _initial_random_state(self) -> OnDevices:
         step = 0
-        counter = tf.train.get_global_step(self._outside.graph)
+        counter = tf.train.get_global_step(self._program.graph)
         if counter is not None:
-            step = int(self._run_outside([counter.name], {})[counter.name])
+            name = self._name_of(counter)
+            step = int(self._run_outside([name], {})[name])
         states = [initial_state(core, step, self._entropy) for core in self._cores.local]
         return put_on_devices(states, self._cores.local_devices)
 

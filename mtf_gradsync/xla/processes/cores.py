@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import collections
+from typing import Any, Callable, Sequence, TypeVar
 
 import numpy as np
+
+from mtf_gradsync.xla.processes import gathering
+from mtf_gradsync.xla.processes.errors import ProcessesError
+
+_Result = TypeVar("_Result")
 
 
 class Cores:
     """The cores of a program, one jax device each.
+
+    They are all this process's, or every process has as many of them.
 
     Attributes:
       devices: of all cores, in physical order.
@@ -17,16 +25,31 @@ class Cores:
     """
 
     def __init__(self, devices: Sequence[Any]):
+        """Finds out whose they are.
+
+        Args:
+          devices: jax devices.
+
+        Raises:
+          ProcessesError: when the processes have unlike numbers of them.
+        """
         self.devices = list(devices)
-        me = devices[0].client.process_index()
-        self.local = [core for core, d in enumerate(devices) if d.process_index == me]
-        self.local_devices = [devices[core] for core in self.local]
+        self._me = devices[0].client.process_index()
         self._owners = [d.process_index for d in devices]
+        self.local = [core for core, owner in enumerate(self._owners) if owner == self._me]
+        self.local_devices = [devices[core] for core in self.local]
+        if not self.is_alone:
+            self._check_shares()
 
     @property
     def is_alone(self) -> bool:
         """Whether this process has all of them."""
         return len(self.local) == len(self.devices)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what one has to do for all."""
+        return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Values on all cores, from those that each process has.
@@ -38,15 +61,73 @@ class Cores:
 
         Returns:
           For each value, for each core: an array.
+
+        Raises:
+          ProcessesError: when they call it with other values.
         """
         if self.is_alone:
             return [list(per_core) for per_core in local]
-        from mtf_gradsync.xla.processes.gathering import all_gathered
-
-        stacked = all_gathered([np.stack(per_core) for per_core in local])
-        place: dict[int, int] = {}
+        stacked = gathering.all_gathered([np.stack(per_core) for per_core in local])
+        rows: dict[int, int] = collections.defaultdict(int)
         where = []
         for owner in self._owners:
-            where.append((sorted(set(self._owners)).index(owner), place.setdefault(owner, 0)))
-            place[owner] += 1
+            where.append((owner, rows[owner]))
+            rows[owner] += 1
         return [[value[process][row] for process, row in where] for value in stacked]
+
+    def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The values of the first process, on all.
+
+        All processes have to call it with as many values of the same shapes.
+
+        Args:
+          values: this process's.
+
+        Returns:
+          The first process's.
+
+        Raises:
+          ProcessesError: when they call it with other values.
+        """
+        return list(values) if self.is_alone else gathering.from_first(values)
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """Does something on every process, and waits until all have done it.
+
+        Args:
+          work: what to do.
+
+        Returns:
+          What it returned here.
+
+        Raises:
+          ProcessesError: when it failed on another process. Here it raises what it raises.
+        """
+        return work() if self.is_alone else gathering.together(work)
+
+    def check_same(self, what: str, content: bytes) -> None:
+        """Checks that all processes have the same.
+
+        Args:
+          what: for the error.
+          content: this process's.
+
+        Raises:
+          ProcessesError: names the processes whose content is another than process 0's.
+        """
+        if not self.is_alone:
+            gathering.check_same(what, content)
+
+    def _check_shares(self) -> None:
+        import jax
+
+        count = jax.process_count(self.devices[0].platform)
+        shares = collections.Counter(self._owners)
+        if len({shares[process] for process in range(count)}) > 1:
+            said = ", ".join(f"process {p} has {shares[p]}" for p in range(count))
+            raise ProcessesError(
+                f"Every process must have as many cores of the mesh, but of {len(self.devices)} "
+                f"cores {said}. Take a mesh whose size is a multiple of {count}, and give every "
+                f"process {-(-len(self.devices) // count)} devices (cpu_devices of "
+                "start_processes, for CPU devices)."
+            )
