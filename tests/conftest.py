@@ -1,5 +1,12 @@
 """How every test process starts: as a Mesh-TensorFlow program's entry point would."""
 
+import gc
+import os
+
+# Before anything starts jax: as many CPU devices as the largest mesh of the tests has cores.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=12")
+
 import absl.flags
 import pytest
 
@@ -11,6 +18,12 @@ tf.enable_resource_variables()
 tf.logging.set_verbosity(tf.logging.ERROR)
 # Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
 absl.flags.FLAGS.mark_as_parsed()
+
+
+def pytest_collection_finish():
+    """Takes what was imported out of garbage collection: there is much of it, and it stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,18 @@ def _compile_options(devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
     return compile_options
 
 
+def writes_over_arguments_well() -> bool:
+    """Whether results may be written over arguments.
+
+    On CPU devices, jaxlib 0.4.34 waits for a step whose results are written over its arguments
+    before it returns, and an executable that went through bytes reads what it has overwritten;
+    0.4.38 and 0.10.2 do neither.
+    """
+    import jaxlib
+
+    return tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) >= (0, 4, 36)
+
+
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
     """An executable as bytes that `loaded_executable` takes.
 

@@ -200,9 +200,9 @@ def check(kind, mesh, plan, setup):
         np.testing.assert_array_equal(made, replicas.made)
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
 def test_training_is_that_of_numpy(kind):
-    @profile(7 if kind == "placement" else 14)
+    @profile(7 if kind == "placement" else 10)
     @given(st.data())
     def agrees(data):
         mesh = data.draw(st.sampled_from(["4x2", "4x2", "2x2x2", "8"]), "mesh")

@@ -1,4 +1,4 @@
-"""Mesh-TF models on emulated cores: same numbers as one processor and as float64."""
+"""Mesh-TF models as SIMD programs: same numbers as one processor and as float64."""
 
 import itertools
 
@@ -11,6 +11,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 from . import programs
 from .programs import EPS, MESHES, SGD, Regression
+
+pytestmark = pytest.mark.usefixtures("runtime")
 
 # A power of two: with it, two steps on small integers need no more than the 24 bits of float32.
 RATE = 2.0**-4

@@ -14,6 +14,7 @@ from mtf_gradsync._private.jax import (
     compile_stablehlo,
     loaded_executable,
     serialized_executable,
+    writes_over_arguments_well,
 )
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.errors import UnsupportedProgramError
@@ -21,7 +22,7 @@ from mtf_gradsync.xla.devices.available import DevicesError
 from mtf_gradsync.xla.devices.cache import Cache, key_of
 from mtf_gradsync.xla.lowering.bridge import to_hlo
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
-from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
+from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo, without_overwriting
 
 # Goes up when the same program is lowered otherwise than before.
 _LOWERING_VERSION = 1
@@ -90,7 +91,10 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
       UnsupportedProgramError: when XLA refuses it.
       DevicesError: when the devices have no room for it.
     """
-    key = key_of(_machine(devices), program.module)
+    module = program.module
+    if devices[0].platform == "cpu" and not writes_over_arguments_well():
+        module = without_overwriting(module)
+    key = key_of(_machine(devices), module)
     kept = cache.get(key)
     if kept is not None:
         try:
@@ -98,7 +102,7 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
         except RuntimeError:
             pass  # made by a build that only looks the same: compile
     try:
-        executable = compile_stablehlo(program.module, devices, {}, load=True)
+        executable = compile_stablehlo(module, devices, {}, load=True)
     except RuntimeError as error:
         raise _compile_error(error, devices) from error
     with contextlib.suppress(RuntimeError):  # not every platform can

@@ -90,4 +90,3 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
         )
     return Hlo(proto, num_fetches, tuple(aliases.values()), has_randomness)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Iterator
 
 import numpy as np
@@ -42,6 +43,18 @@ def to_stablehlo(hlo: Hlo) -> str:
             if name.startswith("mhlo."):
                 del module.operation.attributes[name]
         return str(module)
+
+
+def without_overwriting(module: str) -> str:
+    """A module of `to_stablehlo` whose new values of variables are results like others.
+
+    Args:
+      module: its text.
+
+    Returns:
+      The text, with nothing said of what is written over what.
+    """
+    return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
 
 
 def _walk(operation: Any) -> Iterator[Any]:

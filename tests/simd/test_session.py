@@ -1,4 +1,4 @@
-"""Fetches, feeds, variables and checkpoints of an emulated program."""
+"""Fetches, feeds, variables and checkpoints of sessions on a SIMD program."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,8 @@ import pytest
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests.simd.programs import MESHES, SGD, Regression, one_processor
+
+pytestmark = pytest.mark.usefixtures("runtime")
 
 RATE = 2.0**-4
 
@@ -54,21 +56,10 @@ def test_reads_variables_by_name_and_object(program):
 
 
 def test_wrong_fetches_and_feeds_say_why(program):
-    with program.graph.as_default():
-        inside_loop = []
-        with simd.tpu_program("all:2", "") as other:
-
-            def body(i):
-                inside_loop.append(i + 1)
-                return inside_loop[0]
-
-            tf.while_loop(lambda i: i < 3, body, [0])
-    with other.session(program.lowering) as session:
+    with program.session(program.lowering) as session:
         late = tf.constant(1.0)
         with pytest.raises(ValueError, match="cannot be fed: it is inside"):
-            session.run(program.inner, {program.inner: 1})
-        with pytest.raises(ValueError, match="inside a loop or conditional"):
-            session.run(inside_loop[0])
+            session.run(program.update, {program.inner: 1})
         with pytest.raises(ValueError, match="no tensor or operation of the program's graph"):
             session.run("nothing:0")
         with pytest.raises(ValueError, match="after the whole graph is built"):
@@ -76,6 +67,20 @@ def test_wrong_fetches_and_feeds_say_why(program):
     with tf.Graph().as_default(), program.session(program.lowering) as session:
         with pytest.raises(ValueError, match="no tensor or operation of the program's graph"):
             session.run(tf.constant(1.0))
+
+
+def test_what_stands_in_a_loop_is_not_fetched():
+    inside_loop = []
+    with simd.tpu_program("all:2", "") as program:
+
+        def body(i):
+            inside_loop.append(i + 1)
+            return inside_loop[0]
+
+        tf.while_loop(lambda i: i < 3, body, [0])
+    with program.session() as session:
+        with pytest.raises(ValueError, match="inside a loop or conditional"):
+            session.run(inside_loop[0])
 
 
 def test_sessions_do_not_share_variables(program):

@@ -1,0 +1,112 @@
+"""Random operations differ by core and step, follow the seeds, and have the right distributions."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.libraries import tf
+
+pytestmark = pytest.mark.xla
+CORES, SIZE = 4, 4000
+
+DRAWS = {
+    "uniform": lambda seed: tf.random.uniform([SIZE], seed=seed),
+    "normal": lambda seed: tf.random.normal([SIZE], seed=seed),
+    "truncated": lambda seed: tf.random.truncated_normal([SIZE], seed=seed),
+    "integers": lambda seed: tf.random.uniform([SIZE], 3, 9, tf.int32, seed=seed),
+    "classes": lambda seed: tf.random.categorical(
+        tf.math.log([[0.2, 0.3, 0.5]]), SIZE, seed=seed, dtype=tf.int32
+    )[0],
+    "shuffled": lambda seed: tf.random.shuffle(tf.range(SIZE), seed=seed),
+}
+
+
+def drawn(make, seed, runs=1, graph_seed=None):
+    """Values ``[run, core, size]`` of a program of its own."""
+    with tf.Graph().as_default():
+        tf.set_random_seed(graph_seed)
+        with simd.tpu_program(f"all:{CORES}", "") as program:
+            x = make(seed)
+        with xla.session(program, cache_dir=None) as session:
+            return np.array([session.run(x, per_replica=True) for _ in range(runs)])
+
+
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_numbers_differ_by_core_and_step_and_follow_the_seed(kind):
+    values = drawn(DRAWS[kind], seed=7, runs=3).reshape(3 * CORES, SIZE)
+    for i in range(len(values)):
+        for j in range(i):
+            # By chance, two classes or small integers are often equal; not so half of the others.
+            assert np.mean(values[i] == values[j]) < 0.5
+    np.testing.assert_array_equal(
+        values, drawn(DRAWS[kind], seed=7, runs=3).reshape(3 * CORES, SIZE)
+    )
+    assert np.mean(values == drawn(DRAWS[kind], seed=8, runs=3).reshape(values.shape)) < 0.5
+
+
+def test_the_graphs_seed_counts_and_no_seed_means_other_numbers_every_time():
+    draw = DRAWS["uniform"]
+    np.testing.assert_array_equal(drawn(draw, None, graph_seed=1), drawn(draw, None, graph_seed=1))
+    assert not np.any(drawn(draw, None, graph_seed=1) == drawn(draw, None, graph_seed=2))
+    assert np.mean(drawn(draw, None) == drawn(draw, None)) < 0.01
+
+
+def test_distributions():
+    """Moments, within five standard errors."""
+    count = CORES * SIZE
+    error = 5 / np.sqrt(count)
+    uniform = drawn(DRAWS["uniform"], 1)
+    assert 0 <= uniform.min() < uniform.max() < 1
+    assert abs(uniform.mean() - 0.5) < error * np.sqrt(1 / 12)
+    normal = drawn(DRAWS["normal"], 1)
+    assert abs(normal.mean()) < error
+    assert abs(normal.var() - 1) < error * np.sqrt(2)
+    truncated = drawn(DRAWS["truncated"], 1)
+    assert np.abs(truncated).max() <= 2
+    assert abs(truncated.mean()) < error
+    integers = drawn(DRAWS["integers"], 1)
+    assert set(np.unique(integers)) == set(range(3, 9))
+    classes = drawn(DRAWS["classes"], 1)
+    for number, share in enumerate([0.2, 0.3, 0.5]):
+        assert abs(np.mean(classes == number) - share) < error * np.sqrt(share * (1 - share))
+    shuffled = drawn(DRAWS["shuffled"], 1)[0]
+    np.testing.assert_array_equal(np.sort(shuffled, axis=1), [np.arange(SIZE)] * CORES)
+
+
+def test_two_operations_and_turns_of_a_loop_draw_other_numbers():
+    def make(seed):
+        def turn(i, found):
+            return i + 1, tf.concat([found[1:], tf.random.uniform([1, SIZE], seed=seed)], 0)
+
+        _, found = tf.while_loop(lambda i, _: i < 3, turn, [0, tf.zeros([3, SIZE])])
+        twice = tf.random.uniform([1, SIZE], seed=seed)
+        return tf.concat([found, twice, tf.random.uniform([1, SIZE], seed=seed + 1)], 0)
+
+    values = drawn(make, seed=5)[0, 0]
+    for i in range(5):
+        for j in range(i):
+            assert np.mean(values[i] == values[j]) < 0.01
+
+
+def test_narrow_floats():
+    values = drawn(lambda seed: tf.random.uniform([SIZE], dtype=tf.bfloat16, seed=seed), 1)
+    assert values.dtype == tf.bfloat16.as_numpy_dtype
+    assert abs(values.astype(np.float32).mean() - 0.5) < 0.02
+
+
+def test_a_restored_session_goes_on_with_the_numbers_of_its_step(tmp_path):
+    tf.set_random_seed(3)
+    counter = tf.train.get_or_create_global_step()
+    with simd.tpu_program("all:2", "") as program:
+        x = tf.random.uniform([4])
+        with tf.control_dependencies([x]):
+            step = counter.assign_add(1)
+    fetches = [x, step]
+    with xla.session(program, cache_dir=None) as session:
+        values = [session.run(fetches)[0] for _ in range(2)]
+        path = session.save(str(tmp_path / "model"))
+        values += [session.run(fetches)[0] for _ in range(2)]
+    with xla.session(program, cache_dir=None) as session:
+        session.restore(path)
+        again = [session.run(fetches)[0] for _ in range(2)]
+    np.testing.assert_array_equal(again, values[2:])
