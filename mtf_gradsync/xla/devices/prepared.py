@@ -67,10 +67,12 @@ class PreparedProgram:
         Raises:
           UnsupportedProgramError: when XLA cannot run it.
           DevicesError: when the devices have no room for it.
+          ProcessesError: when another process has another program.
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)
             module = lowered(replica, self._cache)
+            self._cores.check_same("the programs", module.module.encode())
             self._compiled[inside] = Compiled(
                 replica,
                 module,
