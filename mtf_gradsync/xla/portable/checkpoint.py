@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mtf_gradsync.simd.program import Program
-from mtf_gradsync.xla.portable.host import Host
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.xla.portable.runner.files import (
     VALUES,
+    dtype_of,
     key_of,
+    put_together,
     read_manifest,
     with_dtype,
 )
 
 
-def to_checkpoint(
-    folder: str | os.PathLike[str], program: Program, lowering: Any, path: str
-) -> str:
-    """Writes the values of an exported step as a checkpoint.
+def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+    """Writes the values of an exported step as a checkpoint. It needs no model.
 
     Args:
       folder: what `export` or its runner wrote.
-      program: the program that was exported, built anew or still there.
-      lowering: as for `Program.session`.
       path: prefix of the checkpoint's files.
 
     Returns:
@@ -36,22 +32,29 @@ def to_checkpoint(
 
     Raises:
       StepError: when a file is missing or damaged.
-      ValueError: when the folder's variables are not the program's.
     """
     manifest = read_manifest(Path(folder))
-    host = Host(program, lowering)
-    values: dict[str, np.ndarray] = {}
+    found: dict[str, np.ndarray] = {}
     with np.load(Path(folder) / VALUES, allow_pickle=False) as file:
-        for parameter in manifest["parameters"]:
-            if parameter["kind"] == "variable":
-                stored = with_dtype(file[key_of(parameter)], parameter["dtype"])
-                sources = parameter["sources"]
-                rows = parameter["rows"] if len(sources) > 1 else parameter["rows"][:1]
-                values.update((s, stored[row]) for s, row in zip(sources, rows))
         for name, dtype in manifest["others"].items():
-            values[name] = with_dtype(file[f"others/{name}"], dtype)
-        if host.counter in manifest["others"]:
-            values[host.counter] = values[host.counter] + manifest["steps"]
-    with host.session() as session:
-        host.set(values, session)
-        return host.save(session, path)
+            found[name] = with_dtype(file[f"others/{name}"], dtype)
+        for p in manifest["parameters"]:
+            if p["kind"] == "variable":
+                stored = with_dtype(file[key_of(p)], p["dtype"])
+                dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
+                for name, value in put_together(p, [stored[row] for row in p["rows"]]).items():
+                    found[name] = value.astype(dtype)
+    counter = manifest["counter"]
+    if counter in manifest["others"]:
+        found[counter] = np.asarray(found[counter] + manifest["steps"], found[counter].dtype)
+    names = sorted(found)
+    with tf.Graph().as_default() as graph, tf.Session(graph=graph) as session:
+        tensors = [tf.placeholder(found[n].dtype, found[n].shape) for n in names]
+        save = tf.raw_ops.SaveV2(
+            prefix=os.fspath(path),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=tensors,
+        )
+        session.run(save, dict(zip(tensors, (found[n] for n in names))))
+    return os.fspath(path)

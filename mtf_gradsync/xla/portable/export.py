@@ -96,18 +96,19 @@ def export(
     made = lowered(replica, Cache(default_cache_dir() if cache_dir == "default" else cache_dir))
     artifact, version = to_artifact(made.module)
     variables = [i for i in replica.inputs if i.is_variable]
-    held = {source for v in variables for source in v.sources}
-    others = host.others(held)
     contents = _Contents()
     with host.session(checkpoint) as opened:
         fed = _by_name(program, keep or {})
         for name, given in called.items():
             contents.add_input(name, given, host, opened, fed)
-        values = host.values(sorted(held | set(others)), session or opened)
+        meshed = entries.mesh_variables(host.lowerings)
+        held = {source for v in variables for source in v.sources}
+        in_slices = {n for v in variables for n in entries.master_names(v, meshed)}
+        others = host.others(held | in_slices)
+        values = host.values(sorted({*held, *others}), session or opened)
     # What numpy's files cannot hold without pickle: strings, which no program trains.
     others = [name for name in others if values[name].dtype != object]
     step = 0 if host.counter is None else int(values[host.counter])
-    meshed = entries.mesh_variables(host.lowerings)
     for variable in variables:
         per_core = [values[source] for source in variable.sources]
         contents.add(partial(entries.describe_variable, variable, meshed), per_core)
@@ -123,7 +124,9 @@ def export(
         "cores": replica.num_replicas,
         "mesh": ";".join(f"{d.name}:{d.size}" for d in program.mesh_impl.shape.dims),
         "steps": 0,
+        "counter": host.counter,
         "global_step": step,
+        "fetches": list(names),
         "parameters": contents.parameters,
         "results": entries.describe_results(
             replica, made, contents.parameters, positions, program.graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Collection, Iterable, Iterator, Mapping
+from typing import Any, Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -25,7 +25,6 @@ class Host:
     Attributes:
       facts: of the user's whole graph.
       graph: what stands outside.
-      masters: names of the global variables that Mesh-TensorFlow copies into slices.
       counter: name of the variable that counts steps; None where the graph has none.
     """
 
@@ -46,8 +45,6 @@ class Host:
         self.facts = GraphFacts(program.graph.as_graph_def())
         self._outside = Outside(self.facts, program.graph, program.name)
         self.graph = self._outside.graph
-        copied = self._outside.touched(self._ops.to_masters) if self.lowerings else None
-        self.masters = copied.written if copied else frozenset()
         self._access = VariableAccess(self.graph)
         counter = tf.train.get_global_step(program.graph)
         is_known = counter is not None and counter.op.name in self._access.read
@@ -64,12 +61,16 @@ class Host:
           The session.
 
         Raises:
-          ValueError: when there is no such checkpoint.
+          ValueError: when there is no such checkpoint, or the graph has no variables.
         """
         with tf.Session(graph=self.graph, config=host_config()) as session:
             session.run(self._ops.initialize)
             if checkpoint is not None:
-                self._saver(session).restore(session, checkpoint)
+                if self._ops.saver_def is None:
+                    raise ValueError("The graph has no variables to restore.")
+                with self.graph.as_default():
+                    saver = tf.train.Saver(saver_def=self._ops.saver_def)
+                saver.restore(session, checkpoint)
             session.run(self._ops.to_slices)
             yield session
 
@@ -98,23 +99,13 @@ class Host:
             raise ValueError(f"The session has no variables {unknown}; give one of this program.")
         return session.run({name: access.read[name] for name in names})
 
-    def set(self, values: Mapping[str, np.ndarray], session: tf.Session) -> None:
-        """Sets variables, by the names of their ``VarHandleOp``."""
-        self._access.set(session, values.items())
-
-    def save(self, session: tf.Session, path: str) -> str:
-        """Writes a checkpoint of the masters, after copying the slices into them."""
-        session.run(self._ops.to_masters)
-        saver = self._saver(session)
-        return saver.save(session, path, write_meta_graph=False, write_state=False)
-
-    def others(self, held: Iterable[str]) -> list[str]:
-        """The variables that a checkpoint needs besides those that the program holds.
+    def others(self, held: Collection[str]) -> list[str]:
+        """The global variables that a program does not hold.
 
         Args:
-          held: the variables that the program holds.
+          held: names of those that it holds, as it is or in slices.
         """
-        return sorted(set(self._access.read) - self.masters - set(held))
+        return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
         """Whether a tensor outside the program is the step counter, as it is before the step."""
@@ -148,9 +139,3 @@ class Host:
                 return False
             pending += [t.name for t in op.inputs] + [o.name for o in op.control_inputs]
         return True
-
-    def _saver(self, session: tf.Session) -> tf.train.Saver:
-        if self._ops.saver_def is None:
-            raise ValueError("The graph has no variables to save or restore.")
-        with session.graph.as_default():
-            return tf.train.Saver(saver_def=self._ops.saver_def)

@@ -103,6 +103,14 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
     return found
 
 
+def master_names(
+    given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
+) -> list[str]:
+    """The global variables that a program's variable holds in slices."""
+    variable, _ = mesh_variables.get(given.sources[0], (None, None))
+    return [] if variable is None else getattr(variable, "original_names", [variable.name])
+
+
 def describe_variable(
     given: ReplicaInput,
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
@@ -138,9 +146,11 @@ def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
         begin = tuple(int(b) for b in impl.slice_begin(shape, logical))
         slices.setdefault(begin, impl.l2p(logical))
     return {
+        "names": getattr(variable, "original_names", [variable.name]),
+        "is_stacked": hasattr(variable, "original_names"),
+        "dtype": variable.master_dtype.name,
         "shape": shape.to_integer_list,
         "slices": [[core, list(begin)] for begin, core in slices.items()],
-        "stacked": getattr(variable, "original_names", None),
     }
 
 

@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from .devices import describe, make_cpu_devices
-from .files import StepError, dtype_of, read_manifest, without_dtype
-from .step import Fetched, Input, Step
+from .files import StepError, check_free, dtype_of, read_manifest, without_dtype
+from .step import Fetched, Input, Step, inputs_of
 
 # Steps that wait on the devices while the host reads what an earlier one fetched.
 _AHEAD = 2
@@ -70,13 +70,15 @@ def _run(flags: argparse.Namespace) -> None:
     if flags.list:
         _print_contents(manifest)
         return
+    count, batches = _batches(flags, inputs_of(manifest), manifest["steps"])
+    if flags.save:
+        check_free(Path(flags.save), flags.replace)
     _start_jax(flags, manifest["cores"])
     begun = time.perf_counter()
     step = Step.load(flags.folder, platform=flags.platform)
     speaks = 0 in step.cores
     say: Callable[[str], None] = print if speaks else lambda text: None
     say(f"{describe(step.devices)}; loaded in {time.perf_counter() - begun:.1f} s")
-    count, batches = _batches(flags, step)
     returned: list[dict[str, np.ndarray]] = []
     waiting: list[tuple[int, Fetched]] = []
     first_done = 0.0
@@ -137,11 +139,13 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
         ) from error
 
 
-def _batches(flags: argparse.Namespace, step: Step) -> tuple[int, Iterator[dict[str, Any]]]:
+def _batches(
+    flags: argparse.Namespace, inputs: Sequence[Input], seed: int
+) -> tuple[int, Iterator[dict[str, Any]]]:
     """How many steps to make, and the inputs of each."""
-    needed = [i for i in step.inputs if i.default is None]
+    needed = [i for i in inputs if i.default is None]
     if flags.inputs:
-        return _from_file(flags, step)
+        return _from_file(flags, inputs)
     count = 1 if flags.steps is None else flags.steps
     if not needed:
         return count, ({} for _ in range(count))
@@ -151,7 +155,7 @@ def _batches(flags: argparse.Namespace, step: Step) -> tuple[int, Iterator[dict[
             "which has one more dimension in front for the steps, or --random-inputs."
         )
     # Made once: making them would take longer than a small step.
-    made = _made_up(needed, flags.below, np.random.RandomState(step.steps))
+    made = _made_up(needed, flags.below, np.random.RandomState(seed))
     return count, (made for _ in range(count))
 
 
@@ -168,7 +172,9 @@ def _made_up(
     return found
 
 
-def _from_file(flags: argparse.Namespace, step: Step) -> tuple[int, Iterator[dict[str, Any]]]:
+def _from_file(
+    flags: argparse.Namespace, inputs: Sequence[Input]
+) -> tuple[int, Iterator[dict[str, Any]]]:
     try:
         with np.load(flags.inputs, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -186,7 +192,7 @@ def _from_file(flags: argparse.Namespace, step: Step) -> tuple[int, Iterator[dic
         raise StepError(
             f"{flags.inputs} has inputs for {there} steps of {count}. Give more, or --repeat."
         )
-    for i in step.inputs:
+    for i in inputs:
         # numpy's files hold what they do not know as its bits.
         if i.name in arrays and i.dtype.kind == "V":
             bits = arrays[i.name].dtype
@@ -204,9 +210,9 @@ def _print_contents(manifest: dict[str, Any]) -> None:
             p.get("default"), ""
         )
         print(f"{p['kind']} {p['name']}: {dtype_of(p['dtype']).name}{p['shape']}{note}")
-    for result in manifest["results"]:
-        for name in result["fetches"]:
-            print(f"fetch {name}: {result['dtype']}{result['shape']}")
+    for name in manifest["fetches"]:
+        result = next(r for r in manifest["results"] if name in r["fetches"])
+        print(f"fetch {name}: {result['dtype']}{result['shape']}")
 
 
 def _shown(value: np.ndarray) -> str:

@@ -71,7 +71,7 @@ class LoadedProgram:
                 listed = xla_client.DeviceList(tuple(devices))
                 self._executable = client.compile_and_load(program, listed, options)
         except (RuntimeError, ValueError) as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if _is_for_room(error):
                 raise _no_room(error) from error
             raise StepError(
                 f"jax {jax.__version__} cannot read the program, or not compile it for "
@@ -217,7 +217,7 @@ def explained() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if type(error).__name__ not in ("XlaRuntimeError", "JaxRuntimeError"):
             raise
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if _is_for_room(error):
             raise _no_room(error) from error
         raise StepError(
             f"The step failed on the devices: {_short(error)} Its variables may be lost; start "
@@ -231,6 +231,12 @@ def describe(devices: Sequence[Any]) -> str:
     text = f"{len(devices)} {devices[0].platform} {'device' if len(devices) == 1 else 'devices'}"
     text += f" ({devices[0].device_kind})"
     return text if here == len(devices) else f"{text}, {here} of them here"
+
+
+def _is_for_room(error: Exception) -> bool:
+    """Whether XLA lacked memory, which jaxlib tells in words alone."""
+    # The second is what is left of a CPU device's words in jaxlib 0.4.
+    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "of memory allocating"))
 
 
 def _no_room(error: Exception) -> StepError:

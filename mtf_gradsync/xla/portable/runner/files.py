@@ -155,6 +155,28 @@ def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     return np.stack(kept), rows
 
 
+def put_together(
+    parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """A variable as its user knows it.
+
+    Args:
+      parameter: its entry in the manifest.
+      per_core: its value on each core.
+
+    Returns:
+      name -> value, put together from the cores' slices: one, or those that Mesh-TensorFlow
+      stacked in one.
+    """
+    whole = parameter["whole"]
+    if whole is None:
+        return {parameter["name"]: per_core[0]}
+    value = np.empty(whole["shape"], per_core[0].dtype)
+    for core, begin in whole["slices"]:
+        value[tuple(slice(b, b + n) for b, n in zip(begin, parameter["shape"]))] = per_core[core]
+    return dict(zip(whole["names"], value if whole["is_stacked"] else [value]))
+
+
 def dtype_of(name: str) -> np.dtype:
     """The dtype of a name as in "bfloat16", which numpy alone does not know."""
     try:

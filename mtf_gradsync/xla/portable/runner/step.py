@@ -19,6 +19,7 @@ from .files import (
     distinct,
     dtype_of,
     key_of,
+    put_together,
     read_manifest,
     read_sums,
     with_dtype,
@@ -126,7 +127,7 @@ class Step:
         self._names = [p["name"] for p in parameters]
         self._variables = [p for p in parameters if p["kind"] != "input"]
         self._given = {p["name"]: p for p in parameters if p["kind"] == "input"}
-        self.inputs = tuple(_input(p) for p in self._given.values())
+        self.inputs = inputs_of(self.manifest)
         self._program = LoadedProgram(
             (folder / PROGRAM).read_bytes(), self.devices, self.manifest["made_by"]["jax"]
         )
@@ -161,7 +162,7 @@ class Step:
             if what["updates"] is not None:
                 self._on_devices[what["updates"]] = value
         self.steps += 1
-        return Fetched(fetched)
+        return Fetched({name: fetched[name] for name in self.manifest["fetches"]})
 
     def wait(self) -> None:
         """Waits until all steps are done."""
@@ -187,14 +188,8 @@ class Step:
             values = device_tools.on_all_cores(self._on_devices[p["name"]], self.devices)
             if per_core:
                 found[p["name"]] = values
-            elif p["whole"] is None:
-                found[p["name"]] = values[0]
             else:
-                whole = np.empty(p["whole"]["shape"], values[0].dtype)
-                for core, begin in p["whole"]["slices"]:
-                    whole[tuple(slice(b, b + n) for b, n in zip(begin, p["shape"]))] = values[core]
-                names = p["whole"]["stacked"]
-                found.update(zip(names, whole) if names else {p["name"]: whole})
+                found.update(put_together(p, values))
         return found
 
     def save(self, folder: str, replace: bool = False) -> None:
@@ -261,11 +256,15 @@ class Step:
         return found
 
 
-def _input(parameter: Mapping[str, Any]) -> Input:
-    rows = parameter["rows"]
-    front = (max(rows) + 1,) if _is_split(rows) else ()
-    shape = (*front, *parameter["shape"])
-    return Input(parameter["name"], shape, dtype_of(parameter["dtype"]), parameter["default"])
+def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
+    """What a step reads, as its manifest says."""
+    found = []
+    for p in manifest["parameters"]:
+        if p["kind"] == "input":
+            front = (max(p["rows"]) + 1,) if _is_split(p["rows"]) else ()
+            shape = (*front, *p["shape"])
+            found.append(Input(p["name"], shape, dtype_of(p["dtype"]), p["default"]))
+    return tuple(found)
 
 
 def _is_split(rows: Sequence[int]) -> bool:

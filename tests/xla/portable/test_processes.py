@@ -1,0 +1,51 @@
+"""An exported step runs on the devices of several processes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+
+from mtf_gradsync.xla.portable.runner import Step
+from tests.xla.portable import models
+
+pytestmark = pytest.mark.xla
+
+
+def test_two_processes_do_what_one_does(exported, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    outputs = ["--fetches", tmp_path / "fetches.npz", "--save", tmp_path / "saved"]
+    members = ["--coordinator", address, "--num_processes", 2, "--process_id"]
+    running = [
+        subprocess.Popen(
+            models.command(exported.step, "--inputs", exported.batches, *outputs, *members, i),
+            env=models.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], said
+    assert "4 cpu devices (cpu), 2 of them here" in said[0]
+    with np.load(tmp_path / "fetches.npz") as fetches:
+        # Between processes sums go another way than inside one.
+        np.testing.assert_allclose(fetches["loss"], exported.fetches["loss"], rtol=1e-5)
+        for name in ("noise", "seen"):
+            models.assert_same_bits({"": fetches[name]}, {"": exported.fetches[name]})
+    found = Step.load(str(tmp_path / "saved")).variables()
+    assert found.keys() == exported.variables.keys() - {"global_step"}
+    for name, value in found.items():
+        # The same for the updates; a rounding to bfloat16 may fall to the other side.
+        rtol = 2**-7 if value.dtype.kind == "V" else 1e-4
+        expected = exported.variables[name].astype(np.float64)
+        np.testing.assert_allclose(value.astype(np.float64), expected, rtol=rtol, atol=1e-5)
