@@ -33,7 +33,13 @@ def run(name, *args):
 
 
 def test_every_example_has_a_test():
-    assert EXAMPLES == ["accumulate.py", "digits.py", "handwriting.py", "sync_replicas.py"]
+    assert EXAMPLES == [
+        "accumulate.py",
+        "digits.py",
+        "handwriting.py",
+        "sync_replicas.py",
+        "take_along.py",
+    ]
 
 
 def test_digits_learns_to_read_them():

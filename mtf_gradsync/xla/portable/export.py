@@ -102,7 +102,13 @@ def export(
         for name, given in called.items():
             contents.add_input(name, given, host, opened, fed)
         meshed = entries.mesh_variables(host.lowerings)
-        held = {source for v in variables for source in v.sources}
+        # A counter that the program reads and the host counts up.
+        counted = {
+            v
+            for position, v in enumerate(replica.inputs)
+            if set(v.sources) == {host.counter} and position not in made.updated
+        }
+        held = {source for v in variables if v not in counted for source in v.sources}
         in_slices = {n for v in variables for n in entries.master_names(v, meshed)}
         others = host.others(held | in_slices)
         values = host.values(sorted({*held, *others}), session or opened)
@@ -110,6 +116,9 @@ def export(
     others = [name for name in others if values[name].dtype != object]
     step = 0 if host.counter is None else int(values[host.counter])
     for variable in variables:
+        if variable in counted:
+            contents.parameters.append(entries.describe_input(host.counter, variable, "step"))
+            continue
         per_core = [values[source] for source in variable.sources]
         contents.add(partial(entries.describe_variable, variable, meshed), per_core)
     if made.has_randomness:

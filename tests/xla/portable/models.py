@@ -82,7 +82,7 @@ class Model:
         h *= mtf.einsum([x, second], [batch, hidden])
         loss = mtf.reduce_mean(mtf.square(h))
         opt = gs.GradientAccumulationOptimizer(
-            mtf.optimize.AdamWeightDecayOptimizer(rate),
+            mtf.optimize.AdafactorOptimizer(learning_rate=rate),  # reads the step counter, too
             backward_passes_per_step=2,
             average_aggregated_gradients=True,
         )

@@ -1,0 +1,22 @@
+"""examples/take_along.py."""
+
+import re
+
+import pytest
+
+from tests.examples.test_examples import ROOT, run
+
+
+@pytest.mark.xla
+def test_what_was_trained_elsewhere_comes_back(tmp_path):
+    output = run("take_along.py", "--steps=200", f"--folder={tmp_path}")
+    accuracy = re.search(r"held-out accuracy: ([0-9.]+)%", output)
+    assert accuracy, output
+    assert float(accuracy.group(1)) > 95
+    assert "8 cpu devices" in output
+    assert len(re.findall(r"^step \d+ loss ", output, re.M)) == 200
+    assert (tmp_path / "trained" / "run.py").exists()
+
+
+def test_it_is_short():
+    assert len((ROOT / "examples" / "take_along.py").read_text().splitlines()) < 110
