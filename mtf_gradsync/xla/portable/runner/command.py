@@ -29,7 +29,7 @@ def main(argv: Sequence[str], folder: str) -> int:
     Returns:
       The exit code: 0, or 2 when something is missing, which one line on stderr says.
     """
-    flags = _parser(folder).parse_args(argv)
+    flags = parser(folder).parse_args(argv)
     try:
         _run(flags)
     except StepError as error:
@@ -38,11 +38,12 @@ def main(argv: Sequence[str], folder: str) -> int:
     return 0
 
 
-def _parser(folder: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(folder: str) -> argparse.ArgumentParser:
+    """The command line's flags; `folder` is the default."""
+    made = argparse.ArgumentParser(
         prog="run.py", description="Runs training steps that mtf_gradsync exported."
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("folder", nargs="?", default=folder, help="the exported step; default: that of run.py")
     add("--steps", type=int, help="default: as many as --inputs has batches for, or 1")
     add("--inputs", metavar="FILE", help=".npz with an array for each input, a step a row")
@@ -55,14 +56,14 @@ def _parser(folder: str) -> argparse.ArgumentParser:
     add("--time", action="store_true", help="say how long a step takes")
     add("--list", action="store_true", help="say what the step reads and returns, and end")
     add("--platform", help="cpu, gpu (cuda, rocm) or tpu; default: jax's choice")
-    group = parser.add_argument_group("several processes, which all run this command")
+    group = made.add_argument_group("several processes, which all run this command")
     add = group.add_argument
     add("--coordinator", metavar="HOST:PORT", help="of process 0, for the others to find")
     add("--num_processes", type=int)
     add("--process_id", type=int)
     add("--distributed", action="store_true", help="let jax find these by itself")
     add("--cpu_devices", type=int, help="CPU devices of this process")
-    return parser
+    return made
 
 
 def _run(flags: argparse.Namespace) -> None:

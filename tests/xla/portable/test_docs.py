@@ -1,0 +1,34 @@
+"""The code in the guide runs, and its tables name all there is."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from mtf_gradsync.xla.portable.runner import Step, command
+
+pytestmark = pytest.mark.xla
+GUIDE = (pathlib.Path(__file__).parents[3] / "docs" / "portable.md").read_text(encoding="utf-8")
+
+
+def test_code_of_the_guide_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "docs/portable.md", "exec"), {})
+    step = Step.load("step")
+    batch = np.ones([16, 8], np.float32)
+    losses = [step({"batch": batch})["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
+    manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
+    for name in {*manifest, *manifest["results"][0]}.union(*manifest["parameters"]):
+        assert f"`{name}`" in GUIDE, name
+
+
+def test_the_guide_names_all_flags():
+    flags = re.findall(r"--[a-z_-]+", command.parser("").format_help())
+    for flag in set(flags) - {"--help"}:
+        assert f"`{flag}" in GUIDE, flag
