@@ -195,7 +195,7 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
 
 # Shard by shard, all uses were seen on both kinds of mesh.
 @pytest.mark.parametrize(
-    ("kind", "group"), [("placement", "first"), *(("simd", group) for group in GROUPS)]
+    ("kind", "group"), [("placement", "layers"), *(("simd", group) for group in GROUPS)]
 )
 def test_replicas_that_are_left_out_have_no_part_in_the_update(kind, group):
     model, eps_of = together(GROUPS[group])

@@ -17,8 +17,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
-K = 3
-STEPS = 2 * K
+K = 2
 # Which of the two replicas contribute to a step, where updates take three contributions.
 CONTRIBUTES = np.array([[1, 0], [0, 1], [1, 1], [0, 1], [1, 1], [0, 0]], bool)
 
@@ -63,7 +62,7 @@ def main(wrapper: str, directory: str, steps: int, forever: bool) -> None:
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.set_random_seed(1)
-    feeds = models.mlp_batches(STEPS)
+    feeds = models.mlp_batches(len(CONTRIBUTES))
     for feed, contributes in zip(feeds, CONTRIBUTES):
         feed["contributes"] = contributes
     inputs = {name: tf.placeholder(tf.as_dtype(x.dtype), x.shape) for name, x in feeds[0].items()}

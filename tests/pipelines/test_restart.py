@@ -13,7 +13,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.pipelines import restart_program
-from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, STEPS, K
+from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", restart_program.__name__]
@@ -24,9 +24,10 @@ def environment():
     return {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
-def whole_run(wrapper, directory):
-    """Runs the program from the first step to the last; returns the checkpoint's variables."""
-    subprocess.run([*PROGRAM, wrapper, str(directory), str(STEPS)], env=environment(), check=True)
+def whole_run(wrapper, directory, steps):
+    """Runs the program here from the first step to the last; returns the checkpoint's variables."""
+    with tf.Graph().as_default():
+        restart_program.main(wrapper, str(directory), steps, forever=False)
     return variables(directory)
 
 
@@ -59,8 +60,8 @@ def assert_same_bits(actual, expected):
 
 @pytest.mark.slow
 def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
-    expected = whole_run("accumulation", tmp_path / "whole")
-    for step in range(1, STEPS + 1):
+    expected = whole_run("accumulation", tmp_path / "whole", 2 * K)
+    for step in range(1, 2 * K + 1):
         line, actual = killed_after(1, "accumulation", tmp_path / "parts")
         assert line == f"saved {step}"
         assert actual["GradientAccumulationOptimizer/mini_step"] == step % K
@@ -68,12 +69,12 @@ def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_p
         # Nothing of this test would fail if sums were never kept.
         assert np.any(actual["w1/gradient_accumulator"]) == (step % K > 0)
     assert_same_bits(actual, expected)
-    assert expected["global_step"] == STEPS
+    assert expected["global_step"] == 2 * K
 
 
 @pytest.mark.slow
 def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
-    expected = whole_run("sync_replicas", tmp_path / "whole")
+    expected = whole_run("sync_replicas", tmp_path / "whole", len(CONTRIBUTES))
     # After one step one replica's contribution is pending, after two both, after four the
     # other's alone; the last run goes on for two steps, with an update.
     for steps, end, count, updates in [(1, 1, 1, 0), (1, 2, 2, 0), (2, 4, 1, 1), (2, 6, 0, 2)]:
@@ -91,6 +92,9 @@ def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
     assert np.any(expected["w1/ExponentialMovingAverage"] != expected["w1"])
 
 
+PASSES = 3
+
+
 class Program:
     """The model in a graph of its own, with sums that no checkpoint holds."""
 
@@ -99,7 +103,7 @@ class Program:
 
         def make():
             return gs.GradientAccumulationOptimizer(
-                models.OPTIMIZERS["adam"](), K, checkpoint_accumulators=False, **mesh_args
+                models.OPTIMIZERS["adam"](), PASSES, checkpoint_accumulators=False, **mesh_args
             )
 
         self.graph = tf.Graph()
@@ -134,20 +138,20 @@ class Program:
 
 @pytest.mark.parametrize("place", ["local", "synced"])
 def test_without_checkpointed_sums_a_restart_begins_a_fresh_accumulation(tmp_path, place):
-    feeds = models.mlp_batches(2 * K)
+    feeds = models.mlp_batches(2 * PASSES)
     program = Program(place)
     path = str(tmp_path / "model.ckpt")
-    program.run(feeds[: K + 2], path)
-    # Two micro steps are in the sum and lost; the next update has K of its own.
-    before = program.run(feeds[:K][:-1], path, restore=True)
-    after = program.run(feeds[:K], path, restore=True)
+    program.run(feeds[: PASSES + 2], path)
+    # Two micro steps are in the sum and lost; the next update has three of its own.
+    before = program.run(feeds[:PASSES][:-1], path, restore=True)
+    after = program.run(feeds[:PASSES], path, restore=True)
     names = [n for n in after if "accumulator" in n or "mini_step" in n]
     assert not names
     assert before["GradientAccumulationOptimizer/update_step"] == 1
     assert after["GradientAccumulationOptimizer/update_step"] == 2
 
     # The same as a run that never had those two micro steps.
-    expected = program.run(feeds[:K] + feeds[:K], str(tmp_path / "other.ckpt"))
+    expected = program.run(feeds[:PASSES] + feeds[:PASSES], str(tmp_path / "other.ckpt"))
     for name, value in expected.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)
 

@@ -20,40 +20,42 @@ STRATEGIES = {
 }
 
 
-def losses(kind, mesh, wrap):
-    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
-    build = models.train(lambda: wrap(models.OPTIMIZERS["sgd"](), mesh), batch_dims)
+# Four processors, which sums reach in one step or in two.
+MESH = ("a:2;b:2", "outer:a;batch:b", ("outer", "batch"))
+
+
+def losses(kind, wrap):
+    mesh_shape, layout, batch_dims = MESH
+    build = models.train(lambda: wrap(models.OPTIMIZERS["sgd"]()), batch_dims)
     fetched = harness.run(kind, mesh_shape, layout, build, models.mlp_batches(6)).fetched
     return np.array([step["loss"] for step in fetched])
 
 
-def accumulating(inner, mesh, strategy):
-    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+def accumulating(inner, strategy):
+    mesh_shape, layout, batch_dims = MESH
     return gs.GradientAccumulationOptimizer(
         inner, 3, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=strategy
     )
 
 
-def sync_replicas(inner, mesh, strategy):
-    mesh_shape, layout, batch_dims = harness.MESHES[mesh]
+def sync_replicas(inner, strategy):
+    mesh_shape, layout, batch_dims = MESH
     return gs.SyncReplicasOptimizer(
         inner, 4, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=strategy
     )
 
 
 WRAPPERS = {
-    "cross_shard": lambda inner, mesh, strategy: gs.CrossShardOptimizer(inner, reducer=strategy),
+    "cross_shard": lambda inner, strategy: gs.CrossShardOptimizer(inner, reducer=strategy),
     "accumulation": accumulating,
     "sync_replicas": sync_replicas,
-    "clip": lambda inner, mesh, strategy: gs.ClipByGlobalNormOptimizer(
-        inner, 0.1, reducer=strategy
-    ),
+    "clip": lambda inner, strategy: gs.ClipByGlobalNormOptimizer(inner, 0.1, reducer=strategy),
 }
 
 
 @functools.lru_cache(maxsize=None)
 def usual_losses(kind, wrapper):
-    return losses(kind, "2x2x2", lambda inner, mesh: WRAPPERS[wrapper](inner, mesh, None))
+    return losses(kind, lambda inner: WRAPPERS[wrapper](inner, None))
 
 
 @pytest.mark.parametrize(
@@ -74,24 +76,24 @@ def test_the_other_wrappers_too(monkeypatch, strategy, wrapper):
 
 
 def check_training(mesh_kind, strategy, wrapper):
-    def wrap(inner, mesh):
-        return WRAPPERS[wrapper](inner, mesh, STRATEGIES[strategy]())
+    def wrap(inner):
+        return WRAPPERS[wrapper](inner, STRATEGIES[strategy]())
 
     # Losses are about 1 and fall by about a tenth a step: a gradient off by 2**-7 of its size
     # moves a loss by less than 2**-7 / 10 a step. Without compression only float32 rounds.
     tolerance = 6 * 2.0**-7 / 10 if strategy in ("bfloat16", "float16") else 1e-5
-    usual, ours = usual_losses(mesh_kind, wrapper), losses(mesh_kind, "2x2x2", wrap)
+    usual, ours = usual_losses(mesh_kind, wrapper), losses(mesh_kind, wrap)
     np.testing.assert_allclose(ours, usual, atol=tolerance)
     assert usual[-1] != usual[0]
 
 
 @pytest.mark.parametrize("wrapper", ["cross_shard", "accumulation"])
 def test_overflow_is_said_from_within_an_update(wrapper, capfd):
-    def wrap(inner, mesh):
+    def wrap(inner):
         strategy = reduce.CompressedAllReduce(wire_dtype="float16", prescale=1e9)
-        return WRAPPERS[wrapper](inner, mesh, strategy)
+        return WRAPPERS[wrapper](inner, strategy)
 
-    losses("placement", "8", wrap)
+    losses("placement", wrap)
     # Six steps, of which accumulation communicates on two; once infinite, nothing overflows.
     assert capfd.readouterr().err.count("float16 overflow") == 1
 
