@@ -152,7 +152,7 @@ def _join(
     why = "it has not answered"
     while time.monotonic() < end:
         try:
-            connection = Connection(socket.create_connection(coordinator, timeout=5))
+            connection = _connected(coordinator)
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(_PAUSE_S)
@@ -172,6 +172,16 @@ def _join(
         f"{me} cannot meet process 0 at the coordinator's address {host}:{port}: {why}. Start all "
         "processes, and give each the address of process 0 as it sees it."
     )
+
+
+def _connected(address: tuple[str, int]) -> Connection:
+    sock = socket.create_connection(address, timeout=5)
+    if sock.getsockname() == sock.getpeername():
+        # On one machine, TCP connects a socket to itself where it is given the very port that it
+        # asks for, and nobody listens there.
+        sock.close()
+        raise ConnectionRefusedError("nobody listens there")
+    return Connection(sock)
 
 
 def _welcome(connection: Connection, end: float) -> Member:

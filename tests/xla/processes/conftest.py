@@ -1,0 +1,12 @@
+"""One place where all tests here start their jobs."""
+
+import pytest
+
+from tests.xla.processes.jobs import Jobs
+
+
+@pytest.fixture(scope="package")
+def jobs(tmp_path_factory):
+    """Starts jobs; whatever still runs at the end is killed."""
+    with Jobs(tmp_path_factory.mktemp("jobs")) as jobs:
+        yield jobs

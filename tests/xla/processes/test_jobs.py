@@ -1,0 +1,116 @@
+"""Several processes with a part of the devices each are as one process with all of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.xla
+
+EPS = np.finfo(np.float32).eps
+# Of float32 additions that stand one behind the other, from the first loss to the last variable:
+# sums over 16 x 8 numbers in each of 6 steps, in another order.
+ROUNDINGS = 6 * 16 * 8
+
+
+@pytest.fixture(scope="module")
+def of_two(jobs):
+    return jobs.run(2)
+
+
+@pytest.fixture(scope="module")
+def of_four(jobs, of_two):
+    return jobs.run(4, again_from=str(of_two.folder / "step_3"))
+
+
+@pytest.fixture(scope="module")
+def of_one(jobs, of_two):
+    return jobs.run(1, again_from=str(of_two.folder / "step_3"))
+
+
+def results(job, process=0, run=""):
+    """Losses and variables of a run, without what was drawn at random."""
+    with np.load(job.folder / f"found_{process}.npz") as file:
+        wanted = [f"{run}{name}" for name in ("losses", "variable/")]
+        return {
+            name[len(run) :]: file[name]
+            for name in file.files
+            if name.startswith(tuple(wanted)) and "drawn" not in name
+        }
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name], err_msg=name)
+
+
+def assert_equal_to_rounding(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        scale = np.max(np.abs(value), initial=0)
+        np.testing.assert_allclose(
+            b[name], value, rtol=0, atol=ROUNDINGS * EPS * scale, err_msg=name
+        )
+
+
+def test_all_processes_find_the_same(of_two, of_four):
+    for job, count in ((of_two, 2), (of_four, 4)):
+        for process in range(1, count):
+            assert_same_bits(results(job, 0), results(job, process))
+
+
+@pytest.mark.parametrize("name", ["of_two", "of_four"])
+def test_training_is_as_in_one_process(request, name, of_one):
+    assert_equal_to_rounding(results(of_one), results(request.getfixturevalue(name)))
+
+
+def test_training_changes_what_it_should(of_one):
+    losses = results(of_one)["losses"]
+    assert len(losses) == 6
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+    assert results(of_one)["variable/GradientAccumulationOptimizer/update_step"] == 3
+
+
+def test_variables_begin_with_the_same_random_values(of_two, of_four):
+    for job in (of_two, of_four):
+        drawn = {line for m in job.members for line in m.output().splitlines() if "drawn [" in line}
+        assert len(drawn) == 1
+        assert len(set(json.loads(drawn.pop().split(" ", 1)[1]))) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "run"), [("of_four", "again/"), ("of_one", "again/"), ("of_one", "replicas/")]
+)
+def test_a_checkpoint_goes_on_with_other_processes(request, of_two, name, run):
+    whole = results(of_two)
+    whole["losses"] = whole["losses"][3:]
+    assert_equal_to_rounding(whole, results(request.getfixturevalue(name), 0, run))
+
+
+def test_checkpoints_are_written_once(of_two):
+    names = sorted(path.name for path in of_two.folder.glob("step_*"))
+    assert names == [
+        f"step_{step}.{kind}" for step in (3, 6) for kind in ("data-00000-of-00001", "index")
+    ]
+
+
+def test_values_of_other_processes_are_none(jobs):
+    job = jobs.run(2, odd="fetches", steps=0)
+    for process, member in enumerate(job.members):
+        mine = [core // 4 == process for core in range(8)]
+        assert f"fetched {[mine, mine]}" in member.output()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(jobs):
+    job = jobs.run(2, odd="save", steps=0)
+    assert "save: " in job.members[0].output()
+    assert "save: ProcessesError: On process 0: " in job.members[1].output()
+
+
+def test_another_program_is_an_error_everywhere(jobs):
+    job = jobs.start(2, odd="program", steps=1)
+    assert job.codes() == [1, 1], job.outputs()
+    for member in job.members:
+        assert "the programs are other ones on process 1 than on process 0" in member.output()

@@ -1,0 +1,73 @@
+"""A process that is lost ends the others, with an error that names it."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from mtf_gradsync import xla
+from tests.cluster.test_processes import ended
+from tests.xla.processes.test_jobs import assert_same_bits, results
+
+pytestmark = pytest.mark.xla
+SILENCE = 3.0
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def whole(jobs):
+    """A job that loses nobody."""
+    return jobs.run(2, steps=STEPS)
+
+
+def lose(jobs, lost, number, count=2):
+    """Starts a job, sends a signal to one process in the midst of it, and waits for the others."""
+    job = jobs.start(count, steps=STEPS, pace=0.1, silence=SILENCE)
+    job.wait_for("step 7\n")
+    begin = time.monotonic()
+    job.members[lost].send(number)
+    others = [m for i, m in enumerate(job.members) if i != lost]
+    codes = job.codes(others)
+    assert time.monotonic() - begin < 60
+    assert codes == [xla.LOST_PROCESS_EXIT_CODE] * (count - 1), job.outputs()
+    for member in others:
+        # The last words, whatever jax and gloo said before.
+        last = member.output().rstrip().splitlines()[-1]
+        name = rf"lost process {lost} \(host \S+, pid {job.members[lost].pid}\): it "
+        assert re.search(name, last), job.outputs()
+        assert "newest checkpoint" in last
+    return job
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_is_named_and_the_job_goes_on_later(jobs, whole, lost):
+    job = lose(jobs, lost, signal.SIGKILL)
+    jobs.run(2, folder=job.folder, newest=True, steps=STEPS)
+    after, before = results(job), results(whole)
+    before["losses"] = before["losses"][-len(after["losses"]) :]
+    assert 0 < len(after["losses"]) < STEPS
+    assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize(("lost", "count"), [(0, 2), (1, 2), (2, 4)])
+def test_a_stopped_process_is_named_and_ends_when_it_goes_on(jobs, lost, count):
+    job = lose(jobs, lost, signal.SIGSTOP, count)
+    stopped = job.members[lost]
+    assert stopped.code is None
+    stopped.send(signal.SIGCONT)
+    assert job.codes([stopped]) == [xla.LOST_PROCESS_EXIT_CODE]
+    last = stopped.output().rstrip().splitlines()[-1]
+    assert "this process stood still for" in last or "have given this one up" in last
+    assert ended([m.pid for m in job.members])
+
+
+@pytest.mark.parametrize(("odd", "code", "said"), [
+    ("raise", 1, "KeyError: 'as asked'"), ("exit", 3, "SystemExit: 3")
+])  # fmt: skip
+def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, said):
+    job = jobs.start(2, odd=odd)
+    assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, code], job.outputs()
+    last = job.members[0].output().rstrip().splitlines()[-1]
+    assert f"it ended with an error: {said}" in last
+    assert "lost process 1 (host " in last

@@ -1,0 +1,83 @@
+"""Arguments of `start_processes`, and shares of a mesh that do not fit."""
+
+import types
+
+import pytest
+
+from mtf_gradsync import xla
+from mtf_gradsync.xla.processes import cores, start
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"coordinator": "host:1"}, "got coordinator without num_processes and process_id"),
+        (
+            {"num_processes": 2, "process_id": 0},
+            "got num_processes, process_id without coordinator",
+        ),
+        (
+            {"coordinator": "host:1", "num_processes": 2, "process_id": 2},
+            "between 0 and 1 .* got 2",
+        ),
+        ({"coordinator": "host", "num_processes": 2, "process_id": 0}, "like 'host:1234'"),
+        ({"coordinator": "host:x", "num_processes": 2, "process_id": 0}, "like 'host:1234'"),
+        ({}, "finds no cluster"),
+    ],
+)
+def test_wrong_arguments(monkeypatch, arguments, message):
+    monkeypatch.setattr(start, "backends_are_initialized", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        xla.start_processes(**arguments)
+
+
+def test_jax_that_has_begun_already(monkeypatch):
+    monkeypatch.setattr(start, "backends_are_initialized", lambda: True)
+    with pytest.raises(xla.ProcessesError, match="jax has begun already"):
+        xla.start_processes("127.0.0.1:1", 2, 0)
+
+
+def test_slurm_is_found(monkeypatch):
+    for name, value in {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_STEP_NODELIST": "node[3-4]",
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    cluster = start._resolved(None, None, None, 10.0)
+    assert cluster.coordinator.startswith("node3:")
+    assert (cluster.num_processes, cluster.process_id) == (2, 1)
+
+
+def device(process, me=0):
+    client = types.SimpleNamespace(process_index=lambda: me)
+    return types.SimpleNamespace(process_index=process, client=client, platform="cpu")
+
+
+@pytest.fixture()
+def two_processes(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(jax, "process_count", lambda platform=None: 2)
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize(("owners", "said"), [
+    ([0, 0, 0, 1], "of 4 cores process 0 has 3, process 1 has 1"),
+    ([1, 1], "of 2 cores process 0 has 0, process 1 has 2"),
+])  # fmt: skip
+def test_processes_with_unlike_shares(owners, said):
+    with pytest.raises(xla.ProcessesError, match=f"{said}.*multiple of 2"):
+        cores.Cores([device(owner) for owner in owners])
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_shares_may_be_mixed_and_alone():
+    mixed = cores.Cores([device(owner) for owner in (0, 1, 1, 0)])
+    assert (mixed.local, mixed.is_alone, mixed.is_first) == ([0, 3], False, True)
+    assert cores.Cores([device(1, me=1)] * 2).is_alone
