@@ -18,19 +18,15 @@ def member(index):
     return Member(index, "here", 1000 + index)
 
 
-def met(count, indices, timeout=60.0, facts=None, stranger=None):
+def met(count, indices, timeout=60.0, facts=None):
     """What each of some processes gets from their meeting: connections, or an error."""
     for _ in range(10):
         (port,) = free_ports(1)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             tasks = [
-                pool.submit(
-                    meet, ("127.0.0.1", port), member(i), count, (facts or {}).get(n, FACTS), timeout
-                )
-                for n, i in enumerate(indices)
+                pool.submit(meet, ("127.0.0.1", port), member(i), count, own, timeout)
+                for i, own in zip(indices, facts or [FACTS] * len(indices))
             ]
-            if stranger:
-                stranger(port)
         found = [task.exception() or task.result() for task in tasks]
         # Another program may have taken the port in between.
         if not (isinstance(found[0], Exception) and "cannot listen" in str(found[0])):
@@ -106,7 +102,7 @@ def test_a_port_that_is_taken_is_an_error():
 
 
 def test_processes_that_were_started_differently_are_named():
-    found = met(2, [0, 1], facts={1: {**FACTS, "jax": "1.2.4"}})
+    found = met(2, [0, 1], facts=[FACTS, {**FACTS, "jax": "1.2.4"}])
     for error in found:
         assert isinstance(error, xla.ProcessesError)
         assert "with jax='1.2.3' and '1.2.4'" in str(error)

@@ -59,7 +59,7 @@ def device(process, me=0):
     return types.SimpleNamespace(process_index=process, client=client, platform="cpu")
 
 
-@pytest.fixture()
+@pytest.fixture
 def two_processes(monkeypatch):
     import jax
 
