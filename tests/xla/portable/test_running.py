@@ -56,7 +56,7 @@ def test_a_saved_folder_goes_on(exported, tmp_path):
     models.assert_same_bits(found, exported.fetches)
 
 
-def test_steps_run_ahead_of_the_host(exported):
+def test_what_was_given_may_be_written_over(exported):
     step = Step.load(str(exported.step))
     given = {n: np.empty_like(v[0]) for n, v in models.batches().items()}
     fetched = []
