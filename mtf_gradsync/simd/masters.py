@@ -13,6 +13,7 @@ class MasterOps:
     """Names of operations that a session needs; making one adds them to the graph.
 
     Attributes:
+      graph: the graph.
       initialize: operations that initialize every variable.
       to_slices: operations that copy Mesh-TF's masters into their slices.
       to_masters: operations that copy the slices back.
@@ -21,6 +22,7 @@ class MasterOps:
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
+        self.graph = graph
         with graph.as_default(), contextlib.ExitStack() as stack:
             # None: not inside whatever scope the caller happens to be in.
             stack.enter_context(tf.control_dependencies(None))

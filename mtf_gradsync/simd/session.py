@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import tempfile
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.resharding import adapt_checkpoint
 from mtf_gradsync.simd.masters import MasterOps
 
 _Session = TypeVar("_Session", bound="ReplicaSession")
@@ -106,11 +108,17 @@ class ReplicaSession(abc.ABC):
         self._bring_masters_up_to_date()
         return self._session.run(self._ops.masters[name])
 
-    def save(self, path: str) -> str:
+    def save(
+        self, path: str, saver: tf.train.Saver | None = None, global_step: int | None = None
+    ) -> str:
         """Writes a checkpoint of the master variables, after copying the slices into them.
 
         Args:
           path: prefix of the checkpoint's files.
+          saver: a saver that was made in the program's graph before the session, to count
+            checkpoints, delete old ones and write the state file; the session's own only writes
+            the checkpoint.
+          global_step: a number to add to the path, as for ``tf.train.Saver.save``.
 
         Returns:
           The path to give to `restore`; any program with the same variables can read it, on
@@ -119,12 +127,15 @@ class ReplicaSession(abc.ABC):
         Raises:
           ValueError: when the graph has no variables.
         """
-        saver = self._checked_saver()
+        self._checked_saver()
         self._bring_masters_up_to_date()
-        return saver.save(self._session, path, write_meta_graph=False, write_state=False)
+        return self._write(path, saver, global_step)
 
     def restore(self, path: str) -> None:
         """Reads a checkpoint into the master variables and copies them into the slices.
+
+        What each shard holds for itself (sums of accumulated gradients) is laid out anew where the
+        checkpoint is of another mesh.
 
         Args:
           path: what `save`, or any ``tf.train.Saver`` over the same variables, returned.
@@ -132,8 +143,24 @@ class ReplicaSession(abc.ABC):
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
         """
-        self._checked_saver().restore(self._session, path)
+        self._checked_saver()
+        self._read(path)
         self._take_masters()
+
+    def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
+        """Writes the masters as they are."""
+        return (saver or self._checked_saver()).save(
+            self._session,
+            path,
+            global_step=global_step,
+            write_meta_graph=False,
+            write_state=saver is not None,
+        )
+
+    def _read(self, path: str) -> None:
+        """Reads the masters."""
+        with self._ops.graph.as_default(), tempfile.TemporaryDirectory() as directory:
+            self._checked_saver().restore(self._session, adapt_checkpoint(path, directory))
 
     def _bring_masters_up_to_date(self) -> None:
         """Copies the slices into the masters."""

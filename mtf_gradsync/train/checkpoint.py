@@ -69,7 +69,12 @@ def check_fits(path: str, variables: list[Any], model_dir: str) -> None:
 
 
 class Checkpointer:
-    """Saves the state of a lowered graph: the masters, brought up to date from the slices."""
+    """Saves the state of a lowered graph: the masters, brought up to date from the slices.
+
+    Attributes:
+      prefix: path of a checkpoint without its step.
+      saver: writes them, counts them and deletes old ones.
+    """
 
     def __init__(self, model_dir: str, lowering: Any, keep_checkpoint_max: int | None):
         """Adds the saving operations to the default graph.
@@ -79,7 +84,7 @@ class Checkpointer:
           lowering: an mtf.Lowering whose variables are all made.
           keep_checkpoint_max: older ones are deleted; None keeps all.
         """
-        self._prefix = os.path.join(model_dir, "model.ckpt")
+        self.prefix = os.path.join(model_dir, "model.ckpt")
         self._slices_to_masters = lowering.copy_slices_to_masters()
         self.saver = ReshardingSaver(
             tf.global_variables(),
@@ -92,7 +97,7 @@ class Checkpointer:
         """Writes a checkpoint and returns its path."""
         session.run(self._slices_to_masters)
         # The graph is built from the config; as a file it would be many times the variables.
-        return self.saver.save(session, self._prefix, global_step=step, write_meta_graph=False)
+        return self.saver.save(session, self.prefix, global_step=step, write_meta_graph=False)
 
 
 def initialize_from(init_checkpoint: str) -> int:

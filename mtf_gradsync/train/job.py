@@ -111,13 +111,16 @@ def resolve_job(config: RunConfig) -> TrainingJob:
     )
 
 
-def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
+def build_simd(
+    job: TrainingJob, features: dict[str, tf.Tensor] | None = None
+) -> tuple[TrainGraph, simd.Program]:
     """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
 
-    The inputs are placeholders, and the step counter stands outside the program.
+    The step counter stands outside the program.
 
     Args:
       job: what to build.
+      features: int tensors ``[batch_size, length]`` by feature name; None for placeholders.
 
     Returns:
       The graph's handles and the program.
@@ -130,7 +133,7 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
             programs.append(program)
             yield program.mesh_impl
 
-    graph = job.build(placeholders(job), block)
+    graph = job.build(features or placeholders(job), block)
     return graph, programs[0]
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import signal
 import threading
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import SyncReplicasOptimizer
-from mtf_gradsync.train.checkpoint import Checkpointer, check_fits, latest_checkpoint
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.progress import MetricsFile, Progress
-from mtf_gradsync.train.train_graph import TrainGraph
+from mtf_gradsync.train.runners.runner import Runner
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
@@ -59,18 +58,14 @@ class LoopSettings(NamedTuple):
     """How long to train, and what to leave behind on the way.
 
     Attributes:
-      model_dir: directory of the checkpoints.
       train_steps: stop after this step.
       save_checkpoints_steps: a checkpoint every this many steps, and at the end.
-      keep_checkpoint_max: older checkpoints are deleted; None keeps all.
       log_steps: a line in the metrics file every this many steps.
       tokens_per_step: tokens in a global batch.
     """
 
-    model_dir: str
     train_steps: int
     save_checkpoints_steps: int
-    keep_checkpoint_max: int | None
     log_steps: int
     tokens_per_step: int
 
@@ -92,95 +87,122 @@ class LoopResult(NamedTuple):
 
 
 def train_loop(
-    graph: TrainGraph,
+    runner: Runner,
+    optimizers: Sequence[Any],
     settings: LoopSettings,
-    config: tf.ConfigProto,
     metrics: MetricsFile,
     on_checkpoint: Callable[[str, int, Progress], None],
-    hooks: Sequence[Any] = (),
 ) -> LoopResult:
-    """Trains the default graph from its newest checkpoint to train_steps, or to a signal.
+    """Trains from the newest checkpoint to train_steps, or to a signal.
 
     Args:
-      graph: from `build_train_graph`, in the default graph, which is finalized here.
+      runner: makes steps and checkpoints; it is entered here.
+      optimizers: the optimizer and those inside it.
       settings: how long, and what to leave behind.
-      config: of the session.
       metrics: takes a line every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
-      hooks: more tf.train.SessionRunHooks.
 
     Returns:
       How it ended.
 
     Raises:
-      ConfigError: if the newest checkpoint in model_dir does not fit the graph.
       TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
         no longer a finite number; where the optimizer leaves out gradients that are not finite,
         only if no update comes any more. Nothing is saved then.
     """
-    # The hook adds the copy from masters to slices and runs it after every restore.
-    masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
-    checkpoints = Checkpointer(settings.model_dir, graph.lowering, settings.keep_checkpoint_max)
-    path = latest_checkpoint(settings.model_dir)
-    if path:
-        check_fits(path, tf.global_variables(), settings.model_dir)
-    creator = tf.train.ChiefSessionCreator(
-        scaffold=tf.train.Scaffold(saver=checkpoints.saver),
-        config=config,
-        checkpoint_dir=settings.model_dir,
-    )
-    global_step = tf.train.get_global_step()
-    fetches = {"step": graph.step, "loss": graph.loss, "fields": graph.fields}
-    if graph.update_step is not None:
-        fetches["update_step"] = graph.update_step
-    patience = Patience(graph.optimizers)
-    waits = _Waits(graph.optimizers)
-    seconds = 0.0
-    with StopSignal() as stop, tf.train.MonitoredSession(
-        creator, hooks=[masters_to_slices, *hooks]
-    ) as session:  # fmt: skip
-
-        def save(step: int) -> None:
-            saved = session.run_step_fn(
-                # The argument's name is prescribed.
-                lambda step_context: checkpoints.save(step_context.session, step)
-            )
-            on_checkpoint(saved, step, progress)
-            progress.pause()
-
-        first = step = saved_at = int(session.run(global_step))
-        progress = Progress(step, settings.train_steps, settings.tokens_per_step)
+    with StopSignal() as stop, runner:
+        loop = _Loop(runner, optimizers, settings, metrics, on_checkpoint)
         try:
-            while step < settings.train_steps and stop.received is None:
-                if session.should_stop():
+            while loop.step < settings.train_steps and stop.received is None:
+                if runner.should_stop():
                     break
-                began = time.monotonic()
-                try:
-                    values = session.run(fetches)
-                except tf.errors.InvalidArgumentError:
-                    waits.check(session, saved_at)
-                    raise
-                seconds += time.monotonic() - began
-                step, loss = int(values["step"]), float(values["loss"])
-                if not patience.goes_on(loss, values.get("update_step")):
-                    raise TrainingError(
-                        f"the loss of step {step} is {loss}{patience.since()}; the newest "
-                        f"checkpoint is of step {saved_at}. Lower "
-                        "train.run.learning_rate_schedule, or look at the data."
-                    )
-                progress.update(step, loss, values["fields"])
-                if step % settings.log_steps == 0 or step == settings.train_steps:
-                    metrics.write(
-                        step, loss=loss, tokens_per_second=round(progress.tokens_per_second(), 1)
-                    )
-                if step % settings.save_checkpoints_steps == 0 or step == settings.train_steps:
-                    save(step)
-                    saved_at = step
-            if step != saved_at:
-                save(step)
+                loop.one_step()
+            loop.save()
         finally:
-            progress.close()
-    return LoopResult(step, stop.received, seconds, step - first)
+            loop.progress.close()
+    return LoopResult(loop.step, stop.received, loop.seconds, loop.step - runner.first_step)
+
+
+class _Loop:
+    """The state of one training loop.
+
+    Attributes:
+      step: steps dispatched, in all.
+      seconds: time spent in steps.
+      progress: shows them.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        optimizers: Sequence[Any],
+        settings: LoopSettings,
+        metrics: MetricsFile,
+        on_checkpoint: Callable[[str, int, Progress], None],
+    ):
+        self._runner, self._settings, self._metrics = runner, settings, metrics
+        self._on_checkpoint = on_checkpoint
+        self._patience = Patience(optimizers)
+        self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
+        self.step = self._saved_at = runner.first_step
+        self.seconds = 0.0
+        self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
+
+    def one_step(self) -> None:
+        """Dispatches a step, and looks at the results of those that were dispatched before."""
+        began = time.monotonic()
+        try:
+            self._pending.append(self._runner.dispatch())
+        except tf.errors.InvalidArgumentError:
+            self._check_waits()
+            raise
+        self.step += 1
+        while len(self._pending) > self._runner.steps_ahead:
+            self._look_at_oldest()
+        self.seconds += time.monotonic() - began
+        if self.step % self._settings.save_checkpoints_steps == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Saves a checkpoint of the last step, unless there is one."""
+        began = time.monotonic()
+        while self._pending:
+            self._look_at_oldest()
+        self.seconds += time.monotonic() - began
+        if self.step == self._saved_at:
+            return
+        self._check_waits()
+        path = self._runner.save(self.step)
+        self._saved_at = self.step
+        self._on_checkpoint(path, self.step, self.progress)
+        self.progress.pause()
+
+    def _look_at_oldest(self) -> None:
+        values = self._pending.popleft()()
+        settings = self._settings
+        step, loss = int(values["step"]), float(values["loss"])
+        if not self._patience.goes_on(loss, values.get("update_step")):
+            raise TrainingError(
+                f"the loss of step {step} is {loss}{self._patience.since()}; the newest "
+                f"checkpoint is of step {self._saved_at}. Lower "
+                "train.run.learning_rate_schedule, or look at the data."
+            )
+        self.progress.update(step, loss, values["fields"])
+        if step % settings.log_steps == 0 or step == settings.train_steps:
+            # XLA leaves out the assertion by which a step on a placement mesh ends.
+            self._check_waits()
+            self._metrics.write(
+                step, loss=loss, tokens_per_second=round(self.progress.tokens_per_second(), 1)
+            )
+
+    def _check_waits(self) -> None:
+        """Raises TrainingError if an optimizer waits too long for its replicas."""
+        error = self._runner.waits_too_long()
+        if error:
+            raise TrainingError(
+                f"{error} The newest checkpoint is of step {self._saved_at}. Look at the data of "
+                "these replicas, or lower SyncReplicasOptimizer.replicas_to_aggregate."
+            ) from error
 
 
 class Patience:
@@ -220,27 +242,3 @@ class Patience:
     def since(self) -> str:
         """What an error says of the steps before."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""
-
-
-class _Waits:
-    """Knows when a step failed because an optimizer waits too long for its replicas."""
-
-    def __init__(self, optimizers: Sequence[Any]):
-        waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
-        steps = [opt.steps_without_update for opt in waiting]
-        self._watches = [one.watch() for one in steps if one]
-
-    def check(self, session: Any, saved_at: int) -> None:
-        """Raises TrainingError if that is why the step failed."""
-
-        # The argument's name is prescribed.
-        def find(step_context: Any) -> Any:
-            errors = (watch.error(step_context.session) for watch in self._watches)
-            return next((error for error in errors if error), None)
-
-        error = session.run_step_fn(find)
-        if error:
-            raise TrainingError(
-                f"{error} The newest checkpoint is of step {saved_at}. Look at the data of these "
-                "replicas, or lower SyncReplicasOptimizer.replicas_to_aggregate."
-            ) from error

@@ -19,9 +19,13 @@ from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
 from mtf_gradsync.train.files import check_matplotlib, write_text
-from mtf_gradsync.train.job import TrainingJob, resolve_job
+from mtf_gradsync.train.job import TrainingJob, build_simd, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.progress import MetricsFile
+from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
+from mtf_gradsync.train.runners.runner import Runner
+from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
+from mtf_gradsync.train.runtime import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph
 
 CONFIG_FILE = "operative_config.gin"
@@ -64,6 +68,7 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
     """
     _check_schedule(config)
     check_matplotlib()
+    runtime = choose_runtime(config)
     job = resolve_job(config)
     directory = _make_directory(model_dir)
     path = checkpoint.latest_checkpoint(model_dir)
@@ -75,7 +80,8 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
             config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
         )
     with evaluation:
-        result = _train(config, job, directory, begin, session, evaluation, say)
+        say(f"steps run on {runtime}")
+        result = _train(config, job, runtime, directory, begin, session, evaluation, say)
         if result.stopped_by is not None:
             evaluation.plot()
             say(
@@ -108,6 +114,7 @@ def _check_schedule(config: RunConfig) -> None:
 def _train(
     config: RunConfig,
     job: TrainingJob,
+    runtime: Runtime,
     directory: Path,
     begin: int | None,
     session: tf.ConfigProto,
@@ -122,10 +129,13 @@ def _train(
     metrics = MetricsFile(directory / METRICS_FILE, step)
     began = time.monotonic()
     with tf.Graph().as_default():
-        graph = _training_graph(job)
+        graph, make_runner = _training_graph(job, runtime)
         if config.init_checkpoint and begin is None:
             count = checkpoint.initialize_from(config.init_checkpoint)
             say(f"{count} variables begin as in {config.init_checkpoint}")
+        path = checkpoint.latest_checkpoint(str(directory))
+        if path:
+            checkpoint.check_fits(path, tf.global_variables(), str(directory))
         say(
             f"training {graph.num_parameters:,} parameters on the mesh "
             f"{mesh_text(job.model.mesh.shape)}, from step {step} to {config.train_steps} (graph "
@@ -133,30 +143,46 @@ def _train(
         )
         write_text(directory / CONFIG_FILE, gin.operative_config_str())
         return train_loop(
-            graph,
+            make_runner(str(directory), config, session),
+            graph.optimizers,
             LoopSettings(
-                model_dir=str(directory),
                 train_steps=config.train_steps,
                 save_checkpoints_steps=config.save_checkpoints_steps,
-                keep_checkpoint_max=config.keep_checkpoint_max,
                 log_steps=config.log_steps,
                 tokens_per_step=job.tokens_per_step,
             ),
-            session,
             metrics,
             lambda saved, at, progress: evaluation.point(saved, at, metrics, progress),
-            hooks=[hook() for hook in config.hooks],
         )
 
 
-def _training_graph(job: TrainingJob) -> TrainGraph:
+def _training_graph(
+    job: TrainingJob, runtime: Runtime
+) -> tuple[TrainGraph, Callable[[str, RunConfig, tf.ConfigProto], Runner]]:
+    """Builds the training step for a runtime; returns it and what makes the runner."""
     global_step = tf.train.get_or_create_global_step()
     features = data.training_batches(
         job.dataset(),
         job.model.batch_size,
         first_batch=tf.cast(global_step.read_value(), tf.int64),
     )
-    return job.build(features)
+    if runtime.name == "placement_mesh":
+        graph = job.build(features)
+
+        def on_devices(model_dir: str, config: RunConfig, session: tf.ConfigProto) -> Runner:
+            hooks = [hook() for hook in config.hooks]
+            keep = config.keep_checkpoint_max
+            return PlacementMeshRunner(graph, model_dir, keep, session, hooks)
+
+        return graph, on_devices
+    graph, program = build_simd(job, features)
+
+    def on_cores(model_dir: str, config: RunConfig, session: tf.ConfigProto) -> Runner:
+        del session
+        keep = config.keep_checkpoint_max
+        return SimdProgramRunner(graph, program, runtime.name, model_dir, keep)
+
+    return graph, on_cores
 
 
 def _make_directory(model_dir: str) -> Path:

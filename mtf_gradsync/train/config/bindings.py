@@ -49,6 +49,8 @@ class RunConfig:
       log_steps: a line in the metrics file every this many steps.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
       seed: of the initial values.
+      runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
+        fastest that is installed.
     """
 
     model_type: str = "lm"
@@ -75,3 +77,4 @@ class RunConfig:
     log_steps: int = 10
     hooks: Sequence[Any] = ()
     seed: int = 0
+    runtime: str = "fastest"

@@ -6,6 +6,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.processes.cpu_devices import COUNT_FLAG, make_cpu_devices
+from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
 
 
 class DevicesError(RuntimeError):
@@ -46,6 +47,7 @@ def devices_for(
 
 
 def _all_devices(platform: str | None) -> list[Any]:
+    leave_absent_tpus_alone()
     import jax
 
     try:

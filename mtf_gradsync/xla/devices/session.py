@@ -50,6 +50,9 @@ class XlaSession(ReplicaSession):
 
     Variables stay on the devices from step to step, and new values are written over the old ones.
     Every set of fetches from inside the program is compiled once, and kept.
+
+    With several processes, all of them have to make the same calls, `save` and `restore` included.
+    The first one writes checkpoints; all return when the files are there.
     """
 
     def __init__(
@@ -220,38 +223,19 @@ class XlaSession(ReplicaSession):
         self._variables.forget(touched.written)
         return dict(zip(names, values))
 
-    def save(self, path: str) -> str:
-        """See `ReplicaSession.save`.
-
-        With several processes, all of them have to call it. The first one writes the files; it
-        returns on all when they are there.
-
-        Raises:
-          ValueError: as there.
-          ProcessesError: when the first process could not write them.
-        """
-        saver = self._checked_saver()
-        self._bring_masters_up_to_date()
+    def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
+        """The first process writes; it returns on all when the files are there."""
 
         def write() -> str:
             if not self._cores.is_first:
-                return path
-            return saver.save(self._session, path, write_meta_graph=False, write_state=False)
+                return path if global_step is None else f"{path}-{global_step}"
+            return super(XlaSession, self)._write(path, saver, global_step)
 
         return self._cores.together(write)
 
-    def restore(self, path: str) -> None:
-        """See `ReplicaSession.restore`.
-
-        With several processes, all of them have to call it, and can read the files.
-
-        Raises:
-          ValueError: as there.
-          ProcessesError: when another process could not read them.
-        """
-        saver = self._checked_saver()
-        self._cores.together(lambda: saver.restore(self._session, path))
-        self._take_masters()
+    def _read(self, path: str) -> None:
+        """Every process reads."""
+        self._cores.together(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
         self._variables.bring_home()

@@ -22,6 +22,7 @@ from mtf_gradsync.xla.processes.cpu_devices import make_cpu_devices
 from mtf_gradsync.xla.processes.errors import ProcessesError, is_from_xla
 from mtf_gradsync.xla.processes.meeting import meet
 from mtf_gradsync.xla.processes.members import Member
+from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
 from mtf_gradsync.xla.processes.watchdog import Watchdog
 
 _LONGEST = 300
@@ -146,6 +147,7 @@ def start_processes(
     if cpu_devices is not None:
         make_cpu_devices(cpu_devices, replace=True)
     use_cpu_collectives("gloo")
+    leave_absent_tpus_alone()
     import jax
 
     me = Member.this(cluster.process_id)

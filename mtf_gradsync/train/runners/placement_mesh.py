@@ -1,0 +1,77 @@
+"""Training steps on a placement mesh: TensorFlow operations on devices."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.train.checkpoint import Checkpointer
+from mtf_gradsync.train.runners.runner import Runner, Waits, fetches_of
+from mtf_gradsync.train.train_graph import TrainGraph
+
+
+class PlacementMeshRunner(Runner):
+    """Runs the default graph, finalized here, in a ``MonitoredSession``."""
+
+    def __init__(
+        self,
+        graph: TrainGraph,
+        model_dir: str,
+        keep_checkpoint_max: int | None,
+        config: tf.ConfigProto,
+        hooks: Sequence[Any] = (),
+    ):
+        """Adds what it needs to the default graph.
+
+        Args:
+          graph: from `build_train_graph`, in the default graph.
+          model_dir: directory of the checkpoints.
+          keep_checkpoint_max: older checkpoints are deleted; None keeps all.
+          config: of the session.
+          hooks: more tf.train.SessionRunHooks.
+        """
+        # The hook adds the copy from masters to slices and runs it after every restore.
+        masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
+        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max)
+        self._fetches = fetches_of(graph)
+        self._waits = Waits(graph.optimizers)
+        self._global_step = tf.train.get_global_step()
+        creator = tf.train.ChiefSessionCreator(
+            scaffold=tf.train.Scaffold(saver=self._checkpoints.saver),
+            config=config,
+            checkpoint_dir=model_dir,
+        )
+        self._make = lambda: tf.train.MonitoredSession(creator, hooks=[masters_to_slices, *hooks])
+        self._session: Any = None
+
+    def __enter__(self) -> PlacementMeshRunner:
+        """See `Runner`."""
+        self._session = self._make().__enter__()
+        self.first_step = int(self._session.run(self._global_step))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """See `Runner`."""
+        self._session.__exit__(*exception)
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        values = self._session.run(self._fetches)
+        return lambda: values
+
+    def save(self, step: int) -> str:
+        """See `Runner`."""
+        return self._raw(lambda session: self._checkpoints.save(session, step))
+
+    def waits_too_long(self) -> Exception | None:
+        """See `Runner`."""
+        return self._raw(self._waits.error)
+
+    def should_stop(self) -> bool:
+        """See `Runner`."""
+        return self._session.should_stop()
+
+    def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
+        """Calls a function with the session without hooks."""
+        # The argument's name is prescribed.
+        return self._session.run_step_fn(lambda step_context: use(step_context.session))

@@ -1,0 +1,77 @@
+"""What the training loop asks of a runtime."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync.optimizers import SyncReplicasOptimizer
+from mtf_gradsync.train.train_graph import TrainGraph
+
+
+class Runner(abc.ABC):
+    """Makes training steps and checkpoints. Entered, it has restored the newest checkpoint.
+
+    Attributes:
+      first_step: steps made before, known once it is entered.
+      steps_ahead: how many steps may be dispatched before the result of the first is asked for.
+    """
+
+    first_step: int = 0
+    steps_ahead: int = 0
+
+    @abc.abstractmethod
+    def __enter__(self) -> Runner:
+        """Begins, from the newest checkpoint where there is one."""
+
+    @abc.abstractmethod
+    def __exit__(self, *exception: Any) -> None:
+        """Ends; what was not saved is lost."""
+
+    @abc.abstractmethod
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """Begins a step.
+
+        Returns:
+          A function that waits for the step and returns its values: "step", "loss", "fields", and
+          "update_step" where the optimizers count updates.
+        """
+
+    @abc.abstractmethod
+    def save(self, step: int) -> str:
+        """Writes a checkpoint and returns its path. All steps dispatched have been asked for."""
+
+    @abc.abstractmethod
+    def waits_too_long(self) -> Exception | None:
+        """Why no update comes any more, where an optimizer waits for its replicas; or None."""
+
+    def should_stop(self) -> bool:
+        """Whether somebody besides the loop wants to stop."""
+        return False
+
+
+def fetches_of(graph: TrainGraph) -> dict[str, Any]:
+    """What a step fetches."""
+    fetches = {"step": graph.step, "loss": graph.loss, "fields": graph.fields}
+    if graph.update_step is not None:
+        fetches["update_step"] = graph.update_step
+    return fetches
+
+
+class Waits:
+    """Knows when an optimizer waits too long for its replicas."""
+
+    def __init__(self, optimizers: Sequence[Any]):
+        """Adds what it reads to the default graph."""
+        waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
+        steps = [opt.steps_without_update for opt in waiting]
+        self._watches = [one.watch() for one in steps if one]
+
+    def error(self, session: Any) -> Exception | None:
+        """What to raise after a step, or None.
+
+        Args:
+          session: a ``tf.Session`` or a session of `mtf_gradsync.simd`.
+        """
+        errors = (watch.error(session) for watch in self._watches)
+        return next((error for error in errors if error), None)

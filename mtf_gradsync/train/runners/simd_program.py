@@ -1,0 +1,93 @@
+"""Training steps as a SIMD program: on XLA devices, or on CPU replicas."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.checkpoint import Checkpointer, latest_checkpoint
+from mtf_gradsync.train.errors import TrainingError
+from mtf_gradsync.train.runners.runner import Runner, Waits, fetches_of
+from mtf_gradsync.train.train_graph import TrainGraph
+
+# Enough to keep devices busy while the host reads a result and fetches a batch.
+_STEPS_AHEAD = 2
+
+
+class SimdProgramRunner(Runner):
+    """Runs a SIMD program of the default graph."""
+
+    def __init__(
+        self,
+        graph: TrainGraph,
+        program: simd.Program,
+        runtime: str,
+        model_dir: str,
+        keep_checkpoint_max: int | None,
+    ):
+        """Adds what it needs to the default graph.
+
+        Args:
+          graph: from `build_train_graph`, in the default graph.
+          program: what it was lowered into.
+          runtime: "xla" or "cpu_replicas".
+          model_dir: directory of the checkpoints.
+          keep_checkpoint_max: older checkpoints are deleted; None keeps all.
+        """
+        self._graph, self._program, self._runtime = graph, program, runtime
+        self._model_dir = model_dir
+        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max)
+        self._waits = Waits(graph.optimizers)
+        self._fetches = fetches_of(graph)
+        # Iterators, which begin at the step that was restored.
+        self._begin = tf.tables_initializer()
+        self._global_step = tf.train.get_global_step()
+        self.steps_ahead = _STEPS_AHEAD if runtime == "xla" else 0
+        self._session: Any = None
+
+    def __enter__(self) -> SimdProgramRunner:
+        """See `Runner`."""
+        lowering = self._graph.lowering
+        try:
+            if self._runtime == "xla":
+                self._session = xla.session(self._program, lowering)
+            else:
+                self._session = self._program.session(lowering)
+        except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
+            raise self._other_runtime(error) from error
+        path = latest_checkpoint(self._model_dir)
+        if path:
+            self._session.restore(path)
+        self._session.run(self._begin)
+        self.first_step = int(self._session.run(self._global_step))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """See `Runner`."""
+        self._session.close()
+
+    def dispatch(self) -> Callable[[], dict[str, Any]]:
+        """See `Runner`."""
+        if self._runtime != "xla":
+            values = self._session.run(self._fetches)
+            return lambda: values
+        try:
+            return self._session.dispatch(self._fetches).result
+        except simd.UnsupportedProgramError as error:
+            raise self._other_runtime(error) from error
+
+    def save(self, step: int) -> str:
+        """See `Runner`."""
+        return self._session.save(
+            self._checkpoints.prefix, saver=self._checkpoints.saver, global_step=step
+        )
+
+    def waits_too_long(self) -> Exception | None:
+        """See `Runner`."""
+        return self._waits.error(self._session)
+
+    def _other_runtime(self, error: Exception) -> TrainingError:
+        return TrainingError(
+            f'{error} (train.run.runtime = "{self._runtime}"; "placement_mesh" runs every model.)'
+        )

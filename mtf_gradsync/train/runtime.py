@@ -1,0 +1,67 @@
+"""Chooses what runs the training steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mtf_gradsync import xla
+from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.errors import ConfigError
+
+RUNTIMES = ("fastest", "xla", "cpu_replicas", "placement_mesh")
+
+_WORDS = {
+    "xla": "XLA devices",
+    "cpu_replicas": "CPU replicas of the SIMD program",
+    "placement_mesh": "a placement mesh",
+}
+# Bindings that only mean something on a placement mesh.
+_OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
+
+
+class Runtime(NamedTuple):
+    """What runs the training steps.
+
+    Attributes:
+      name: "xla", "cpu_replicas" or "placement_mesh".
+      reason: why it was chosen.
+    """
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.name]} ({self.reason})"
+
+
+def choose_runtime(config: RunConfig) -> Runtime:
+    """What a config asks for, or the fastest that this environment has.
+
+    Args:
+      config: the run.
+
+    Returns:
+      The runtime.
+
+    Raises:
+      ConfigError: when there is no such runtime, or a binding does not go with it.
+    """
+    asked = config.runtime
+    if asked not in RUNTIMES:
+        raise ConfigError(f"train.run.runtime must be one of {', '.join(RUNTIMES)}; got {asked!r}")
+    bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
+    if asked == "fastest":
+        if bound:
+            return Runtime("placement_mesh", f"train.run.{bound[0]} is bound")
+        missing = xla.why_no_xla()
+        if not missing:
+            return Runtime("xla", "the fastest that is installed")
+        return Runtime("cpu_replicas", f"the fastest without jax: {missing}")
+    if bound and asked != "placement_mesh":
+        raise ConfigError(
+            f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
+            f'"{asked}". Leave one of them out.'
+        )
+    if asked == "xla" and xla.why_no_xla():
+        raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')
+    return Runtime(asked, "train.run.runtime")

@@ -1,0 +1,44 @@
+"""Keeps jax from waiting for devices that are not there."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from importlib import metadata
+
+from mtf_gradsync._private.jax import backends_are_initialized
+
+# How a TPU shows itself on its host.
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def leave_absent_tpus_alone() -> None:
+    """Keeps jax from looking for a TPU where there is none, but libtpu is installed.
+
+    It would ask a cloud's metadata server, again and again, which takes minutes where there is
+    none. What the user said (JAX_PLATFORMS) stays.
+    """
+    if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
+        return
+    if backends_are_initialized():
+        return
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    if not _plugins():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
+        if "jax" in sys.modules:
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")
+
+
+def _plugins() -> list[str]:
+    """The platforms that were installed beside jax's own."""
+    groups = metadata.entry_points()
+    chosen = (
+        groups.select(group="jax_plugins")
+        if hasattr(groups, "select")
+        else groups.get("jax_plugins", ())
+    )
+    return [point.name for point in chosen]
