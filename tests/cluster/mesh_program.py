@@ -48,14 +48,14 @@ def arrays() -> list[np.ndarray]:
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
-    """Optimizers by the name of a case; the model is trained with Adam."""
+    """Optimizers by the name of a case; the model is trained with Momentum."""
 
     def cross(strategy: Callable[[], Any]) -> Any:
-        return gs.CrossShardOptimizer(models.OPTIMIZERS["adam"](), reducer=strategy())
+        return gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"](), reducer=strategy())
 
     def accumulate(strategy: Callable[[], Any]) -> Any:
         return gs.GradientAccumulationOptimizer(
-            models.OPTIMIZERS["adam"](), K, mesh_shape=MESH, layout=LAYOUT, reducer=strategy()
+            models.OPTIMIZERS["momentum"](), K, mesh_shape=MESH, layout=LAYOUT, reducer=strategy()
         )
 
     made = {

@@ -1,5 +1,7 @@
 """Processors of one memory keep and compute once what they have in common."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -29,9 +31,16 @@ def wrap(kind, mesh, optimizer):
     return gs.GradientAccumulationOptimizer(opt, K, **(where if kind == "local" else {}))
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "adam", "momentum"])
-@pytest.mark.parametrize("kind", ["alone", "local", "synced"])
-@pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
+KINDS_AND_OPTIMIZERS = list(
+    itertools.product(["alone", "local", "synced"], ["adafactor", "adam", "momentum"])
+)
+
+
+# Every optimizer in every wrapper, and each of them on both meshes.
+@pytest.mark.parametrize(
+    ("mesh", "kind", "optimizer"),
+    [(mesh, *case) for mesh, case in harness.pairs(["4x2", "2x2x2"], KINDS_AND_OPTIMIZERS)],
+)
 def test_training_equals_numpy(monkeypatch, mesh, kind, optimizer):
     monkeypatch.setattr(harness, "placement", ours)
     feeds = models.mlp_batches(STEPS)
