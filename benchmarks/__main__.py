@@ -13,6 +13,7 @@ from benchmarks import (
     reductions,
     repeatability,
     report,
+    runtimes,
     simd_collectives,
     sync_replicas,
     training_step,
@@ -21,6 +22,7 @@ from benchmarks import (
 
 TABLES = (
     training_step,
+    runtimes,
     accumulation,
     graph_building,
     simd_collectives,

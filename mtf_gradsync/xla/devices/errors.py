@@ -24,6 +24,11 @@ def explained() -> Iterator[None]:
             raise
         text = " ".join(str(error).split())[:_LONGEST]
         remedy = "Variables may be lost; restore the newest checkpoint in a new session."
-        if "RESOURCE_EXHAUSTED" in text:
+        if is_out_of_memory(text):
             remedy = "Take a smaller batch, more microbatches, or more devices. " + remedy
         raise DevicesError(f"The step failed on the devices: {text}. {remedy}") from error
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether a message of XLA says that a device has no memory left, in any version's words."""
+    return "RESOURCE_EXHAUSTED" in text or "memory allocating" in text

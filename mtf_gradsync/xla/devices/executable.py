@@ -20,6 +20,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.xla.devices.available import DevicesError
 from mtf_gradsync.xla.devices.cache import Cache, key_of
+from mtf_gradsync.xla.devices.errors import is_out_of_memory
 from mtf_gradsync.xla.lowering.bridge import to_hlo
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo, without_overwriting
@@ -115,7 +116,7 @@ def _compile_error(error: RuntimeError, devices: Sequence[Any]) -> Exception:
 
     text = " ".join(str(error).split())[:600]
     kind = f"{len(devices)} {devices[0].platform} devices ({devices[0].device_kind})"
-    if "RESOURCE_EXHAUSTED" in text:
+    if is_out_of_memory(text):
         return DevicesError(
             f"The program does not fit into the memory of {kind}: {text}. Take a smaller batch, "
             "more microbatches, or more devices."

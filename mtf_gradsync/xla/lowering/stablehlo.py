@@ -139,7 +139,7 @@ def _return_apart(main: Any) -> None:
     from jaxlib.mlir import ir
 
     last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
-    if len(last.operands) == 1 and ir.TupleType.isinstance(last.operands[0].type):
+    if len(last.operands) == 1 and _is_tuple(last.operands[0].type):
         packed = last.operands[0].owner
         with ir.InsertionPoint(last):
             ir.Operation.create("func.return", operands=list(packed.operands))
@@ -150,6 +150,14 @@ def _return_apart(main: Any) -> None:
         main.attributes["function_type"] = ir.TypeAttr.get(new)
         if "res_attrs" in main.attributes:
             del main.attributes["res_attrs"]
+
+
+def _is_tuple(kind: Any) -> bool:
+    from jaxlib.mlir import ir
+
+    if hasattr(ir.TupleType, "isinstance"):  # jaxlib 0.4
+        return ir.TupleType.isinstance(kind)
+    return isinstance(kind, ir.TupleType)
 
 
 def _mark_updates(main: Any, hlo: Hlo) -> None:

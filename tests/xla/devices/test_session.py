@@ -168,6 +168,21 @@ def test_a_platform_that_is_not_there_is_named():
         session(program, platform="cuda")
 
 
+def test_a_step_without_room_says_what_would_do():
+    x = tf.placeholder(tf.float32, [])
+    with simd.tpu_program("all:2", "") as program:
+        whole = tf.zeros([2**22, 2**20]) + x  # 16 TiB
+        _, whole = tf.while_loop(
+            lambda i, w: i < 2,
+            lambda i, w: (i + 1, tf.roll(w, 1, 0) * 2.0),
+            [tf.constant(0), whole],
+        )
+        y = tf.reduce_sum(whole)
+    with session(program) as devices:
+        with pytest.raises(xla.DevicesError, match="Take a smaller batch, more microbatches"):
+            devices.run(y, {x: 1.0})
+
+
 def test_without_jax_the_error_says_what_to_install(monkeypatch):
     from mtf_gradsync.xla import installed
 
