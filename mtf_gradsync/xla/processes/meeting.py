@@ -19,6 +19,7 @@ from mtf_gradsync.xla.processes.members import Member
 from mtf_gradsync.xla.processes.messages import Connection, ConnectionBroken
 
 _PAUSE_S = 0.1
+_GRACE_S = 5.0
 
 
 def meet(
@@ -160,7 +161,8 @@ def _join(
         try:
             connection.send(member=me, facts=facts)
             why = "it waits for other processes"
-            return {_welcome(connection, end): connection}
+            # Longer than process 0 waits, because it knows who is missing.
+            return {_welcome(connection, end + _GRACE_S): connection}
         except ConnectionBroken:
             # Another program's port, or a process 0 that has failed and may be started again.
             why = "what listens there is not process 0 of this job"

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import pathlib
+import runpy
 import signal
 import sys
 import time
@@ -22,7 +23,13 @@ def run(folder, name, model):
     output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    job.main(json.loads((folder / f"{name}.plan").read_text()), model)
+    plan = json.loads((folder / f"{name}.plan").read_text())
+    if "script" in plan:
+        arguments = f"127.0.0.1:{plan['port']}", plan["count"], plan["index"], plan["folder"]
+        sys.argv = [plan["script"], *map(str, arguments)]
+        runpy.run_path(plan["script"], run_name="__main__")
+    else:
+        job.main(plan, model)
 
 
 def main(folder):
