@@ -23,7 +23,8 @@ def explained() -> Iterator[None]:
         if type(error).__name__ not in ("XlaRuntimeError", "JaxRuntimeError"):
             raise
         text = " ".join(str(error).split())[:_LONGEST]
-        remedy = "Variables may be lost; restore the newest checkpoint in a new session."
+        # A step that failed may leave its devices unusable until the process ends.
+        remedy = "Variables may be lost; go on from the newest checkpoint in a new process."
         if is_out_of_memory(text):
             remedy = "Take a smaller batch, more microbatches, or more devices. " + remedy
         raise DevicesError(f"The step failed on the devices: {text}. {remedy}") from error

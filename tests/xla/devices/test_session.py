@@ -6,6 +6,7 @@ import pytest
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla.devices import executable, prepared
+from mtf_gradsync.xla.devices.errors import explained
 from tests import harness, models, reference
 from tests.simd.programs import MESHES, SGD, Regression
 
@@ -168,19 +169,21 @@ def test_a_platform_that_is_not_there_is_named():
         session(program, platform="cuda")
 
 
-def test_a_step_without_room_says_what_would_do():
-    x = tf.placeholder(tf.float32, [])
-    with simd.tpu_program("all:2", "") as program:
-        whole = tf.zeros([2**22, 2**20]) + x  # 16 TiB
-        _, whole = tf.while_loop(
-            lambda i, w: i < 2,
-            lambda i, w: (i + 1, tf.roll(w, 1, 0) * 2.0),
-            [tf.constant(0), whole],
-        )
-        y = tf.reduce_sum(whole)
-    with session(program) as devices:
-        with pytest.raises(xla.DevicesError, match="Take a smaller batch, more microbatches"):
-            devices.run(y, {x: 1.0})
+@pytest.mark.parametrize(
+    "text", ["RESOURCE_EXHAUSTED: Out of memory", "FAILED: %sOut of memory allocating 7 bytes."]
+)
+def test_a_step_without_room_says_what_would_do(text):
+    """The runner of exported steps runs out of memory for real, in a process of its own."""
+    XlaRuntimeError = type("XlaRuntimeError", (RuntimeError,), {})
+    with pytest.raises(xla.DevicesError, match="Take a smaller batch, more microbatches"):
+        with explained():
+            raise XlaRuntimeError(text)
+    with pytest.raises(xla.DevicesError, match=r"failed on the devices: gone\. .*a new process"):
+        with explained():
+            raise XlaRuntimeError("gone")
+    with pytest.raises(RuntimeError, match="not of XLA"):
+        with explained():
+            raise RuntimeError("not of XLA")
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch):
