@@ -16,11 +16,11 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv train test test-matrix test-tpu bench lint format clean
+.PHONY: help venv train test test-matrix bench lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train | test | test-matrix | test-tpu | bench | lint | format | clean"
+	@echo "make train | test | test-matrix | bench | lint | format | clean"
 
 venv: $(STAMP)
 
@@ -38,12 +38,6 @@ test: $(STAMP)
 test-matrix: $(STAMP)
 	$(BIN)/python -m nox --non-interactive $(ARGS)
 
-# The tests that need the TPU compiler: over a gigabyte of packages, in an environment of its own.
-test-tpu:
-	@$(MAKE) --no-print-directory venv VENV=.venv-tpu CONSTRAINTS=constraints/tf-2.21.txt EXTRAS=train,test,tpu
-	@.venv-tpu/bin/python -m pytest -m tpu $(ARGS); status=$$?; \
-	if [ $$status -eq 5 ]; then echo "SKIPPED: no test is marked tpu"; exit 0; fi; exit $$status
-
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -57,5 +51,5 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-tpu .venv*.lock .nox build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv*.lock .nox build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ def tests(session: nox.Session, tensorflow: str) -> None:
     """Runs the tests; arguments after -- go to pytest."""
     constraints = f"constraints/tf-{tensorflow}.txt"
     session.install("-qq", "-c", constraints, "setuptools")
-    session.install(
-        "-qq", "--no-build-isolation", "-c", constraints, "-e", ".[train,examples,test]"
-    )
+    # No libtpu fits the jax that fits TensorFlow 2.12.
+    extras = "train,examples,test,xla" + ("" if tensorflow == "2.12" else ",tpu")
+    session.install("-qq", "--no-build-isolation", "-c", constraints, "-e", f".[{extras}]")
     session.run("python", "-m", "pytest", *(session.posargs or ["-n", "2", "--dist", "worksteal"]))

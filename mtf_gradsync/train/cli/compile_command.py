@@ -14,7 +14,7 @@ Builds the training step that gin files describe as a TPU program and compiles i
 compiler. Prints whether it is accepted, the collectives before and after the compiler's
 optimizations, and the memory per core. Nothing is trained and no TPU is needed.
 
-Needs TensorFlow 2.18 or later and the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
+Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
 
 _EPILOG = """\
 examples:
