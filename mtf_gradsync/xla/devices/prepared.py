@@ -14,6 +14,7 @@ from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.outside import Outside
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.processes.watchdog import patience
 
 
 class Compiled(NamedTuple):
@@ -71,7 +72,8 @@ class PreparedProgram:
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)
-            module = lowered(replica, self._cache)
+            with patience():  # TensorFlow's bridge keeps Python's lock
+                module = lowered(replica, self._cache)
             self._cores.check_same("the programs", module.module.encode())
             self._compiled[inside] = Compiled(
                 replica,

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 from mtf_gradsync.xla.processes.errors import LOST_PROCESS_EXIT_CODE
 from mtf_gradsync.xla.processes.members import Member
@@ -29,6 +29,10 @@ _LATE_S = 2.0
 _GRACE_S = 2.0
 # How long an error of a step waits for the watchdog's word on it.
 _VERDICT_S = 10.0
+# How long a process may be silent that has said that it will be.
+_PATIENCE_S = 600.0
+
+_running: Watchdog | None = None
 
 
 class Watchdog:
@@ -42,8 +46,10 @@ class Watchdog:
           peers: connections to all others on process 0, to process 0 on the others.
           silence: seconds without a word after which a process is lost.
         """
+        global _running
         self._me = me
         self._silence = silence
+        self._limits = dict.fromkeys([me, *peers], silence)
         self._peers = dict(peers)
         self._size = len(peers) + 1
         self._last = self._next_beat = time.monotonic()
@@ -52,11 +58,13 @@ class Watchdog:
         self._doom: tuple[float, str] | None = None  # when to end, and why
         self._requests: collections.deque[tuple[str, str]] = collections.deque()
         self._finished = threading.Event()
+        self._noted = threading.Event()
         self._waker, self._wakened = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         for member, connection in self._peers.items():
             self._selector.register(connection, selectors.EVENT_READ, member)
+        _running = self
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
@@ -73,6 +81,12 @@ class Watchdog:
         self._request("failed", reason)
         self._finished.wait(_GRACE_S)
 
+    def expect_silence(self, begins: bool) -> None:
+        """Tells the others that this process will say nothing for a while, or that it is over."""
+        self._noted.clear()
+        self._request("silence", "begins" if begins else "")
+        self._noted.wait(_LATE_S)
+
     def wait_for_verdict(self) -> None:
         """Waits, after an error that a lost process may have caused, for what is found about it.
 
@@ -87,11 +101,12 @@ class Watchdog:
             self._waker.send(b"x")
 
     def _run(self) -> None:
+        global _running
         while not self._finished.is_set():
             ready = self._selector.select(_BEAT_S / 4)
             now = time.monotonic()
             late, self._last = now - self._last, now
-            if late > self._silence:
+            if late > self._limits[self._me]:
                 self._end(
                     f"this process stood still for {late:.0f} s, and the others give a process up "
                     f"after {self._silence:g} s"
@@ -108,13 +123,14 @@ class Watchdog:
                 self._tell_all(beat=True)
             if late < _LATE_S:
                 for member in list(self._peers):
-                    if now - self._heard[member] > self._silence:
-                        self._lose(member, f"has been silent for {self._silence:g} s")
+                    if now - self._heard[member] > self._limits[member]:
+                        self._lose(member, f"has been silent for {self._limits[member]:g} s")
             if self._me.index == 0 and len(self._left) == self._size:
                 self._tell_all(all_left=True)
                 self._finished.set()
             if self._doom is not None and now >= self._doom[0]:
                 self._end(self._doom[1])
+        _running = None
         for connection in self._peers.values():
             connection.close()
         self._selector.close()
@@ -134,6 +150,8 @@ class Watchdog:
         for message in messages:
             if "goodbye" in message:
                 self._left.add(member)
+            elif "silence" in message:
+                self._limits[member] = _PATIENCE_S if message["silence"] else self._silence
             elif "all_left" in message:
                 self._finished.set()
             elif "failed" in message:
@@ -146,6 +164,11 @@ class Watchdog:
         if kind == "goodbye":
             self._left.add(self._me)
             self._tell_all(goodbye=True)
+            return
+        if kind == "silence":
+            self._limits[self._me] = _PATIENCE_S if text else self._silence
+            self._tell_all(silence=bool(text))
+            self._noted.set()
             return
         if self._me.index == 0:
             self._tell_all(lost=self._me, how=f"ended with an error: {text}", grace=_GRACE_S)
@@ -188,6 +211,23 @@ class Watchdog:
             os.write(2, text.encode())
         # The main thread may never come back from XLA.
         os._exit(LOST_PROCESS_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """Around what keeps Python's interpreter lock for long, so that the watchdog cannot speak.
+
+    The others bear the silence meanwhile; they still notice at once when this process dies.
+    """
+    if _running is None:
+        yield
+        return
+    watchdog = _running
+    watchdog.expect_silence(True)
+    try:
+        yield
+    finally:
+        watchdog.expect_silence(False)
 
 
 def _flush() -> None:

@@ -5,6 +5,7 @@ Its batch comes in parts: each process feeds what its own cores use, and has not
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -17,6 +18,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.xla.processes.watchdog import patience
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
 CORES, ROWS, COLS = 8, 4, 2
@@ -199,11 +201,21 @@ class Run:
             feeds = model.feeds(0, session.cores.local)
             fetched = session.run([model.part, model.loss], feeds, per_replica=True)
             say(f"fetched {[[x is not None for x in per_core] for per_core in fetched]}")
+        if plan.odd == "hold" and plan.index == 1:
+            hold_the_lock()
+        if plan.odd == "hold patiently" and plan.index == plan.count - 1:
+            with patience():
+                hold_the_lock()
         if plan.odd == "raise" and plan.index == 1:
             time.sleep(0.5)
             raise KeyError("as asked")
         if plan.odd == "exit" and plan.index == 1:
             sys.exit(3)
+
+
+def hold_the_lock():
+    """Keeps Python's interpreter lock for longer than the tests' limit of silence."""
+    ctypes.PyDLL(None).sleep(6)
 
 
 def prepare():

@@ -71,3 +71,10 @@ def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, sai
     last = job.members[0].output().rstrip().splitlines()[-1]
     assert f"it ended with an error: {said}" in last
     assert "lost process 1 (host " in last
+
+
+def test_a_silence_that_was_announced_is_borne(jobs):
+    jobs.run(2, odd="hold patiently", steps=1, silence=SILENCE)
+    job = jobs.start(2, odd="hold", steps=1, silence=SILENCE)
+    assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
+    assert "has been silent for 3 s" in job.members[0].output()
