@@ -11,9 +11,16 @@ import pytest
 import tensorflow as tf2
 from google.protobuf.message import DecodeError
 
-from mtf_gradsync._private.tensorflow import hlo_module, xla_element_types
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import (
+    BridgeError,
+    eager_mode,
+    function_hlo,
+    hlo_module,
+    xla_custom_call,
+    xla_element_types,
+)
 
-# function_hlo needs eager execution, which is switched off here.
 MAKE_HLO = """
 import json
 import tensorflow as tf
@@ -46,10 +53,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(
-    tuple(int(part) for part in tf2.__version__.split(".")[:2]) < (2, 18),
-    reason="programs are made for XLA on TensorFlow 2.18 and later",
-)
 def test_the_program_of_a_function():
     done = subprocess.run(
         [sys.executable, "-c", MAKE_HLO],
@@ -65,6 +68,28 @@ def test_the_program_of_a_function():
     assert made["results"] == [["F32", [2]], ["F32", []], ["F32", [2]]]
     assert made["aliases"] == [[[2], 2]]
     assert {"add", "subtract", "reduce"} <= set(made["opcodes"])
+
+
+def test_a_custom_call_goes_through_the_bridge_and_what_has_no_kernel_is_named():
+    """In a process that has switched TensorFlow 2's behaviour off."""
+
+    def body(x):
+        return xla_custom_call(x, "some_target", "some settings", [3])
+
+    with eager_mode():
+        assert tf2.executing_eagerly()
+        specs = [tf2.TensorSpec([2], tf2.float32)]
+        module = hlo_module(function_hlo(tf.wrap_function(body, specs), specs))
+        (call,) = [
+            i for c in module.computations for i in c.instructions if i.opcode == "custom-call"
+        ]
+        assert call.custom_call_target == "some_target"
+        assert call.backend_config == b"some settings"
+        assert list(call.shape.dimensions) == [3]
+        text = tf.wrap_function(lambda x: tf.strings.as_string(x), specs)
+        with pytest.raises(BridgeError, match="AsString"):
+            function_hlo(text, specs)
+    assert not tf2.executing_eagerly()
 
 
 def test_a_module_is_written_and_read():
