@@ -1,7 +1,7 @@
 """What this package uses of jax without a public name, one function each.
 
-All were read on jax and jaxlib 0.4.34, 0.4.38 and 0.10.2. jax belongs to an extra of the package, so each function
-imports what it needs itself.
+All were read on jax and jaxlib 0.4.34, 0.4.38 and 0.10.2. jax belongs to an extra of the package,
+so each function imports what it needs itself.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _compile_options(devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
 def writes_over_arguments_well() -> bool:
     """Whether results may be written over arguments.
 
-    On CPU devices, jaxlib 0.4.34 waits for a step whose results are written over its arguments
-    before it returns, and an executable that went through bytes reads what it has overwritten;
-    0.4.38 and 0.10.2 do neither.
+    On CPU devices, an executable of jaxlib 0.4.34 or 0.4.38 that went through bytes reads what it
+    has overwritten, and 0.4.34 waits for a step whose results are written over its arguments
+    before it returns; 0.10.2 does neither.
     """
     import jaxlib
 
-    return tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) >= (0, 4, 36)
+    return tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) >= (0, 5)
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
@@ -256,11 +256,21 @@ def put_on_devices(values: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDe
     """
     import jax
 
+    values = [_with_types_of_jax(np.asarray(v)) for v in values]
     client = devices[0].client
     if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
         return OnDevices([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
     with enabled_x64():
-        return OnDevices([jax.device_put(np.asarray(v), d) for v, d in zip(values, devices)])
+        return OnDevices([jax.device_put(v, d) for v, d in zip(values, devices)])
+
+
+def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
+    """The same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
+    import jax.numpy as jnp
+
+    if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
+        return value.view(np.uint16).view(jnp.bfloat16)
+    return value
 
 
 def enabled_x64() -> ContextManager[None]:

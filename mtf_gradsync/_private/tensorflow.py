@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
+import numpy as np
+
 from mtf_gradsync._private.libraries import tf
 
 # Operations and graphs.
@@ -303,6 +305,17 @@ def xla_custom_call(
         result_shapes=[tf.TensorShape(shape)],
     )
     return result
+
+
+def with_own_types(value: np.ndarray) -> np.ndarray:
+    """The same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    own = tf.bfloat16.as_numpy_dtype
+    if value.dtype.name == "bfloat16" and value.dtype != own:
+        return value.view(np.uint16).view(own)
+    return value
 
 
 class BridgeError(RuntimeError):

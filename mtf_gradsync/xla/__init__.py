@@ -40,6 +40,7 @@ __all__ = [
     "find_hlo_collectives",
     "session",
     "start_processes",
+    "to_checkpoint",
     "why_no_tpu_compiler",
     "why_no_xla",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 
 from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import with_own_types
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.program import Program
@@ -201,7 +202,10 @@ class XlaSession(ReplicaSession):
         with explained():
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
         everywhere = dict(zip(inner, self._cores.gather(local) if inner else ()))
-        return {tensor: everywhere[name][core] for tensor, (name, core) in returned.items()}
+        return {
+            tensor: with_own_types(everywhere[name][core])
+            for tensor, (name, core) in returned.items()
+        }
 
     def _run_outside(
         self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None

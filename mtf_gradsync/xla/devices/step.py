@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
+from mtf_gradsync._private.tensorflow import with_own_types
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
 from mtf_gradsync.simd.graph.fetches import check_alive_outside
 from mtf_gradsync.xla.devices.outside import Needs, Outside
@@ -35,7 +36,10 @@ class Place(NamedTuple):
         """The fetch's value, from those of a step by name."""
         if self.inside:
             arrays = values[self.inside].arrays
-            found = [None if p is None else np.asarray(arrays[p])[()] for p in self.positions]
+            found = [
+                None if p is None else with_own_types(np.asarray(arrays[p]))[()]
+                for p in self.positions
+            ]
         else:
             found = [values.get(name) for name in self.names] or [None]
         return found if self.is_list else found[0]

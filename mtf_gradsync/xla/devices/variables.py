@@ -9,6 +9,7 @@ import numpy as np
 
 from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import with_own_types
 from mtf_gradsync.simd.variable_access import VariableAccess
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
 from mtf_gradsync.xla.processes.cores import Cores
@@ -97,7 +98,7 @@ class DeviceVariables:
         if local:
             for key, per_core in zip(sliced, self._cores.gather(local)):
                 values.update(zip(key, per_core))
-        self._access.set(self._session, values.items())
+        self._access.set(self._session, ((n, with_own_types(v)) for n, v in values.items()))
         self._newer -= keys
 
     def forget(self, names: Iterable[str] | None = None) -> None:

@@ -107,7 +107,7 @@ def test_a_second_start_takes_the_cache(tmp_path, monkeypatch):
             model = Regression(lambda: SGD(RATE))
             model.placeholders()
             with simd.tpu_program(*MESHES["4x2"]) as program:
-                lowering, loss, updates = model.build(program.mesh_impl)
+                lowering, loss, _ = model.build(program.mesh_impl)
             with session(program, lowering, cache_dir=str(tmp_path)) as devices:
                 return model.steps_in(devices, loss), devices.variables()["w"]
 
