@@ -80,7 +80,6 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
             config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
         )
     with evaluation:
-        say(f"steps run on {runtime}")
         result = _train(config, job, runtime, directory, begin, session, evaluation, say)
         if result.stopped_by is not None:
             evaluation.plot()
@@ -126,6 +125,7 @@ def _train(
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
+    say(f"steps run on {runtime}")
     metrics = MetricsFile(directory / METRICS_FILE, step)
     began = time.monotonic()
     with tf.Graph().as_default():

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import shutil
@@ -34,19 +35,6 @@ def variables(directory):
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-class StopAfter(tf.train.SessionRunHook):
-    """Presses Ctrl-C during a step."""
-
-    def __init__(self, steps):
-        # The loop reads the step once before it makes any.
-        self._left = steps + 1
-
-    def after_run(self, run_context, run_values):
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The directory of a run of 12 steps, as tiny.gin has it; tests only read it."""
@@ -62,9 +50,17 @@ def stop_after(monkeypatch):
     steps = {"left": None}
     original = run_module.train_loop
 
-    def loop(*args, **kwargs):
-        extra = [] if steps["left"] is None else [StopAfter(steps["left"])]
-        return original(*args, **{**kwargs, "hooks": [*kwargs["hooks"], *extra]})
+    def loop(runner, *args):
+        dispatch, made = runner.dispatch, itertools.count(1)
+
+        def dispatch_and_press():
+            result = dispatch()
+            if next(made) == steps["left"]:
+                os.kill(os.getpid(), signal.SIGINT)
+            return result
+
+        runner.dispatch = dispatch_and_press
+        return original(runner, *args)
 
     monkeypatch.setattr(run_module, "train_loop", loop)
     return lambda left: steps.update(left=left)
@@ -95,18 +91,46 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert again.held_out == result.held_out
 
 
+def test_runtimes_train_alike_and_continue_each_other(train, plain):
+    """Initial values and steps are those of every runtime, to rounding; so are checkpoints."""
+    curves = {"xla": losses(plain)}
+    for runtime in ("cpu_replicas", "placement_mesh"):
+        _, directory, said = train(NO_EVAL, f"train.run.runtime = '{runtime}'", model_dir=runtime)
+        assert any(line.startswith("steps run on ") for line in said)
+        curves[runtime] = losses(directory)
+        np.testing.assert_allclose(
+            list(curves[runtime].values()), list(curves["xla"].values()), rtol=1e-4
+        )
+        resumed, _, said = train(NO_EVAL, "train.run.train_steps = 14", model_dir=runtime)
+        assert "XLA devices (the fastest that is installed)" in said[0]
+        assert resumed.step == 14
+
+
+def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
+    _, _, said = train(NO_EVAL, "train.run.train_steps = 1", "train.run.mesh_devices = ['', '']")
+    assert said[0] == "steps run on a placement mesh (train.run.mesh_devices is bound)"
+    with pytest.raises(ConfigError, match=r"mesh_devices is for placement meshes.*\"xla\""):
+        train("train.run.runtime = 'xla'", "train.run.mesh_devices = ['', '']")
+    with pytest.raises(ConfigError, match="must be one of fastest, xla, cpu_replicas, placement"):
+        train("train.run.runtime = 'gpu'")
+
+
 @in_main_thread
-def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after):
+@pytest.mark.parametrize("runtime", ["xla", "cpu_replicas", "placement_mesh"])
+def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after, runtime):
+    choice = f"train.run.runtime = '{runtime}'"
+    if runtime != "xla":
+        _, plain, _ = train(NO_EVAL, choice, model_dir="plain")
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop_after(5)
-    stopped, parts, said = train(NO_EVAL, model_dir="parts")
+    stopped, parts, said = train(NO_EVAL, choice, model_dir="parts")
     assert stopped.stopped_by == signal.SIGINT
     assert stopped.step == 5
     assert "stopped after step 5 of 12" in said[-1]
     # Not at a multiple of save_checkpoints_steps, so it is the stop that saved.
     assert checkpoint.checkpoint_step(checkpoint.latest_checkpoint(str(parts))) == 5
     stop_after(None)
-    finished, _, _ = train(NO_EVAL, model_dir="parts")
+    finished, _, _ = train(NO_EVAL, choice, model_dir="parts")
     assert finished.step == 12
     assert losses(parts) == losses(plain)
     expected, actual = variables(plain), variables(parts)

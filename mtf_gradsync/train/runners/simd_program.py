@@ -59,6 +59,8 @@ class SimdProgramRunner(Runner):
         path = latest_checkpoint(self._model_dir)
         if path:
             self._session.restore(path)
+            known = tf.train.get_checkpoint_state(self._model_dir).all_model_checkpoint_paths
+            self._checkpoints.saver.recover_last_checkpoints(known)
         self._session.run(self._begin)
         self.first_step = int(self._session.run(self._global_step))
         return self
