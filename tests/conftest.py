@@ -1,11 +1,17 @@
 """How every test process starts: as a Mesh-TensorFlow program's entry point would."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 # Before anything starts jax: as many CPU devices as the largest mesh of the tests has cores.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=12")
+
+# Compiled programs are kept for this test process, not for the user.
+os.environ["MTF_GRADSYNC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtf_gradsync_tests_")
 
 import absl.flags
 import pytest
@@ -13,6 +19,7 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._warn import reset_warnings
 
+atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 tf.disable_v2_behavior()
 tf.enable_resource_variables()
 tf.logging.set_verbosity(tf.logging.ERROR)

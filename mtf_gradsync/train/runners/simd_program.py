@@ -75,9 +75,17 @@ class SimdProgramRunner(Runner):
             values = self._session.run(self._fetches)
             return lambda: values
         try:
-            return self._session.dispatch(self._fetches).result
-        except simd.UnsupportedProgramError as error:
+            step = self._session.dispatch(self._fetches)
+        except (xla.DevicesError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
+
+        def result() -> dict[str, Any]:
+            try:
+                return step.result()
+            except xla.DevicesError as error:
+                raise self._other_runtime(error) from error
+
+        return result
 
     def save(self, step: int) -> str:
         """See `Runner`."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla.devices import executable, prepared
@@ -286,3 +287,57 @@ def test_checkpoints_cross_between_runtimes(tmp_path):
             np.testing.assert_allclose(
                 [r[0] for r in rest], [w[0] for w in whole[2:]], rtol=0 if exact else 1e-5
             )
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("xla", "xla"), ("placement", "xla"), ("xla", "placement")]
+)
+def test_accumulated_sums_go_on_on_another_mesh(tmp_path, first, then):
+    """Saved in the middle of an update, with the sums of each shard; placement meshes included."""
+
+    def steps(kind, mesh, batches, restore=None, save=None):
+        """Trains on some batches; returns the variables."""
+        shape, layout, batch_dims = harness.MESHES[mesh]
+
+        def optimizer():
+            return gs.GradientAccumulationOptimizer(
+                models.OPTIMIZERS["adam"](),
+                backward_passes_per_step=2,
+                mesh_shape=shape,
+                layout=layout,
+                batch_dims=batch_dims,
+            )
+
+        built = harness.built(kind, shape, layout, models.train(optimizer, batch_dims), batches[0])
+        with built.graph.as_default():
+            if kind == "xla":
+                with session(built.program, built.lowering) as devices:
+                    if restore:
+                        devices.restore(restore)
+                    for batch in batches:
+                        feed = {built.inputs[k]: v for k, v in batch.items()}
+                        devices.run([built.fetched, built.updates], feed)
+                    return devices.save(save) if save else devices.variables()
+            saver = gs.ReshardingSaver(tf.global_variables())
+            size = mtf.convert_to_shape(shape).size
+            with tf.Session(config=gs.session_config(num_cpu_devices=size)) as placement:
+                placement.run(built.init)
+                if restore:
+                    saver.restore(placement, restore)
+                placement.run(built.restore)
+                for batch in batches:
+                    feed = {built.inputs[k]: v for k, v in batch.items()}
+                    placement.run([built.fetched, built.updates], feed)
+                placement.run(built.collect)
+                if save:
+                    return saver.save(placement, save, write_meta_graph=False)
+                return {v.op.name: placement.run(v) for v in tf.global_variables()}
+
+    batches = models.mlp_batches(4)
+    expected = reference.train(
+        reference.Accumulation(reference.OPTIMIZERS["adam"](), passes=2), batches
+    )
+    path = steps(first, "4", batches[:1], save=str(tmp_path / "model"))
+    found = steps(then, "2x2", batches[1:], restore=path)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=3e-6, atol=3e-7, err_msg=name)

@@ -123,6 +123,32 @@ def test_collectives_stay_in_their_branch_and_loop(topology, tmp_path):
         assert xla.find_hlo_collectives(hlo_from_text(text)) == list(getattr(compiled, stage))
 
 
+@pytest.mark.parametrize("topology", ["v3:2x2", "v5e:2x4"])
+def test_every_collective_is_compiled(topology):
+    """As a relayout, a halo exchange and a mixture of experts have them."""
+    x = tf.placeholder(tf.float32, [16, 128])
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with simd.tpu_program("all:8", "batch:all") as program:
+        moved = tf.raw_ops.AllToAll(
+            input=x * 2.0,
+            group_assignment=groups,
+            concat_dimension=1,
+            split_dimension=0,
+            split_count=4,
+        )
+        shifted = tf.raw_ops.CollectivePermute(
+            input=tf.sin(moved), source_target_pairs=[[i, (i + 1) % 8] for i in range(8)]
+        )
+        y = tf.reduce_sum(tf.tpu.cross_replica_sum(shifted, groups))
+    compiled = xla.compile_for_tpu(program, [y], topology)
+    assert compiled.accepted, compiled.error
+    for found in (compiled.before, compiled.after):
+        kinds = {c.operation.removesuffix("-start") for c in found}
+        assert kinds == {"all-to-all", "collective-permute", "all-reduce"}
+    (exchange,) = [c for c in compiled.before if c.operation == "all-to-all"]
+    assert exchange.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
 def test_modules_that_xla_reads_from_text_hold_the_same_collectives():
     found = xla.find_hlo_collectives(hlo_from_text(TEXT))
     # XLA writes a module without a schedule in an order of its own.
