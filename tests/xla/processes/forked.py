@@ -54,7 +54,11 @@ def main(folder):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
-                (folder / f"{children.pop(pid)}.code").write_text(str(code))
+                path = folder / f"{children.pop(pid)}.code"
+                # At once, because others look at it meanwhile.
+                unfinished = path.with_suffix(".unfinished")
+                unfinished.write_text(str(code))
+                unfinished.replace(path)
         time.sleep(0.02)
 
 

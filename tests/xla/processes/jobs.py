@@ -31,7 +31,7 @@ class Member:
     def code(self):
         """What it ended with; None while it runs."""
         path = self._folder / f"{self._name}.code"
-        return int(path.read_text() or -1) if path.exists() else None
+        return int(path.read_text()) if path.exists() else None
 
     def send(self, number):
         os.kill(self.pid, number)
