@@ -13,11 +13,13 @@ import contextlib
 import os
 import selectors
 import socket
+import subprocess
 import sys
 import threading
 import time
 from typing import Any, Iterator, Mapping
 
+from mtf_gradsync.xla.processes import proxy
 from mtf_gradsync.xla.processes.errors import LOST_PROCESS_EXIT_CODE
 from mtf_gradsync.xla.processes.members import Member
 from mtf_gradsync.xla.processes.messages import Connection, ConnectionBroken
@@ -29,8 +31,6 @@ _LATE_S = 2.0
 _GRACE_S = 2.0
 # How long an error of a step waits for the watchdog's word on it.
 _VERDICT_S = 10.0
-# How long a process may be silent that has said that it will be.
-_PATIENCE_S = 600.0
 
 _running: Watchdog | None = None
 
@@ -49,7 +49,7 @@ class Watchdog:
         global _running
         self._me = me
         self._silence = silence
-        self._limits = dict.fromkeys([me, *peers], silence)
+        self._is_spoken_for = False
         self._peers = dict(peers)
         self._size = len(peers) + 1
         self._last = self._next_beat = time.monotonic()
@@ -81,10 +81,26 @@ class Watchdog:
         self._request("failed", reason)
         self._finished.wait(_GRACE_S)
 
-    def expect_silence(self, begins: bool) -> None:
-        """Tells the others that this process will say nothing for a while, or that it is over."""
+    @contextlib.contextmanager
+    def spoken_for(self) -> Iterator[None]:
+        """Lets a process of its own say the words meanwhile; it falls silent with this one."""
+        peers = [connection.fileno() for connection in list(self._peers.values())]
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", proxy.__file__, *map(str, (os.getpid(), _BEAT_S, *peers))],
+            pass_fds=peers,
+            stdin=subprocess.DEVNULL,
+        )
+        self._request_and_wait("silence begins")
+        try:
+            yield
+        finally:
+            child.kill()
+            child.wait()
+            self._request_and_wait("silence ends")
+
+    def _request_and_wait(self, kind: str) -> None:
         self._noted.clear()
-        self._request("silence", "begins" if begins else "")
+        self._request(kind, "")
         self._noted.wait(_LATE_S)
 
     def wait_for_verdict(self) -> None:
@@ -106,7 +122,7 @@ class Watchdog:
             ready = self._selector.select(_BEAT_S / 4)
             now = time.monotonic()
             late, self._last = now - self._last, now
-            if late > self._limits[self._me]:
+            if late > self._silence and not self._is_spoken_for:
                 self._end(
                     f"this process stood still for {late:.0f} s, and the others give a process up "
                     f"after {self._silence:g} s"
@@ -123,8 +139,8 @@ class Watchdog:
                 self._tell_all(beat=True)
             if late < _LATE_S:
                 for member in list(self._peers):
-                    if now - self._heard[member] > self._limits[member]:
-                        self._lose(member, f"has been silent for {self._limits[member]:g} s")
+                    if now - self._heard[member] > self._silence:
+                        self._lose(member, f"has been silent for {self._silence:g} s")
             if self._me.index == 0 and len(self._left) == self._size:
                 self._tell_all(all_left=True)
                 self._finished.set()
@@ -150,8 +166,6 @@ class Watchdog:
         for message in messages:
             if "goodbye" in message:
                 self._left.add(member)
-            elif "silence" in message:
-                self._limits[member] = _PATIENCE_S if message["silence"] else self._silence
             elif "all_left" in message:
                 self._finished.set()
             elif "failed" in message:
@@ -165,9 +179,8 @@ class Watchdog:
             self._left.add(self._me)
             self._tell_all(goodbye=True)
             return
-        if kind == "silence":
-            self._limits[self._me] = _PATIENCE_S if text else self._silence
-            self._tell_all(silence=bool(text))
+        if kind.startswith("silence"):
+            self._is_spoken_for = kind == "silence begins"
             self._noted.set()
             return
         if self._me.index == 0:
@@ -215,19 +228,12 @@ class Watchdog:
 
 @contextlib.contextmanager
 def patience() -> Iterator[None]:
-    """Around what keeps Python's interpreter lock for long, so that the watchdog cannot speak.
-
-    The others bear the silence meanwhile; they still notice at once when this process dies.
-    """
+    """Around what keeps Python's interpreter lock for long, so that the watchdog cannot speak."""
     if _running is None:
         yield
         return
-    watchdog = _running
-    watchdog.expect_silence(True)
-    try:
+    with _running.spoken_for():
         yield
-    finally:
-        watchdog.expect_silence(False)
 
 
 def _flush() -> None:

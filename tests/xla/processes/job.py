@@ -203,8 +203,9 @@ class Run:
             say(f"fetched {[[x is not None for x in per_core] for per_core in fetched]}")
         if plan.odd == "hold" and plan.index == 1:
             hold_the_lock()
-        if plan.odd == "hold patiently" and plan.index == plan.count - 1:
+        if plan.odd == f"hold patiently {plan.index}":
             with patience():
+                say("holds the lock")
                 hold_the_lock()
         if plan.odd == "raise" and plan.index == 1:
             time.sleep(0.5)

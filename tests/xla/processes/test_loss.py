@@ -73,8 +73,33 @@ def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, sai
     assert "lost process 1 (host " in last
 
 
-def test_a_silence_that_was_announced_is_borne(jobs):
-    jobs.run(2, odd="hold patiently", steps=1, silence=SILENCE)
+@pytest.mark.parametrize("holds", [0, 1])
+def test_a_process_that_cannot_speak_is_spoken_for(jobs, holds):
+    jobs.run(2, odd=f"hold patiently {holds}", steps=1, silence=SILENCE)
+
+
+def test_a_process_that_is_silent_otherwise_is_lost(jobs):
     job = jobs.start(2, odd="hold", steps=1, silence=SILENCE)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
     assert "has been silent for 3 s" in job.members[0].output()
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGSTOP, "has been silent for 3 s"), (signal.SIGKILL, "ended without a word")],
+)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_is_lost_while_it_cannot_speak_is_named(jobs, lost, number, how):
+    job = jobs.start(2, odd=f"hold patiently {lost}", steps=1, silence=SILENCE)
+    job.wait_for("holds the lock", [job.members[lost]])
+    begin = time.monotonic()
+    job.members[lost].send(number)
+    other = job.members[1 - lost]
+    assert job.codes([other]) == [xla.LOST_PROCESS_EXIT_CODE], job.outputs()
+    assert time.monotonic() - begin < 60
+    assert f"lost process {lost} (host " in other.output()
+    assert how in other.output()
+    if number == signal.SIGSTOP:
+        job.members[lost].send(signal.SIGCONT)
+    job.codes()
+    assert ended([m.pid for m in job.members])

@@ -1,0 +1,52 @@
+"""Speaks to the other processes for one whose threads cannot run, as long as it is not stopped.
+
+It runs as a script of its own: TensorFlow's bridge keeps Python's interpreter lock for as long as it
+lowers a program, seconds or minutes, and the watchdog's thread needs that lock to say a word.
+
+usage: proxy.py PID SECONDS SOCKET...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+
+# What `messages.Connection.send(beat=True)` sends.
+BEAT = b'{"beat": true}\n'
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped; False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Its name, in parentheses, may hold anything.
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def main(pid: int, seconds: float, descriptors: list[int]) -> None:
+    """Speaks until the process ends, or ends this one.
+
+    Args:
+      pid: of the process, this one's parent.
+      seconds: between two words.
+      descriptors: of its connections.
+    """
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    # Soon after its end these connections have to break.
+    while os.getppid() == pid:
+        if not is_stopped(pid):
+            for one in sockets:
+                with contextlib.suppress(OSError):
+                    one.send(BEAT)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and os.getppid() == pid:
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), [int(x) for x in sys.argv[3:]])
