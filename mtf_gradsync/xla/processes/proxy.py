@@ -1,7 +1,7 @@
 """Speaks to the other processes for one whose threads cannot run, as long as it is not stopped.
 
-It runs as a script of its own: TensorFlow's bridge keeps Python's interpreter lock for as long as it
-lowers a program, seconds or minutes, and the watchdog's thread needs that lock to say a word.
+It runs as a script of its own: TensorFlow's bridge keeps Python's interpreter lock for as long as
+it lowers a program, seconds or minutes, and the watchdog's thread needs that lock to say a word.
 
 usage: proxy.py PID SECONDS SOCKET...
 """
