@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
+from mtf_gradsync.optimizers.state.resharding import adapt_checkpoint
 
 
 class MasterOps:
@@ -37,6 +39,45 @@ class MasterOps:
             self.masters = {v.op.name: _value_name(graph, v) for v in variables}
             saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
             self.saver_def = saver.as_saver_def() if saver else None
+
+    def check_has_variables(self) -> None:
+        """Checks that there is something to save or restore.
+
+        Raises:
+          ValueError: when the graph has no variables.
+        """
+        if self.saver_def is None:
+            raise ValueError("The graph has no variables to save or restore.")
+
+    def saver(self, graph: tf.Graph) -> tf.train.Saver:
+        """A saver of the global variables.
+
+        Args:
+          graph: a graph that holds the operations under their names.
+
+        Returns:
+          The saver; it adds nothing to the graph.
+
+        Raises:
+          ValueError: when there are no variables.
+        """
+        self.check_has_variables()
+        with graph.as_default():
+            return tf.train.Saver(saver_def=self.saver_def)
+
+    def restore(self, session: tf.Session, path: str) -> None:
+        """Reads a checkpoint into the masters, of this or of another mesh.
+
+        Args:
+          session: on a graph that holds the operations under their names.
+          path: the checkpoint.
+
+        Raises:
+          ValueError: when there is no such checkpoint, or no variables.
+        """
+        saver = self.saver(session.graph)
+        with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
+            saver.restore(session, adapt_checkpoint(path, directory))
 
 
 def _value_name(graph: tf.Graph, variable: Any) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import abc
-import tempfile
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.resharding import adapt_checkpoint
 from mtf_gradsync.simd.masters import MasterOps
 
 _Session = TypeVar("_Session", bound="ReplicaSession")
@@ -32,10 +30,6 @@ class ReplicaSession(abc.ABC):
         """
         self._session = session
         self._ops = ops
-        self._saver = None
-        if ops.saver_def is not None:
-            with session.graph.as_default():
-                self._saver = tf.train.Saver(saver_def=ops.saver_def)
 
     def __enter__(self: _Session) -> _Session:
         return self
@@ -127,7 +121,7 @@ class ReplicaSession(abc.ABC):
         Raises:
           ValueError: when the graph has no variables.
         """
-        self._checked_saver()
+        self._ops.check_has_variables()
         self._bring_masters_up_to_date()
         return self._write(path, saver, global_step)
 
@@ -143,13 +137,12 @@ class ReplicaSession(abc.ABC):
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
         """
-        self._checked_saver()
         self._read(path)
         self._take_masters()
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
         """Writes the masters as they are."""
-        return (saver or self._checked_saver()).save(
+        return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
             path,
             global_step=global_step,
@@ -159,8 +152,37 @@ class ReplicaSession(abc.ABC):
 
     def _read(self, path: str) -> None:
         """Reads the masters."""
-        with self._ops.graph.as_default(), tempfile.TemporaryDirectory() as directory:
-            self._checked_saver().restore(self._session, adapt_checkpoint(path, directory))
+        self._ops.restore(self._session, path)
+
+    @abc.abstractmethod
+    def _is_inside(self, name: str) -> bool:
+        """Whether an operation or tensor of the user's graph belongs to a program.
+
+        Raises:
+          KeyError: when the graph had no such operation when the session was made.
+        """
+
+    def _feed(self, key: Any) -> str:
+        """The name of a tensor that can be fed."""
+        name = self._name_of(key)
+        if self._is_inside(name):
+            raise ValueError(
+                f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor outside "
+                "that it is made from."
+            )
+        return name
+
+    def _name_of(self, element: Any) -> str:
+        """The name of a tensor or operation; variables stand for their values."""
+        try:
+            name = self._ops.graph.as_graph_element(element).name
+            self._is_inside(name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{element!r} is no tensor or operation of the program's graph as it was when the "
+                "session was made; make the session after the whole graph is built."
+            ) from error
+        return name
 
     def _bring_masters_up_to_date(self) -> None:
         """Copies the slices into the masters."""
@@ -169,8 +191,3 @@ class ReplicaSession(abc.ABC):
     def _take_masters(self) -> None:
         """Copies the masters into the slices."""
         self._session.run(self._ops.to_slices)
-
-    def _checked_saver(self) -> tf.train.Saver:
-        if self._saver is None:
-            raise ValueError("The graph has no variables to save or restore.")
-        return self._saver

@@ -97,27 +97,8 @@ class CpuReplicaSession(ReplicaSession):
             return names[0]
         return names if per_replica and program else names[0]
 
-    def _feed(self, key: Any) -> str:
-        name = self._name_of(key)
-        if self._emulated.program_of(name):
-            raise ValueError(
-                f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor outside "
-                "that it is made from."
-            )
-        return name
-
-    def _name_of(self, element: Any) -> str:
-        """The name of a tensor or operation; variables stand for their values."""
-        try:
-            found = self._prepared.source.as_graph_element(element)
-            name = found.name
-            self._emulated.program_of(name)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{element!r} is no tensor or operation of the program's graph as it was when the "
-                "session was made; make the session after the whole graph is built."
-            ) from error
-        return name
+    def _is_inside(self, name: str) -> bool:
+        return bool(self._emulated.program_of(name))
 
 
 def session_on(

@@ -7,13 +7,14 @@ it gets the value from the first part's run, so that nothing (an input pipeline,
 
 from __future__ import annotations
 
-from typing import Iterable, NamedTuple
+from typing import Collection, Iterable, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.attributes import untie
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
 
-_BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
+# Where values go into a program and come out of it.
+BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
 # Operations that leave a variable as it is.
 _READS = frozenset(
     ["ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp"]
@@ -76,7 +77,7 @@ class Outside:
         graph_def.library.CopyFrom(facts.graph_def.library)
         for name in facts.order:
             node = facts.node[name]
-            if name not in facts.cluster and node.op not in _BOUNDARY:
+            if name not in facts.cluster and node.op not in BOUNDARY:
                 self._copy(graph_def, name)
         self.graph = tf.Graph()
         with self.graph.as_default():
@@ -87,6 +88,30 @@ class Outside:
     def is_after(self, name: str) -> bool:
         """Whether an operation or tensor needs the program."""
         return split_input(name)[0] in self._after
+
+    def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
+        """Whether a tensor of `graph` is the same in every step.
+
+        Args:
+          name: of the tensor.
+          fed: names of tensors that have a value.
+
+        Returns:
+          Whether it is made of constants and of what is fed alone.
+        """
+        pending, seen = [name], set()
+        while pending:
+            name = pending.pop()
+            if name in seen or name in fed:
+                continue
+            seen.add(name)
+            op = self.graph.get_operation_by_name(split_input(name)[0])
+            # A variable's handle is stateful, too, so what reads a variable is not fixed.
+            is_stateful = op.op_def is None or op.op_def.is_stateful
+            if is_stateful or op.type.startswith("Placeholder") or self.is_after(name):
+                return False
+            pending += [t.name for t in op.inputs] + [o.name for o in op.control_inputs]
+        return True
 
     def check_runs(self, name: str) -> None:
         """Checks that nothing but this program is needed for a fetch.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 from mtf_gradsync._private.jax import LoadedProgram
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 from mtf_gradsync.simd.masters import MasterOps
@@ -35,8 +36,8 @@ class Compiled(NamedTuple):
     variables: tuple[ReplicaInput, ...]
 
 
-class PreparedProgram:
-    """A program for devices.
+class Parts(NamedTuple):
+    """A user's graph, taken apart.
 
     Attributes:
       version: the graph's version when it was taken.
@@ -45,12 +46,44 @@ class PreparedProgram:
       outside: what stands outside the program.
     """
 
-    def __init__(self, program: Program, lowerings: Sequence[Any], cores: Cores, cache: Cache):
-        check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))  # before anything is added
-        self.ops = MasterOps(program.graph, lowerings)
-        self.version = program.graph.version
-        self.facts = GraphFacts(program.graph.as_graph_def())
-        self.outside = Outside(self.facts, program.graph, program.name)
+    version: int
+    ops: MasterOps
+    facts: GraphFacts
+    outside: Outside
+
+
+def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
+    """Takes a program's graph apart, and adds to it what variables need.
+
+    Args:
+      program: the program.
+      lowerings: its lowerings.
+
+    Returns:
+      The parts.
+
+    Raises:
+      UnsupportedProgramError: when the graph holds what cannot run; it is as it was then.
+    """
+    check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
+    ops = MasterOps(program.graph, lowerings)
+    facts = GraphFacts(program.graph.as_graph_def())
+    return Parts(program.graph.version, ops, facts, Outside(facts, program.graph, program.name))
+
+
+class PreparedProgram:
+    """A program for devices.
+
+    Attributes:
+      parts: of its graph.
+      version: the graph's version when it was taken.
+    """
+
+    def __init__(
+        self, program: Program, lowerings: Sequence[mtf.Lowering], cores: Cores, cache: Cache
+    ):
+        self.parts = parts_of(program, lowerings)
+        self.version = self.parts.version
         self._program = program
         self._cores = cores
         self._cache = cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Iterable, Sequence
+from typing import Any, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from mtf_gradsync.simd.session import ReplicaSession
 from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
 from mtf_gradsync.xla.devices.errors import explained
+from mtf_gradsync.xla.devices.inputs import DeviceInputs
+from mtf_gradsync.xla.devices.outside import BOUNDARY
 from mtf_gradsync.xla.devices.prepared import Compiled, PreparedProgram
 from mtf_gradsync.xla.devices.step import Place, StepPlan, place_of
 from mtf_gradsync.xla.devices.variables import DeviceVariables
@@ -76,18 +78,20 @@ class XlaSession(ReplicaSession):
         )
         self._program = program
         self._prepared = prepared
-        self._facts, self._outside = prepared.facts, prepared.outside
+        parts = prepared.parts
+        self._facts, self._outside = parts.facts, parts.outside
         self._cores = cores
         self._plans: dict[tuple[tuple[str, ...], bool], StepPlan] = {}
         self._random_state: OnDevices | None = None
         self._entropy = int.from_bytes(os.urandom(7), "little")
         host = tf.Session(graph=self._outside.graph, config=config or host_config())
-        super().__init__(host, prepared.ops)
+        super().__init__(host, parts.ops)
         self._variables = DeviceVariables(self._session, cores)
+        self._inputs = DeviceInputs(self._outside, cores)
         try:
-            self._session.run(prepared.ops.initialize)
+            self._session.run(parts.ops.initialize)
             self._variables.share()
-            self._session.run(prepared.ops.to_slices)
+            self._session.run(parts.ops.to_slices)
         except BaseException:
             self._session.close()
             raise
@@ -142,20 +146,13 @@ class XlaSession(ReplicaSession):
             values.update(self._run_outside(plan.first, feeds))
             return Dispatched(fetches, plan.places, values)
         compiled = self._prepared.compiled(plan.inside)
-        local = self._cores.local
-        sources = {i.sources[c] for i in compiled.inputs for c in local}
-        for name in sources:
-            if self._outside.is_after(name):
-                raise ValueError(
-                    f"The program's input {name!r} is made from what the program returns. Fetch it "
-                    "in one step and feed it in the next."
-                )
+        sources = self._inputs.sources(compiled.inputs, feeds)
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
         everywhere = None
         if not self._cores.is_alone:
             everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
         values.update(self._run_outside(sources | plan.first, first, everywhere))
-        values.update(self._step(compiled, values, bool(feeds)))
+        values.update(self._step(compiled, values, feeds))
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
             last.update((k, values[v]) for k, v in plan.needs.carried.items())
@@ -163,16 +160,12 @@ class XlaSession(ReplicaSession):
             values.update(self._run_outside(plan.last, last))
         return Dispatched(fetches, plan.places, values)
 
-    def _step(self, compiled: Compiled, given: dict[str, Any], copy: bool) -> dict[str, OnDevices]:
+    def _step(
+        self, compiled: Compiled, values: dict[str, Any], fed: Collection[str]
+    ) -> dict[str, OnDevices]:
         """Runs the program; returns what it fetched, by name."""
-        local, devices = self._cores.local, self._cores.local_devices
-        # What was fed is the caller's, who may write something else there while the step runs.
-        inputs = [
-            [np.array(given[i.sources[c]]) if copy else given[i.sources[c]] for c in local]
-            for i in compiled.inputs
-        ]
         with explained():
-            arguments = [put_on_devices(per_core, devices) for per_core in inputs]
+            arguments = self._inputs.put(compiled.inputs, values, fed)
             arguments += self._variables.take(compiled.variables)
             if compiled.lowered.has_randomness:
                 arguments.append(self._random_state or self._initial_random_state())
@@ -254,27 +247,9 @@ class XlaSession(ReplicaSession):
         self._outside.check_runs(name)
         return place_of(self._facts, self._program.name, name, per_replica, self._cores)
 
-    def _feed(self, key: Any) -> str:
-        name = self._name_of(key)
+    def _is_inside(self, name: str) -> bool:
         node = self._facts.node[split_input(name)[0]]
-        if node.name in self._facts.cluster or node.op.startswith("TPUReplicated"):
-            raise ValueError(
-                f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor outside "
-                "that it is made from."
-            )
-        return name
-
-    def _name_of(self, element: Any) -> str:
-        """The name of a tensor or operation; variables stand for their values."""
-        try:
-            name = self._program.graph.as_graph_element(element).name
-            self._facts.node[split_input(name)[0]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{element!r} is no tensor or operation of the program's graph as it was when the "
-                "session was made; make the session after the whole graph is built."
-            ) from error
-        return name
+        return node.name in self._facts.cluster or node.op in BOUNDARY
 
 
 def host_config() -> tf.ConfigProto:

@@ -175,7 +175,7 @@ class _Contents:
         fed: Mapping[str, Any],
     ) -> None:
         """Adds an input, with its value where that is the same in every step."""
-        if all(host.is_fixed(source, fed) for source in given.sources):
+        if all(host.outside.is_fixed(source, fed) for source in given.sources):
             self.parameters.append(entries.describe_input(name, given, "kept"))
             sources = self.parameters[-1]["sources"]
             values = [

@@ -8,14 +8,12 @@ from typing import Any, Collection, Iterable, Iterator
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.graph.facts import GraphFacts, split_input
-from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
+from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
-from mtf_gradsync.simd.masters import MasterOps
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession
 from mtf_gradsync.simd.variable_access import VariableAccess
-from mtf_gradsync.xla.devices.outside import Outside
+from mtf_gradsync.xla.devices.prepared import parts_of
 from mtf_gradsync.xla.devices.session import host_config
 
 
@@ -24,7 +22,8 @@ class Host:
 
     Attributes:
       facts: of the user's whole graph.
-      graph: what stands outside.
+      outside: what stands outside the program.
+      graph: the same, as a graph.
       counter: name of the variable that counts steps; None where the graph has none.
     """
 
@@ -40,11 +39,8 @@ class Host:
           TypeError: when lowering is of no known kind.
         """
         self.lowerings = lowerings_in(lowering)
-        check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
-        self._ops = MasterOps(program.graph, self.lowerings)
-        self.facts = GraphFacts(program.graph.as_graph_def())
-        self._outside = Outside(self.facts, program.graph, program.name)
-        self.graph = self._outside.graph
+        _, self._ops, self.facts, self.outside = parts_of(program, self.lowerings)
+        self.graph = self.outside.graph
         self._access = VariableAccess(self.graph)
         counter = tf.train.get_global_step(program.graph)
         is_known = counter is not None and counter.op.name in self._access.read
@@ -66,11 +62,7 @@ class Host:
         with tf.Session(graph=self.graph, config=host_config()) as session:
             session.run(self._ops.initialize)
             if checkpoint is not None:
-                if self._ops.saver_def is None:
-                    raise ValueError("The graph has no variables to restore.")
-                with self.graph.as_default():
-                    saver = tf.train.Saver(saver_def=self._ops.saver_def)
-                saver.restore(session, checkpoint)
+                self._ops.restore(session, checkpoint)
             session.run(self._ops.to_slices)
             yield session
 
@@ -109,33 +101,9 @@ class Host:
 
     def is_counter(self, name: str) -> bool:
         """Whether a tensor outside the program is the step counter, as it is before the step."""
-        if self.counter is None or self._outside.touched([name]).written:
+        if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])
         while op.type in ("Identity", "ReadVariableOp", "Cast"):
             op = op.inputs[0].op
-        return op.name == self.counter and not self._outside.is_after(name)
-
-    def is_fixed(self, name: str, fed: Collection[str]) -> bool:
-        """Whether a tensor outside the program is the same in every step.
-
-        Args:
-          name: of the tensor.
-          fed: names of tensors that have a value.
-
-        Returns:
-          Whether it is made of constants and of what is fed alone.
-        """
-        pending, seen = [name], set()
-        while pending:
-            name = pending.pop()
-            if name in seen or name in fed:
-                continue
-            seen.add(name)
-            op = self.graph.get_operation_by_name(split_input(name)[0])
-            # A variable's handle is stateful, too, so what reads a variable is not fixed.
-            is_stateful = op.op_def is None or op.op_def.is_stateful
-            if is_stateful or op.type.startswith("Placeholder") or self._outside.is_after(name):
-                return False
-            pending += [t.name for t in op.inputs] + [o.name for o in op.control_inputs]
-        return True
+        return op.name == self.counter and not self.outside.is_after(name)

@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.devices import executable, prepared
+from mtf_gradsync.xla.devices import executable, inputs, prepared
 from mtf_gradsync.xla.devices.errors import explained
 from tests import harness, models, reference
 from tests.simd.programs import MESHES, SGD, Regression
@@ -83,6 +83,25 @@ def test_steps_are_dispatched_ahead_and_inputs_may_be_changed_meanwhile():
             value[...] = -1000
         assert [step.result() for step in steps] == [0, 1, 3, 6, 10]
         assert steps[1].result() == 1
+
+
+def test_constant_inputs_go_to_the_devices_once_but_can_be_fed(monkeypatch):
+    constants = [tf.constant(float(core)) for core in range(2)]
+    table = tf.square(tf.constant(3.0), name="table")
+    x = tf.placeholder(tf.float32, [])
+    with simd.tpu_program("all:2", "") as program:
+        y = program.per_replica(constants) + table + x
+    with session(program) as devices:
+        put = []
+        real = inputs.put_on_devices
+        monkeypatch.setattr(inputs, "put_on_devices", lambda v, d: put.append(v) or real(v, d))
+        for _ in range(2):
+            put.clear()
+            assert devices.run(y, {x: 100.0}, per_replica=True) == [109, 110]
+        assert put == [[100, 100]]
+        assert devices.run(y, {x: 0.0, constants[1]: 50.0}, per_replica=True) == [9, 59]
+        assert devices.run(y, {x: 0.0, table.op.inputs[0]: 2.0}, per_replica=True) == [4, 5]
+        assert devices.run(y, {x: 0.0}, per_replica=True) == [9, 10]
 
 
 def test_each_set_of_fetches_compiles_once(monkeypatch):
@@ -226,19 +245,16 @@ def test_a_program_without_effects_or_inputs_runs():
 
 
 def test_an_input_made_from_what_the_program_returns_is_refused():
-    x = tf.placeholder_with_default(0.0, [])
-    inputs = []
-
-    def computation():
-        return tf.identity(x) + 1.0
-
+    x = tf.placeholder(tf.float32, [])
     with simd.tpu_program("all:1", "") as program:
-        y = computation()
-    with tf.control_dependencies([y.op]):
-        late = tf.constant(1.0) * x
-    del inputs, late
+        y = x + 1.0
+        with tf.control_dependencies(None), tf.control_dependencies([y.op]):
+            # Outside, where inputs are made; but after a part of the program.
+            late = program.per_replica([tf.identity(x)])
+        z = late * 2.0
     with session(program) as devices:
-        assert devices.run(y, {x: 2.0}) == 3
+        with pytest.raises(ValueError, match="made from what the program returns"):
+            devices.run(z, {x: 2.0})
 
 
 def test_bad_feeds_leave_the_session_as_it_was():

@@ -1,0 +1,94 @@
+"""The tensors that come into a program from outside, and their way to the devices."""
+
+from __future__ import annotations
+
+from typing import Any, Collection, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.jax import OnDevices, put_on_devices
+from mtf_gradsync.simd.graph.facts import split_input
+from mtf_gradsync.xla.devices.outside import Outside
+from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
+from mtf_gradsync.xla.processes.cores import Cores
+
+
+class DeviceInputs:
+    """Brings inputs to the devices; those that are the same in every step only once."""
+
+    def __init__(self, outside: Outside, cores: Cores):
+        """Begins with nothing on the devices.
+
+        Args:
+          outside: what stands outside the program.
+          cores: the program's, and which of them are this process's.
+        """
+        self._outside = outside
+        self._cores = cores
+        # Of inputs that are made of constants: the operations that they are made of.
+        self._constant: dict[tuple[str, ...], set[str] | None] = {}
+        self._kept: dict[tuple[str, ...], OnDevices] = {}
+
+    def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
+        """What has to be run outside before a step.
+
+        Args:
+          inputs: the program's.
+          fed: names of tensors that the step feeds.
+
+        Returns:
+          Names of tensors.
+
+        Raises:
+          ValueError: when one of them needs the program.
+        """
+        wanted = [i for i in inputs if not self._is_kept(i, fed)]
+        names = {i.sources[c] for i in wanted for c in self._cores.local}
+        for name in sorted(names):
+            if self._outside.is_after(name):
+                raise ValueError(
+                    f"The program's input {name!r} is made from what the program returns. Fetch it "
+                    "in one step and feed it in the next."
+                )
+        return names
+
+    def put(
+        self, inputs: Sequence[ReplicaInput], values: dict[str, Any], fed: Collection[str]
+    ) -> list[OnDevices]:
+        """Puts a step's inputs on the devices.
+
+        Args:
+          inputs: the program's.
+          values: of `sources`, by name.
+          fed: names of tensors that the step feeds.
+
+        Returns:
+          For each input.
+        """
+        copies: dict[str, np.ndarray] = {}
+        if fed:
+            # What was fed is the caller's, who may write something else there while the step runs.
+            copies = {name: np.array(values[name]) for name in self.sources(inputs, fed)}
+        found = []
+        for one in inputs:
+            if not self._is_kept(one, fed):
+                names = [one.sources[c] for c in self._cores.local]
+                per_core = [copies.get(n, values[n]) for n in names]
+                value = put_on_devices(per_core, self._cores.local_devices)
+                if self._is_constant(one, fed):
+                    self._kept[one.sources] = value
+            else:
+                value = self._kept[one.sources]
+            found.append(value)
+        return found
+
+    def _is_kept(self, one: ReplicaInput, fed: Collection[str]) -> bool:
+        return one.sources in self._kept and self._is_constant(one, fed)
+
+    def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
+        """Whether it has the value that it has in every step without feeds."""
+        if one.sources not in self._constant:
+            is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
+            self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None
+        made_of = self._constant[one.sources]
+        return made_of is not None and not any(split_input(name)[0] in made_of for name in fed)
