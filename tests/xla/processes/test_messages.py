@@ -1,6 +1,7 @@
 """What processes say to each other, and what the proxy says for one of them."""
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_a_stopped_process_is_seen_whatever_its_name():
     code = "open('/proc/self/comm', 'w').write(') T 1 ('); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     try:
-        while open(f"/proc/{child.pid}/comm").read().strip() != ") T 1 (":
+        while pathlib.Path(f"/proc/{child.pid}/comm").read_text().strip() != ") T 1 (":
             assert child.poll() is None
         assert not proxy.is_stopped(child.pid)
         child.send_signal(19)  # SIGSTOP
