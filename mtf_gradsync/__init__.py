@@ -5,6 +5,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
+from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
     clip_by_shard_norm,
@@ -32,6 +33,7 @@ __all__ = [
     "CrossShardOptimizer",
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
+    "MeshOptimizer",
     "ReplicaAxes",
     "ReshardingSaver",
     "SyncReplicasOptimizer",

@@ -377,3 +377,87 @@ def xla_element_types() -> dict[str, int]:
     from tensorflow.compiler.xla import xla_data_pb2
 
     return dict(xla_data_pb2.PrimitiveType.items())
+
+
+# Optimizers of tf.compat.v1.
+
+# What each of them was made with, by the attribute that holds it.
+_HYPERPARAMETERS = {
+    "GradientDescentOptimizer": {"learning_rate": "_learning_rate"},
+    "MomentumOptimizer": {
+        "learning_rate": "_learning_rate",
+        "momentum": "_momentum",
+        "use_nesterov": "_use_nesterov",
+    },
+    "AdagradOptimizer": {
+        "learning_rate": "_learning_rate",
+        "initial_accumulator_value": "_initial_accumulator_value",
+    },
+    "AdamOptimizer": {
+        "learning_rate": "_lr",
+        "beta1": "_beta1",
+        "beta2": "_beta2",
+        "epsilon": "_epsilon",
+    },
+    "RMSPropOptimizer": {
+        "learning_rate": "_learning_rate",
+        "decay": "_decay",
+        "momentum": "_momentum",
+        "epsilon": "_epsilon",
+        "centered": "_centered",
+    },
+    "AdadeltaOptimizer": {"learning_rate": "_lr", "rho": "_rho", "epsilon": "_epsilon"},
+    "FtrlOptimizer": {
+        "learning_rate": "_learning_rate",
+        "learning_rate_power": "_learning_rate_power",
+        "initial_accumulator_value": "_initial_accumulator_value",
+        "l1": "_l1_regularization_strength",
+        "l2": "_l2_regularization_strength",
+        "l2_shrinkage": "_l2_shrinkage_regularization_strength",
+        "beta": "_beta",
+        "accum_name": "_accum_name",
+        "linear_name": "_linear_name",
+    },
+}
+
+
+def hyperparameters(optimizer: tf.train.Optimizer) -> dict[str, Any]:
+    """What an optimizer of ``tf.compat.v1.train`` was made with, functions called.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      optimizer: of one of the seven classes itself, not of a class of a user's.
+
+    Returns:
+      Values (numbers, tensors, names or None) by the names of arguments.
+    """
+    attributes = _HYPERPARAMETERS[type(optimizer).__name__]
+    found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
+    return {name: value() if callable(value) else value for name, value in found.items()}
+
+
+def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
+    """Makes the slots of an optimizer, which it makes else when gradients are applied first.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      optimizer: of ``tf.compat.v1.train``; one that hands gradients on to another has no own.
+      variables: what it is going to update.
+    """
+    inside = optimizer
+    while inside is not None:
+        with tf.init_scope():
+            inside._create_slots(variables)
+        inside = getattr(inside, "_opt", None) or getattr(inside, "_optimizer", None)
+
+
+def number_of_tpu_shards() -> int | None:
+    """How many shards the TPU program has that is being built; None outside of any.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.tpu import tpu_function
+
+    return tpu_function.get_tpu_context().number_of_shards

@@ -4,52 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients import check_gradients
 
 GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
-
-
-def _is_keras_optimizer(cls: type) -> bool:
-    # Keras is not imported for this check: its classes are known by where they were defined.
-    return any(
-        base.__name__ in ("Optimizer", "OptimizerV2", "BaseOptimizer", "LossScaleOptimizer")
-        and "keras" in base.__module__
-        for base in cls.__mro__
-    )
-
-
-def refuse_foreign_optimizer(opt: Any, wrapper: str) -> None:
-    """Raises TypeError if opt is an optimizer, or a class of one, that knows no meshes."""
-    cls = opt if isinstance(opt, type) else type(opt)
-    if _is_keras_optimizer(cls):
-        raise TypeError(
-            f"{wrapper} does not work with Keras optimizers (OptimizerV2), got {opt!r}. Use a "
-            "Mesh-TensorFlow optimizer, for example mtf.optimize.AdafactorOptimizer or "
-            "mtf.optimize.AdamWeightDecayOptimizer."
-        )
-    if issubclass(cls, tf.train.Optimizer):
-        raise TypeError(
-            f"{wrapper} wraps Mesh-TensorFlow optimizers, got the TensorFlow optimizer {opt!r}, "
-            "which cannot update mesh variables. Use one of mtf.optimize, or, without a mesh, "
-            "TensorFlow's own wrapper."
-        )
-
-
-def check_optimizer(opt: Any, wrapper: str) -> None:
-    """Raises TypeError or ValueError if opt is not something that a wrapper can wrap."""
-    refuse_foreign_optimizer(opt, wrapper)
-    if isinstance(opt, type):
-        if not callable(getattr(opt, "apply_grads", None)):
-            raise ValueError(
-                f"opt must be an optimizer with apply_grads(grads, variables), or a class of "
-                f"such, got the class {opt!r}."
-            )
-    elif not callable(getattr(opt, "apply_grads", None)) and not callable(opt):
-        raise ValueError(
-            f"opt must be an optimizer with apply_grads(grads, variables), such as one of "
-            f"mtf.optimize, or a class or factory of one, got {opt!r}."
-        )
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:

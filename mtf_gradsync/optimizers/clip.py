@@ -7,8 +7,9 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
 from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
-from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
 
@@ -53,7 +54,8 @@ class ClipByGlobalNormOptimizer(Wrapper):
           TypeError: an argument has the wrong type.
         """
         check_clip_norm(clip_norm)
-        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._clip_norm = clip_norm
 
     def _to_inner(

@@ -6,15 +6,17 @@ from typing import Any, Sequence
 
 import gin
 
+from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import (
     SumCopies,
     check_group_assignment,
     check_groups_cover,
     on_present,
 )
-from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
 Reduction = tf.losses.Reduction
@@ -49,7 +51,9 @@ class CrossShardOptimizer(Wrapper):
         """Wraps an optimizer.
 
         Args:
-          opt: a Mesh-TF optimizer, or a class or factory of one.
+          opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
+            `tf.compat.v1.train` the result is `compat_v1.CrossShardOptimizer`, and arguments that
+            tell of the mesh have no effect.
           reduction: `tf.compat.v1.losses.Reduction.MEAN` or `.SUM`: whether `compute_gradients`
             scales per-shard losses by 1/num_shards (with groups: 1/group size). Applying
             gradients always sums.
@@ -69,7 +73,7 @@ class CrossShardOptimizer(Wrapper):
         Raises:
           ValueError: reduction or group_assignment is invalid, or arguments contradict each
             other.
-          TypeError: opt is a Keras or TensorFlow optimizer.
+          TypeError: opt is a Keras optimizer.
         """
         if reduction not in _REDUCTIONS:
             raise ValueError(
@@ -78,7 +82,11 @@ class CrossShardOptimizer(Wrapper):
             )
         self._groups = check_group_assignment(group_assignment)
         self._reduction = reduction
-        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if is_v1(opt):
+            self.counterpart = compat_v1.CrossShardOptimizer(opt, reduction, name, group_assignment)
+            return
+        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self._groups and self.axes:
             # A processor may hold several shards, so there may be more than the mesh shows.
             listed = sum(len(group) for group in self._groups)

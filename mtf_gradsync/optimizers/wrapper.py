@@ -7,6 +7,7 @@ import re
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import is_v1
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
@@ -14,12 +15,18 @@ from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import Plan, advance_step, gated_update
 
-# In place of a learning rate, where None is one that pipelines hand on.
-NOT_GIVEN = object()
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(mtf.optimize.Optimizer):
+class _OrCounterpart(type):
+    """Calling a wrapper's class gives its non-mesh counterpart where it has set one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return vars(made).get("counterpart", made)
+
+
+class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
     """A Mesh-TF optimizer around another one.
 
     Subclasses say what happens to gradients on their way to the inner optimizer, by `_to_inner`.
@@ -36,7 +43,6 @@ class Wrapper(mtf.optimize.Optimizer):
         self,
         opt: Any,
         name: str,
-        learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
         mesh_shape: Any = None,
         layout: Any = None,
@@ -46,10 +52,8 @@ class Wrapper(mtf.optimize.Optimizer):
         """Wraps an optimizer.
 
         Args:
-          opt: an object with apply_grads, or a class or factory of such, which is called with
-            `learning_rate=learning_rate`.
+          opt: an object with apply_grads.
           name: name of the wrapper.
-          learning_rate: only with a class or factory: passed on untouched.
           axes: the replica axes; or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape, where the mesh is known when the graph is built.
           layout: Mesh-TF's layout rules, likewise.
@@ -57,11 +61,16 @@ class Wrapper(mtf.optimize.Optimizer):
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
 
         Raises:
-          TypeError: opt is a Keras or TensorFlow optimizer, or an argument has the wrong type.
-          ValueError: opt has no apply_grads, or arguments contradict each other.
+          TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.
+          ValueError: arguments contradict each other.
         """
-        kind = type(self).__name__
-        checks.check_optimizer(opt, kind)
+        if is_v1(opt):
+            kind = type(self).__name__
+            raise TypeError(
+                f"{kind} wraps Mesh-TensorFlow optimizers, got the TensorFlow optimizer {opt!r}. "
+                f"On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of mtf.optimize."
+            )
+        self.opt = opt
         self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
@@ -71,7 +80,6 @@ class Wrapper(mtf.optimize.Optimizer):
                 f"of . _ / -, got {name!r}."
             )
         self.name = name
-        self.opt = _make(opt, learning_rate, kind)
         self._slots = SlotBook()
         self._check_inner_stack()
 
@@ -213,7 +221,9 @@ class Wrapper(mtf.optimize.Optimizer):
             return list(update)
 
         operations = make() if isinstance(self.opt, Wrapper) else gated_update(make, grads)
-        created = [v for v in graph.all_variables if v not in before]
+        told = getattr(self.opt, "variables", None)
+        told = set(told()) if callable(told) else set()
+        created = [v for v in graph.all_variables if v not in before and v not in told]
         self._slots.record(created, variables, tf.get_variable_scope().name)
         return operations
 
@@ -368,29 +378,3 @@ class Wrapper(mtf.optimize.Optimizer):
         inner = getattr(self.opt, "variables", None)
         inside = list(inner()) if callable(inner) else []
         return inside + [v for v in self._slots.variables() if v not in inside]
-
-
-def _make(opt: Any, learning_rate: Any, wrapper: str) -> Any:
-    """The inner optimizer, made from a class or factory where opt is one."""
-    if not isinstance(opt, type) and callable(getattr(opt, "apply_grads", None)):
-        if learning_rate is not NOT_GIVEN and learning_rate is not None:
-            raise ValueError(
-                f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
-                f"learning_rate={learning_rate!r}. Give a class (in gin: "
-                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or leave "
-                "learning_rate out."
-            )
-        return opt
-    if learning_rate is NOT_GIVEN:
-        raise ValueError(
-            f"{wrapper} got the class or factory {opt!r} as opt: give learning_rate too, which "
-            "it is called with, or give an optimizer instead."
-        )
-    result = opt(learning_rate=learning_rate)
-    checks.refuse_foreign_optimizer(result, wrapper)
-    if isinstance(result, type) or not callable(getattr(result, "apply_grads", None)):
-        raise ValueError(
-            f"opt={opt!r} must make an optimizer with apply_grads(grads, variables), but made "
-            f"{result!r}."
-        )
-    return result

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple, Sequence
 
 import gin
 
+from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import mixed_gradients, per_shard
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
@@ -15,7 +17,7 @@ from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn,
 from mtf_gradsync.optimizers.state.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.state.variables import counter
-from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan
 
@@ -62,6 +64,7 @@ class GradientAccumulationOptimizer(Wrapper):
         checkpoint_accumulators: bool = True,
         accumulate: str | None = None,
         sparse_as_dense: bool = False,
+        allreduce_fn: compat_v1.AllReduceFn | None = None,
         name: str = "GradientAccumulationOptimizer",
         learning_rate: Any = NOT_GIVEN,
         axes: Any = None,
@@ -73,7 +76,9 @@ class GradientAccumulationOptimizer(Wrapper):
         """Wraps an optimizer.
 
         Args:
-          opt: a Mesh-TF optimizer, or a class or factory of one.
+          opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
+            `tf.compat.v1.train` the result is `compat_v1.GradientAccumulationOptimizer`, and
+            arguments that tell of the mesh or of checkpoints have no effect.
           backward_passes_per_step: micro steps for each update: a whole number of 1 or more, or a
             function from the update step (mtf int32 scalar) to one. A function is asked when an
             update begins: the number never changes in the middle of an accumulation.
@@ -86,7 +91,9 @@ class GradientAccumulationOptimizer(Wrapper):
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             fresh accumulation, and local sums need no master copy on the host.
           accumulate: "local", "synced", or None for "local" where the mesh is given.
-          sparse_as_dense: gradients of mesh variables are always dense; has no effect on them.
+          sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
+            into dense gradients. Those of mesh variables are always dense.
+          allreduce_fn: only with such an optimizer; see there.
           name: name of the wrapper, prefix of its counters.
           learning_rate: only with a class or factory as opt: passed on untouched.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
@@ -97,8 +104,30 @@ class GradientAccumulationOptimizer(Wrapper):
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
-          TypeError: an argument has the wrong type, or opt is a Keras or TensorFlow optimizer.
+          TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if is_v1(opt):
+            if should_skip_update_fn is not None:
+                raise ValueError(
+                    "should_skip_update_fn goes with mesh optimizers; got it with the TensorFlow "
+                    f"optimizer {opt!r}."
+                )
+            self.counterpart = compat_v1.GradientAccumulationOptimizer(
+                opt,
+                backward_passes_per_step,
+                average_aggregated_gradients,
+                sparse_as_dense,
+                allreduce_fn,
+                accumulator_dtype and _floating(accumulator_dtype),
+                name,
+            )
+            return
+        if allreduce_fn is not None:
+            raise ValueError(
+                "allreduce_fn goes with optimizers of tf.compat.v1; on a mesh a strategy sums: "
+                f"give reducer=. Got allreduce_fn={allreduce_fn!r} with {opt!r}."
+            )
         check_passes(backward_passes_per_step)
         check_skip_fn(should_skip_update_fn)
         dtype = None if accumulator_dtype is None else _floating(accumulator_dtype)
@@ -106,7 +135,7 @@ class GradientAccumulationOptimizer(Wrapper):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
-        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         if accumulate == LOCAL and self.axes is None:
             raise ValueError(
                 "accumulate='local' keeps a sum on each shard, so it has to know the mesh: give "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._scopes import root_scope
 
 ACCUMULATOR = "gradient_accumulator"
 # tf.Graph collection of `ShardedState`, by which a checkpoint is read on other shards.
@@ -94,14 +94,6 @@ def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.
     result = mtf.VariableDType(dtype, dtype, activation_dtype or dtype)
     result.unstacked = id(result)
     return result
-
-
-@contextlib.contextmanager
-def root_scope() -> Iterator[None]:
-    """Within it, names of variables are whole names: the current variable scope does not count."""
-    root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
-    with tf.variable_scope(root, auxiliary_name_scope=False):
-        yield
 
 
 def counter(

@@ -7,8 +7,9 @@ from typing import Any, Sequence
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
+from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.checks import check_variables
-from mtf_gradsync.optimizers.state.variables import root_scope, unstacked
+from mtf_gradsync.optimizers.state.variables import unstacked
 
 AVERAGE = "ExponentialMovingAverage"
 

@@ -6,8 +6,10 @@ from typing import Any, Sequence
 
 import gin
 
+from mtf_gradsync import compat_v1
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import check_told_apart, per_shard
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.state.accumulators import Accumulators, Bypass
@@ -27,7 +29,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     after_step,
     make_state,
 )
-from mtf_gradsync.optimizers.wrapper import NOT_GIVEN, Wrapper
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan
 
@@ -85,7 +87,9 @@ class SyncReplicasOptimizer(Wrapper):
         """Wraps an optimizer.
 
         Args:
-          opt: a Mesh-TF optimizer, or a class or factory of one.
+          opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
+            `tf.compat.v1.train` the result is `tf.compat.v1.train.SyncReplicasOptimizer`, and
+            arguments that tell of the mesh have no effect.
           replicas_to_aggregate: contributions that an update takes, 1 or more. Fewer than there
             are replicas leave room for ones that sit out; more make several steps an update.
           total_num_replicas: number of shards; None takes the mesh's.
@@ -114,13 +118,35 @@ class SyncReplicasOptimizer(Wrapper):
 
         Raises:
           ValueError: an argument is out of range, or the mesh is not given.
-          TypeError: an argument has the wrong type, or opt is a Keras or TensorFlow optimizer.
+          TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
         _check_count("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
             _check_count("max_steps_without_update", max_steps_without_update)
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if is_v1(opt):
+            for what, value in (
+                ("contributes", contributes),
+                ("local_steps", local_steps),
+                ("max_steps_without_update", max_steps_without_update),
+            ):
+                if value is not None:
+                    raise ValueError(
+                        f"{what} goes with mesh optimizers; got it with the TensorFlow optimizer "
+                        f"{opt!r}."
+                    )
+            self.counterpart = compat_v1.sync_replicas(
+                opt,
+                replicas_to_aggregate,
+                total_num_replicas,
+                variable_averages,
+                variables_to_average,
+                use_locking,
+                name,
+            )
+            return
         decay, averaged = check_averages(variable_averages, variables_to_average)
-        super().__init__(opt, name, learning_rate, axes, mesh_shape, layout, batch_dims, reducer)
+        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self.axes is None:
             raise ValueError(
                 "SyncReplicasOptimizer has to know the replicas when the graph is built: give "

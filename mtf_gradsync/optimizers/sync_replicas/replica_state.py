@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.variables import (
     counter,
     note_sharded_state,
-    root_scope,
     state_variable,
 )
 

@@ -1,0 +1,271 @@
+"""GradientAccumulationOptimizer around an optimizer of tf.compat.v1."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+
+from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import create_slots, number_of_tpu_shards
+
+AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
+
+
+class _State(NamedTuple):
+    """Local variables of one training operation.
+
+    Attributes:
+      count: micro steps in the sums.
+      sums: one for each gradient that is not None.
+    """
+
+    count: tf.Variable
+    sums: list[tf.Variable]
+
+
+class GradientAccumulationOptimizer(tf.train.Optimizer):
+    """Adds up the gradients of several micro steps, then applies another optimizer once.
+
+    The state is in local variables, on the worker where the graph has several tasks: no
+    checkpoint holds it, and a restart begins a fresh accumulation. Whatever initializes local
+    variables (`tf.compat.v1.local_variables_initializer`, MonitoredTrainingSession, Estimator)
+    initializes it.
+
+    References:
+      horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...)
+    """
+
+    def __init__(
+        self,
+        opt: tf.train.Optimizer,
+        backward_passes_per_step: int,
+        average_aggregated_gradients: bool = False,
+        sparse_as_dense: bool = False,
+        allreduce_fn: AllReduceFn | None = None,
+        accumulator_dtype: tf.DType | None = None,
+        name: str = "GradientAccumulationOptimizer",
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: the optimizer.
+          backward_passes_per_step: micro steps for each update, 1 or more.
+          average_aggregated_gradients: divide the sum by backward_passes_per_step.
+          sparse_as_dense: turn `tf.IndexedSlices` into dense gradients; if not, they are an error.
+          allreduce_fn: gets the sums and their variables once an update, and returns what the
+            optimizer is to get in place of the sums, before they are divided.
+          accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          name: prefix of what it creates.
+
+        Raises:
+          TypeError: backward_passes_per_step is a function, which goes with mesh optimizers only.
+          ValueError: backward_passes_per_step is no whole number of 1 or more, or opt is a
+            SyncReplicasOptimizer.
+        """
+        if callable(backward_passes_per_step):
+            raise TypeError(
+                "backward_passes_per_step must be a whole number with a tf.compat.v1 optimizer, "
+                f"got {backward_passes_per_step!r}: its counters are local variables, so that a "
+                "schedule would begin anew with every session."
+            )
+        if not is_whole(backward_passes_per_step) or backward_passes_per_step < 1:
+            raise ValueError(
+                "backward_passes_per_step must be a whole number of 1 or more, got "
+                f"{backward_passes_per_step!r}."
+            )
+        if isinstance(opt, tf.train.SyncReplicasOptimizer):
+            raise ValueError(
+                "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
+                "of its workers into a conditional: turn them round, "
+                "SyncReplicasOptimizer(GradientAccumulationOptimizer(opt, ...), ...)."
+            )
+        super().__init__(use_locking=False, name=name)
+        self.opt = self._opt = opt  # the latter for wrappers of others that look inside
+        self._passes = int(backward_passes_per_step)
+        self._average = bool(average_aggregated_gradients)
+        self._sparse_as_dense = bool(sparse_as_dense)
+        self._allreduce = allreduce_fn
+        self._dtype = accumulator_dtype
+        self._states: list[_State] = []
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Gradients of one micro step, by the optimizer inside."""
+        return self.opt.compute_gradients(loss, *args, **kwargs)
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None
+    ) -> tf.Operation:
+        """Adds a micro step's gradients to the sums, and applies these when they are complete.
+
+        Args:
+          grads_and_vars: pairs as `compute_gradients` returns them; a gradient may be None.
+          global_step: a variable to add one to on every micro step, or None.
+          name: name of the operation.
+
+        Returns:
+          The operation that makes the step.
+
+        Raises:
+          ValueError: there is no gradient, one is sparse and sparse_as_dense is not given, a
+            variable's shape is not known, or shards of a TPU program would add up apart.
+        """
+        pairs = list(grads_and_vars)
+        if self._passes == 1 and self._allreduce is None:
+            return self.opt.apply_gradients(pairs, global_step, name)
+        self._check(pairs)
+        # In the conditional they would get names of it.
+        create_slots(self.opt, [v for g, v in pairs if g is not None])
+        collected = list(tf.get_collection(tf.GraphKeys.TRAIN_OP))
+        with tf.name_scope(name, self.get_name()) as scope:
+            grads = [g if g is None else tf.convert_to_tensor(g) for g, _ in pairs]
+            variables = [v for _, v in pairs]
+            if self._passes == 1:
+                step = self._apply(grads, grads, variables, global_step)
+            else:
+                step = self._micro_step(grads, variables, global_step)
+            step = tf.group(step, name=scope)
+        # What the optimizer inside put there is a part of a conditional, which nobody can fetch.
+        train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
+        train_ops[:] = [*collected, step]
+        return step
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """The slot of the optimizer inside, or None."""
+        return self.opt.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Names of the slots of the optimizer inside."""
+        return self.opt.get_slot_names()
+
+    def variables(self) -> list[Any]:
+        """The variables of the optimizer inside, then the counters and sums."""
+        own = [v for state in self._states for v in (state.count, *state.sums)]
+        return [*self.opt.variables(), *own]
+
+    def _check(self, pairs: Sequence[Any]) -> None:
+        present = [(g, v) for g, v in pairs if g is not None]
+        if not present:
+            raise ValueError(
+                "No gradients provided for any variable: "
+                f"{[v.name for _, v in pairs]}; check the loss."
+            )
+        for grad, variable in present:
+            if isinstance(grad, tf.IndexedSlices) and not self._sparse_as_dense:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} is tf.IndexedSlices, which are not added "
+                    "up: give sparse_as_dense=True to make it dense."
+                )
+            if not variable.shape.is_fully_defined():
+                raise ValueError(
+                    f"{variable.name!r} has the shape {variable.shape}; gradients are added up for "
+                    "variables whose shape is known when the graph is built."
+                )
+        shards = number_of_tpu_shards() or 1
+        if shards > 1 and self._passes > 1 and (self._sums_shards() or self._allreduce):
+            raise ValueError(
+                "In a TPU program every core has the same variables, so that sums of one core's "
+                "gradients have no place there: sum first, by "
+                "CrossShardOptimizer(GradientAccumulationOptimizer(opt, ...))."
+            )
+
+    def _sums_shards(self) -> bool:
+        opt = self.opt
+        while opt is not None and not isinstance(opt, tf.tpu.CrossShardOptimizer):
+            opt = getattr(opt, "_opt", None)
+        return opt is not None
+
+    def _micro_step(self, grads: Sequence[Any], variables: list[Any], global_step: Any) -> Any:
+        state = self._make_state(grads, variables)
+        present = [g for g in grads if g is not None]
+        added = [s.assign_add(tf.cast(g, s.dtype)).op for s, g in zip(state.sums, present)]
+        with tf.control_dependencies(added):
+            count = state.count.assign_add(1)
+
+        def update() -> tf.Tensor:
+            sums = [s.read_value() for s in state.sums]
+            applied = self._apply(sums, grads, variables, global_step)
+            with tf.control_dependencies([applied, *sums]):
+                cleared = [s.assign(tf.zeros_like(s)).op for s in state.sums]
+                cleared.append(state.count.assign(0).op)
+            with tf.control_dependencies(cleared):
+                return tf.constant(True)
+
+        def skip() -> tf.Tensor:
+            passed = []
+            if global_step is not None:
+                passed.append(tf.assign_add(global_step, tf.ones([], global_step.dtype.base_dtype)))
+            with tf.control_dependencies(passed):
+                return tf.constant(False)
+
+        written = [*variables, *([] if global_step is None else [global_step])]
+        with _control_flow_for(written):
+            return tf.cond(tf.greater_equal(count, self._passes), update, skip)
+
+    def _apply(
+        self, sums: Sequence[Any], grads: Sequence[Any], variables: list[Any], global_step: Any
+    ) -> tf.Operation:
+        """Hands sums to the optimizer inside, in the dtypes and at the places of gradients."""
+        present = [s for s in sums if s is not None]
+        owners = [v for g, v in zip(grads, variables) if g is not None]
+        if self._allreduce is not None:
+            reduced = list(self._allreduce(present, owners))
+            if len(reduced) != len(present):
+                raise ValueError(
+                    f"allreduce_fn got {len(present)} gradients and returned {len(reduced)}; it "
+                    "has to return one for each, in the same order."
+                )
+            present = reduced
+        if self._average and self._passes > 1:
+            present = [tf.divide(s, tf.cast(self._passes, s.dtype)) for s in present]
+        whole = iter(present)
+        pairs = [
+            (None if g is None else tf.cast(next(whole), g.dtype), v)
+            for g, v in zip(grads, variables)
+        ]
+        return self.opt.apply_gradients(pairs, global_step)
+
+    def _make_state(self, grads: Sequence[Any], variables: Sequence[Any]) -> _State:
+        # A parameter server would share them among workers: they stand where this operation does.
+        with tf.init_scope():
+            here = tf.no_op(name="here")
+            with tf.colocate_with(here):
+                state = _State(
+                    _local(tf.zeros([], tf.int32), "mini_step"),
+                    [
+                        _local(tf.zeros(v.shape, self._sum_dtype(g)), v.op.name)
+                        for g, v in zip(grads, variables)
+                        if g is not None
+                    ],
+                )
+        self._states.append(state)
+        return state
+
+    def _sum_dtype(self, grad: tf.Tensor) -> tf.DType:
+        if self._dtype is not None:
+            return self._dtype
+        return grad.dtype if grad.dtype.size >= 4 else tf.float32
+
+
+@contextlib.contextmanager
+def _control_flow_for(variables: Sequence[Any]) -> Iterator[None]:
+    """Control flow of v1 where a variable is of the old kind, which functions cannot write."""
+    is_old = any(v.dtype != v.dtype.base_dtype for v in variables)
+    if not is_old or not tf.control_flow_v2_enabled():
+        yield
+        return
+    tf.disable_control_flow_v2()
+    try:
+        yield
+    finally:
+        tf.enable_control_flow_v2()
+
+
+def _local(value: tf.Tensor, name: str) -> tf.Variable:
+    return tf.Variable(
+        value,
+        trainable=False,
+        collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        name=name,
+        use_resource=True,
+    )

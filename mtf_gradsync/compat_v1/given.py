@@ -1,0 +1,94 @@
+"""The optimizer that a user gives to a wrapper: one, or a class or factory of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtf_gradsync._private.libraries import tf
+
+# In place of a learning rate, where None is one that pipelines hand on.
+NOT_GIVEN = object()
+# Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.
+_V1_NAMES = {"SGD": "MomentumOptimizer", "RMSprop": "RMSPropOptimizer"}
+
+
+def is_v1(optimizer: Any) -> bool:
+    """Whether something is an optimizer of ``tf.compat.v1.train``, of TensorFlow or a user's."""
+    return isinstance(optimizer, tf.train.Optimizer)
+
+
+def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
+    """The optimizer, made from a class or factory where opt is one.
+
+    Args:
+      opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
+        of either.
+      learning_rate: what classes and factories are called with, or `NOT_GIVEN`.
+      wrapper: for whom, in errors.
+
+    Returns:
+      The optimizer.
+
+    Raises:
+      TypeError: it is a Keras optimizer.
+      ValueError: it is nothing of these, or learning_rate is missing or one too many.
+    """
+    _refuse_keras(opt, wrapper)
+    if not isinstance(opt, type) and _is_optimizer(opt):
+        if learning_rate is not NOT_GIVEN and learning_rate is not None:
+            raise ValueError(
+                f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
+                f"learning_rate={learning_rate!r}. Give a class (in gin: "
+                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or leave "
+                "learning_rate out."
+            )
+        return opt
+    if isinstance(opt, type):
+        if not _is_optimizer(opt):
+            raise ValueError(
+                f"opt must be an optimizer with apply_grads(grads, variables), or a class of "
+                f"such, got the class {opt!r}."
+            )
+    elif not callable(opt):
+        raise ValueError(
+            f"opt must be an optimizer with apply_grads(grads, variables), such as one of "
+            f"mtf.optimize, or a class or factory of one, got {opt!r}."
+        )
+    if learning_rate is NOT_GIVEN:
+        raise ValueError(
+            f"{wrapper} got the class or factory {opt!r} as opt: give learning_rate too, which "
+            "it is called with, or give an optimizer instead."
+        )
+    made = opt(learning_rate=learning_rate)
+    _refuse_keras(made, wrapper)
+    if isinstance(made, type) or not _is_optimizer(made):
+        raise ValueError(
+            f"opt={opt!r} must make an optimizer with apply_grads(grads, variables), but made "
+            f"{made!r}."
+        )
+    return made
+
+
+def _is_optimizer(opt: Any) -> bool:
+    cls = opt if isinstance(opt, type) else type(opt)
+    return callable(getattr(opt, "apply_grads", None)) or issubclass(cls, tf.train.Optimizer)
+
+
+def _refuse_keras(opt: Any, wrapper: str) -> None:
+    cls = opt if isinstance(opt, type) else type(opt)
+    # Keras is not imported for this check: its classes are known by where they were defined.
+    is_keras = any(
+        base.__name__ in ("Optimizer", "OptimizerV2", "BaseOptimizer", "LossScaleOptimizer")
+        and "keras" in base.__module__
+        for base in cls.__mro__
+    )
+    if not is_keras:
+        return
+    name = _V1_NAMES.get(cls.__name__, f"{cls.__name__}Optimizer")
+    name = name if hasattr(tf.train, name) else "AdamOptimizer"
+    raise TypeError(
+        f"{wrapper} does not work with Keras optimizers (OptimizerV2), got {opt!r}. Use a "
+        "Mesh-TensorFlow optimizer, for example mtf.optimize.AdafactorOptimizer or "
+        f"mtf.optimize.AdamWeightDecayOptimizer, or gs.MeshOptimizer(tf.compat.v1.train.{name}"
+        f"(...)); without a mesh, tf.compat.v1.train.{name}."
+    )

@@ -1,0 +1,233 @@
+"""MeshOptimizer: an optimizer of tf.compat.v1 that updates mesh variables."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._scopes import root_scope
+from mtf_gradsync.compat_v1.given import NOT_GIVEN, given_optimizer
+from mtf_gradsync.compat_v1.rules import RULES, Rule, rule_of
+from mtf_gradsync.step import Plan
+
+
+class _State(NamedTuple):
+    """What the optimizer keeps in one mtf graph.
+
+    Attributes:
+      slots: variable and key -> slot.
+      powers: name -> scalar variable.
+    """
+
+    slots: dict[tuple[mtf.Variable, str], mtf.Variable]
+    powers: dict[str, mtf.Variable]
+
+
+@gin.configurable(module="mtf_gradsync")
+class MeshOptimizer(mtf.optimize.Optimizer):
+    """Updates mesh variables as an optimizer of `tf.compat.v1.train` updates TensorFlow's.
+
+    It takes GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
+    RMSPropOptimizer, AdadeltaOptimizer and FtrlOptimizer, with the arguments that they were made
+    with: numbers, tf or mtf scalars, or functions of no argument that return them. Updates are
+    theirs to float rounding, for dense gradients; numbers narrower than float32 are computed in
+    float32.
+
+    Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
+    `beta1_power`), so that checkpoints go both ways between a model without a mesh and one with.
+    Another optimizer of the same class and name on the same variables gets the next free names,
+    as in TensorFlow.
+
+        optimizer = gs.MeshOptimizer(tf.compat.v1.train.AdamOptimizer(1e-3))
+        update_ops = gs.CrossShardOptimizer(optimizer, axes=axes).apply_grads(grads, variables)
+
+    Attributes:
+      opt: the optimizer of TensorFlow.
+    """
+
+    def __init__(self, opt: Any, learning_rate: Any = NOT_GIVEN):
+        """Takes over an optimizer.
+
+        Args:
+          opt: an optimizer of one of the seven classes, or a class of them or factory, which is
+            called with `learning_rate=learning_rate`.
+          learning_rate: only with a class or factory as opt: passed on untouched.
+
+        Raises:
+          TypeError: opt is none of these; the error lists them.
+          ValueError: learning_rate is missing, or opt has one already.
+        """
+        opt = given_optimizer(opt, learning_rate, "MeshOptimizer")
+        if type(opt) not in RULES:
+            raise TypeError(
+                "MeshOptimizer knows how these optimizers of tf.compat.v1.train update: "
+                f"{', '.join(sorted(kind.__name__ for kind in RULES))}; got {opt!r}. Take one of "
+                "them, or an optimizer of Mesh-TensorFlow (mtf.optimize)."
+            )
+        self.opt: tf.train.Optimizer = opt
+        self._last: _State | None = None
+
+    def apply_grads(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        """Updates variables.
+
+        Args:
+          grads: a gradient or None for each variable.
+          variables: mesh variables.
+
+        Returns:
+          A flat list of mtf operations; empty if every gradient is None.
+
+        Raises:
+          ValueError: lengths differ, or a shape differs from its variable's.
+        """
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"grads and variables must have the same length, got {len(grads)} gradients for "
+                f"{len(variables)} variables."
+            )
+        pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
+        for grad, variable in pairs:
+            if grad.shape != variable.shape:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but the "
+                    f"variable has {variable.shape.to_string}."
+                )
+        if not pairs:
+            return []
+        rule = rule_of(self.opt)
+        mesh = pairs[0][1].mesh
+        state = self._last = self._state(mesh.graph)
+        self._make_powers(rule, state, pairs[0][1])
+        scalars = {name: _scalar(mesh, value) for name, value in rule.scalars.items()}
+        operations: list[mtf.Operation] = []
+        if rule.with_powers is not None:
+            powers = {name: variable.value for name, variable in state.powers.items()}
+            scalars = dict(rule.with_powers(scalars, powers))
+            for name, base in rule.powers:
+                power = state.powers[name]
+                operations.append(mtf.assign(power, power.value * _scalar(mesh, base)))
+        for grad, variable in pairs:
+            slots = self._make_slots(rule, state, variable)
+            operations += _update(rule, grad, variable, slots, scalars)
+        return mesh.graph.combine_assignments(operations)
+
+    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
+        """`apply_grads` for one pair."""
+        return self.apply_grads([grad], [var])
+
+    def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
+        """A variable's slot, or None.
+
+        Args:
+          var: a variable that was updated.
+          name: what TensorFlow's ``get_slot`` calls it ("m", "v", "momentum", "accumulator",
+            "rms", "mg", "accum", "accum_update", "linear").
+
+        Returns:
+          An `mtf.Variable` of the graph in which gradients were applied last.
+        """
+        return self._last and self._last.slots.get((var, name))
+
+    def get_slot_names(self) -> list[str]:
+        """Names of the slots, sorted."""
+        return sorted(slot.key for slot in rule_of(self.opt).slots)
+
+    def variables(self) -> list[mtf.Variable]:
+        """All variables that it made in the graph in which gradients were applied last."""
+        return [*self._last.slots.values(), *self._last.powers.values()] if self._last else []
+
+    def _state(self, graph: mtf.Graph) -> _State:
+        # By the object: two optimizers of one name may train one graph.
+        name = f"{type(self).__name__} {id(self)}"
+        return Plan.of(graph).state(self, name, lambda: _State({}, {}))
+
+    def _make_powers(self, rule: Rule, state: _State, first: mtf.Variable) -> None:
+        for name, value in rule.powers:
+            if name not in state.powers:
+                kind = tf.as_dtype(getattr(value, "dtype", tf.float32)).base_dtype
+                state.powers[name] = _variable(first, name, mtf.Shape([]), kind, value)
+
+    def _make_slots(self, rule: Rule, state: _State, variable: mtf.Variable) -> list[mtf.Variable]:
+        for slot in rule.slots:
+            if (variable, slot.key) not in state.slots:
+                name = f"{variable.name}/{slot.name}"
+                made = _variable(
+                    variable, name, variable.shape, variable.master_dtype, slot.initial
+                )
+                state.slots[variable, slot.key] = made
+        return [state.slots[variable, slot.key] for slot in rule.slots]
+
+
+def _scalar(mesh: mtf.Mesh, value: Any) -> Any:
+    """A number, or an mtf scalar for a tensor or variable."""
+    if isinstance(value, (int, float, mtf.Tensor)):
+        return value
+    if isinstance(value, mtf.Variable):
+        return value.value
+    return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(value, tf.float32), mtf.Shape([]))
+
+
+def _variable(
+    like: mtf.Variable, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any
+) -> mtf.Variable:
+    """A variable beside another one, under the first free of TensorFlow's names for it."""
+    taken = like.graph.name_to_variable
+    free = name
+    while free in taken:
+        free = f"{name}_{int(free[len(name) + 1 :] or 0) + 1}"
+
+    if isinstance(value, tf.Tensor):
+        # The initializer of a program for TPUs stands outside of it, where the tensor may not be.
+        known = tf.get_static_value(value)
+        value = value if known is None else known
+
+    def initial(shape: Any, dtype: tf.DType, **unused: Any) -> tf.Tensor:
+        return tf.fill(shape, tf.cast(value, dtype))
+
+    with root_scope():
+        return mtf.get_variable(
+            like.mesh, free, shape, dtype, initializer=initial, trainable=False
+        ).operation
+
+
+def _update(
+    rule: Rule,
+    grad: mtf.Tensor,
+    variable: mtf.Variable,
+    slots: Sequence[mtf.Variable],
+    scalars: dict[str, Any],
+) -> list[mtf.Operation]:
+    """The assignments of one variable and its slots."""
+    dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
+    tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}
+    inputs = [grad, *(slot.value for slot in slots), *tensors.values()]
+    if rule.reads_variable:
+        inputs.append(variable.value)
+
+    def step(*slices: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        grad, *others = (tf.cast(x, dtype) for x in slices)
+        kept, rest = others[: len(slots)], others[len(slots) :]
+        by = {**scalars, **dict(zip(tensors, rest))}
+        first, new = rule.step(grad, rest[-1] if rule.reads_variable else None, kept, by)
+        return (first, *new) if new else first
+
+    # A list of one makes Mesh-TF look for a tuple of one.
+    number = 1 + len(slots)
+    results = mtf.slicewise(
+        step,
+        inputs,
+        output_shape=[variable.shape] * number if slots else variable.shape,
+        output_dtype=[dtype] * number if slots else dtype,
+        splittable_dims=variable.shape.dims,
+        name="update",
+    )
+    results = results if slots else (results,)
+    assign = mtf.assign if rule.replaces else mtf.assign_sub
+    return [
+        assign(variable, results[0]),
+        *(mtf.assign(slot, new) for slot, new in zip(slots, results[1:])),
+    ]

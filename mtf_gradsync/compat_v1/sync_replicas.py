@@ -1,0 +1,44 @@
+"""SyncReplicasOptimizer around an optimizer of tf.compat.v1: TensorFlow's own."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._numbers import is_number
+from mtf_gradsync._private.libraries import tf
+
+
+def sync_replicas(
+    opt: tf.train.Optimizer,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    variable_averages: Any = None,
+    variables_to_average: Sequence[Any] | None = None,
+    use_locking: bool = False,
+    name: str = "sync_replicas",
+) -> tf.train.SyncReplicasOptimizer:
+    """Makes TensorFlow's SyncReplicasOptimizer, for the workers of a cluster.
+
+    Args:
+      opt: the optimizer.
+      replicas_to_aggregate: gradients that an update takes.
+      total_num_replicas: number of workers; None takes replicas_to_aggregate.
+      variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
+      variables_to_average: what is averaged.
+      use_locking: as TensorFlow's.
+      name: its name.
+
+    Returns:
+      The optimizer.
+    """
+    if is_number(variable_averages):
+        variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
+    return tf.train.SyncReplicasOptimizer(
+        opt,
+        replicas_to_aggregate,
+        total_num_replicas,
+        variable_averages,
+        variables_to_average,
+        use_locking,
+        name,
+    )

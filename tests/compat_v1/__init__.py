@@ -1,0 +1,1 @@
+"""The tf.compat.v1 adapter."""

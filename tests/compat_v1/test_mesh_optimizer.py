@@ -1,0 +1,265 @@
+"""Mesh variables move as TensorFlow's optimizers move its own, and so do all slots."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1.rules import RULES
+from tests import harness
+from tests.compat_v1 import optimizers
+from tests.compat_v1.optimizers import OPTIMIZERS, TOLERANCE
+
+WRAPPERS = {
+    "bare": lambda opt: opt,
+    "cross shard": gs.CrossShardOptimizer,
+    "clipped": lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1e6),
+}
+
+
+@functools.lru_cache(maxsize=None)
+def original(name):
+    """What TensorFlow's own optimizer makes of the variables."""
+    return optimizers.plain_training(OPTIMIZERS[name], optimizers.batches())
+
+
+def build(name, wrapper="cross shard"):
+    def model(mesh, inputs):
+        loss, variables = optimizers.mesh_model(mesh, inputs)
+        optimizer = WRAPPERS[wrapper](gs.MeshOptimizer(OPTIMIZERS[name]()))
+        if wrapper == "bare":
+            grads = mtf.gradients([loss], [v.value for v in variables])
+            return optimizer.apply_grads(grads, variables), {"loss": loss}
+        step = tf.train.get_or_create_global_step()
+        return optimizer.minimize(loss, step, variables), {"loss": loss}
+
+    return model
+
+
+def assert_like_the_original(variables, expected):
+    for name in expected:
+        np.testing.assert_allclose(
+            variables[name], expected[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+    assert set(variables) == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wrapper"),
+    [
+        *(("xla", name, "cross shard") for name in OPTIMIZERS),
+        *(("simd", name, "clipped") for name in OPTIMIZERS),
+        *(("placement", name, "cross shard") for name in OPTIMIZERS),
+        *(("placement", name, "bare") for name in OPTIMIZERS if name != "decayed"),
+    ],
+)
+def test_variables_and_every_slot_move_like_the_original(kind, name, wrapper):
+    mesh_shape, layout, _ = harness.MESHES["2x2"]
+    result = harness.run(kind, mesh_shape, layout, build(name, wrapper), optimizers.batches())
+    expected = dict(original(name))
+    if wrapper == "bare":
+        del expected["global_step"]
+    assert_like_the_original(result.variables, expected)
+
+
+ACCUMULATING = {
+    "accumulated": lambda opt, axes: gs.GradientAccumulationOptimizer(
+        opt, 2, average_aggregated_gradients=True, axes=axes
+    ),
+    "accumulated whole": lambda opt, axes: gs.GradientAccumulationOptimizer(
+        opt, 2, average_aggregated_gradients=True
+    ),
+    "two steps for an update": lambda opt, axes: gs.SyncReplicasOptimizer(
+        opt, 2 * axes.num_shards, axes=axes
+    ),
+    "with clipping": lambda opt, axes: gs.GradientAccumulationOptimizer(
+        gs.ClipByGlobalNormOptimizer(opt, 1e6), 2, average_aggregated_gradients=True, axes=axes
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper", "name"),
+    [
+        *(("xla", *case) for case in harness.pairs(ACCUMULATING, ["adam", "ftrl"])),
+        *(("simd", *case) for case in harness.pairs(ACCUMULATING, ["tensors", "centered"])),
+        *(("placement", *case) for case in harness.pairs(ACCUMULATING, ["adadelta", "tensors"])),
+    ],
+)
+def test_inside_a_wrapper_that_waits_two_steps_make_the_update_of_both_batches(kind, wrapper, name):
+    feeds = optimizers.batches(20)
+    doubled = [
+        {key: np.concatenate([first[key], second[key]]) for key in first}
+        for first, second in zip(feeds[::2], feeds[1::2])
+    ]
+    mesh_shape, layout, batch_dims = harness.MESHES["2x2"]
+    axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
+
+    def model(mesh, inputs):
+        loss, variables = optimizers.mesh_model(mesh, inputs)
+        optimizer = ACCUMULATING[wrapper](gs.MeshOptimizer(OPTIMIZERS[name]()), axes)
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        slots = optimizer.apply_grads(grads, variables)
+        assert optimizer.get_slot(variables[0], "nothing") is None
+        first = gs.MeshOptimizer(OPTIMIZERS[name]()).get_slot_names()[0]
+        assert optimizer.get_slot(variables[0], first).shape == variables[0].shape
+        return slots, {"loss": loss}
+
+    result = harness.run(kind, mesh_shape, layout, model, feeds)
+    expected = optimizers.plain_training(OPTIMIZERS[name], doubled)
+    for key in set(expected) - {"global_step"}:
+        np.testing.assert_allclose(
+            result.variables[key], expected[key], rtol=TOLERANCE, atol=TOLERANCE, err_msg=key
+        )
+
+
+def mesh_variable(mesh, name, dtype=tf.float32):
+    shape = mtf.Shape([mtf.Dimension("features", 4)])
+    ones = tf.ones_initializer()
+    return mtf.get_variable(mesh, name, shape, dtype, initializer=ones).operation
+
+
+def test_a_second_optimizer_takes_the_next_free_names_as_in_tensorflow():
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    variables = [mesh_variable(mesh, name) for name in ("a", "b")]
+    grads = [v.value * 2.0 for v in variables]
+    first, second = (gs.MeshOptimizer(tf.train.AdamOptimizer(0.1)) for _ in range(2))
+    first.apply_grads(grads, variables)
+    with tf.variable_scope("anywhere"):
+        second.apply_grads(grads[:1], variables[:1])
+        first.apply_grads(grads, variables)
+    names = ["a", "b", "beta1_power", "beta2_power", "a/Adam", "a/Adam_1", "b/Adam", "b/Adam_1"]
+    with tf.Graph().as_default():
+        a, b = (tf.get_variable(n, [4], use_resource=True) for n in ("a", "b"))
+        for used in ([a, b], [a]):
+            tf.train.AdamOptimizer(0.1).apply_gradients([(v * 2.0, v) for v in used])
+        originals = {v.op.name for v in tf.global_variables()}
+    assert {v.name for v in graph.all_variables} == originals > set(names)
+    assert [v.name for v in second.variables()] == ["a/Adam_2", "a/Adam_3", *(
+        f"beta{i}_power_1" for i in (1, 2)
+    )]  # fmt: skip
+    assert first.get_slot(variables[1], "v").name == "b/Adam_1"
+    assert second.get_slot(variables[1], "v") is None
+    assert first.get_slot_names() == ["m", "v"]
+    wrapper = gs.CrossShardOptimizer(second)
+    assert wrapper.get_slot(variables[0], "m").name == "a/Adam_2"
+    assert wrapper.get_slot_names() == ["m", "v"]
+
+
+def test_none_gradients_make_no_slots():
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    variables = [mesh_variable(mesh, name) for name in ("a", "b")]
+    optimizer = gs.MeshOptimizer(tf.train.MomentumOptimizer(0.1, 0.9))
+    assert optimizer.apply_grads([None, None], variables) == []
+    assert optimizer.variables() == []
+    optimizer.apply_grads([None, variables[1].value], variables)
+    assert [v.name for v in optimizer.variables()] == ["b/Momentum"]
+    assert len(optimizer.apply_grad(variables[0].value, variables[0])) == 2
+
+
+@pytest.mark.parametrize("dtype", [tf.float64, tf.bfloat16])
+def test_slots_have_the_dtype_of_the_master(dtype):
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        kind = mtf.VariableDType(dtype, dtype, tf.float32)
+        variable = mesh_variable(mesh, "a", kind)
+        updates = gs.MeshOptimizer(tf.train.AdamOptimizer(0.5)).apply_grads(
+            [variable.value * 3.0], [variable]
+        )
+        lowering = mtf.Lowering(graph, {mesh: harness.placement("all:2", "features:all")})
+        update = [lowering.lowered_operation(op) for op in updates]
+        back = lowering.copy_slices_to_masters()
+        masters = {v.op.name: v for v in tf.global_variables()}
+        with tf.Session(config=gs.session_config(num_cpu_devices=2)) as session:
+            session.run(tf.global_variables_initializer())
+            session.run(lowering.copy_masters_to_slices())
+            session.run(update)
+            session.run(back)
+            values = session.run(masters)
+    assert {v.dtype for n, v in values.items() if "power" not in n} == {
+        np.dtype(dtype.as_numpy_dtype)
+    }
+    # Adam's first step is the learning rate.
+    np.testing.assert_allclose(values["a"].astype(np.float64), np.full(4, 0.5), rtol=1e-2)
+    np.testing.assert_allclose(values["a/Adam"].astype(np.float64), np.full(4, 0.3), rtol=1e-2)
+
+
+class MyAdam(tf.train.AdamOptimizer):
+    """A class of a user's may update otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ([MyAdam(0.1)], TypeError, "AdagradOptimizer, AdamOptimizer.*MyAdam"),
+        ([tf.train.ProximalAdagradOptimizer(0.1)], TypeError, "RMSPropOptimizer.*ProximalAdagrad"),
+        ([mtf.optimize.SgdOptimizer(0.1)], TypeError, "SgdOptimizer"),
+        ([tf.train.AdamOptimizer], ValueError, "give learning_rate"),
+        ([tf.train.AdamOptimizer(0.1), 0.1], ValueError, "has its learning rate"),
+        ([3], ValueError, "got 3"),
+    ],
+)
+def test_what_it_does_not_know_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        gs.MeshOptimizer(*arguments)
+
+
+def test_classes_and_factories_get_the_learning_rate():
+    assert gs.MeshOptimizer(tf.train.AdamOptimizer, 0.1).opt.get_name() == "Adam"
+    made = gs.MeshOptimizer(
+        lambda learning_rate: tf.train.MomentumOptimizer(learning_rate, 0.9), learning_rate=0.1
+    )
+    assert type(made.opt) in RULES
+
+
+def test_gradients_that_do_not_fit_are_refused():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    variable = mesh_variable(mesh, "a")
+    optimizer = gs.MeshOptimizer(tf.train.AdamOptimizer(0.1))
+    with pytest.raises(ValueError, match="same length"):
+        optimizer.apply_grads([], [variable])
+    with pytest.raises(ValueError, match="'a' has shape"):
+        optimizer.apply_grads([mtf.reduce_sum(variable.value)], [variable])
+    assert len(mesh.graph.all_variables) == 1
+
+
+CHECKPOINTED = ["adam", "centered", "ftrl named", "momentum"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *harness.pairs(["placement", "simd", "xla"], CHECKPOINTED),
+        ("xla", "adam"),
+        ("placement", "adam"),
+    ],
+)
+def test_checkpoints_go_on_with_a_mesh_and_without(tmp_path, kind, name):
+    feeds = optimizers.batches(30)
+    plain, meshed = str(tmp_path / "plain"), str(tmp_path / "meshed")
+    optimizers.plain_training(OPTIMIZERS[name], feeds[:10], checkpoint=plain)
+    mesh_shape, layout, _ = harness.MESHES["2x2"]
+    made = harness.built(kind, mesh_shape, layout, build(name), feeds[0])
+    with made.graph.as_default(), made._session() as session:
+        saver = tf.train.Saver()
+        if kind == "placement":
+            saver.restore(session, plain)
+            session.run(made.restore)
+        else:
+            session.restore(plain)
+        for feed in feeds[10:20]:
+            feed = {made.inputs[n]: value for n, value in feed.items()}
+            session.run(made.updates, feed)
+        if kind == "placement":
+            session.run(made.collect)
+            saver.save(session, meshed, write_meta_graph=False)
+        else:
+            session.save(meshed)
+    got = optimizers.plain_training(OPTIMIZERS[name], feeds[20:], restore=meshed)
+    assert got["global_step"] == 30
+    assert_like_the_original(got, optimizers.plain_training(OPTIMIZERS[name], feeds))
