@@ -1,0 +1,73 @@
+"""Accumulation for an optimizer of tf.compat.v1 on a parameter server and workers: one task.
+
+Worker k's gradient of micro step i is (k + 1) * 10**i, whatever the variable is, so that the order
+of updates does not matter and every wrong number of micro steps shows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import tf
+from tests.cluster.sync_replicas_worker import signal
+
+WORKERS = 2
+PASSES = 3
+# The last micro step's sum never becomes an update.
+MICRO_STEPS = 2 * PASSES + 1
+
+
+def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
+    """Makes a worker's micro steps, and prints what the variables are when all have made theirs."""
+    device = tf.train.replica_device_setter(
+        cluster=tf.train.ClusterSpec(spec), worker_device=f"/job:worker/task:{task}"
+    )
+    with tf.device(device):
+        global_step = tf.train.get_or_create_global_step()
+        x = tf.get_variable("x", [], tf.float32, tf.zeros_initializer())
+        grad = tf.placeholder(tf.float32, [])
+        optimizer = gs.GradientAccumulationOptimizer(tf.train.GradientDescentOptimizer(1.0), PASSES)
+        step = optimizer.minimize(x * grad, global_step)
+    state = [v for v in optimizer.variables() if v is not x]
+    print("placed", json.dumps(sorted({v.device for v in [*state, x]})), flush=True)
+    initialized, *finished = map(
+        signal, ["initialized", *(f"finished_{worker}" for worker in range(WORKERS))]
+    )
+    tell_initialized, wait_initialized = initialized.enqueue(0), initialized.dequeue()
+    tell_finished = [queue.enqueue(0) for queue in finished]
+    wait_finished = finished[task].dequeue_many(WORKERS)
+    config = tf.ConfigProto(device_filters=["/job:ps", f"/job:worker/task:{task}"])
+    if task:
+        with tf.Session(server.target, config=config) as session:
+            session.run(wait_initialized)
+    with tf.train.MonitoredTrainingSession(
+        server.target, is_chief=task == 0, config=config
+    ) as session:
+        if not task:
+            session.run(tell_initialized)
+        for micro_step in range(MICRO_STEPS):
+            session.run(step, {grad: (task + 1) * 10.0**micro_step})
+        session.run(tell_finished)
+        session.run(wait_finished)
+        print("saw", json.dumps([float(v) for v in session.run([x, global_step])]), flush=True)
+
+
+def main(spec: dict[str, list[str]], job: str, task: int, kind: str) -> None:
+    """Runs a task; the parameter server until it is killed."""
+    tf.disable_v2_behavior()
+    if kind == "resource":
+        tf.enable_resource_variables()
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    server = tf.train.Server(spec, job_name=job, task_index=task)
+    if job == "ps":
+        while True:
+            time.sleep(3600)
+    work(spec, server, task)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
