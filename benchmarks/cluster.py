@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -21,9 +22,25 @@ _ROOT = Path(__file__).resolve().parents[1]
 _TCP_INFO_BYTES = struct.Struct("=120xQQ")
 
 
+# Below the ports that Linux gives to outgoing connections, which come and go all the time.
+_PORTS = range(10_000, 32_000)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nothing uses now, on any address: gRPC listens on all of them."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == number:
+            break
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("", port))
+            found.append(port)
+    return found
+
+
 @contextlib.contextmanager
 def reserved_ports(number: int):
-    """Ports of the loopback interface, for servers that share theirs (TF_GRPC_REUSE_PORT=1).
+    """Ports for servers that share theirs (TF_GRPC_REUSE_PORT=1).
 
     A port that is free when it is chosen may be taken when the server has been imported and
     started, seconds later. These stay taken: the block holds a socket on each, which does not
@@ -37,9 +54,9 @@ def reserved_ports(number: int):
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
+        for one, port in zip(sockets, free_ports(number)):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            one.bind(("127.0.0.1", 0))
+            one.bind(("", port))
         yield [one.getsockname()[1] for one in sockets]
 
 

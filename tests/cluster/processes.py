@@ -11,25 +11,17 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+from benchmarks.cluster import free_ports
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Bounds a hang; far above what a test takes on a machine that is busy with other things.
 TIME_LIMIT = 900.0
-
-
-def free_ports(number: int) -> list[int]:
-    """TCP ports of the loopback interface that nothing uses now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def cluster_spec(jobs: dict[str, int]) -> dict[str, list[str]]:

@@ -77,7 +77,9 @@ def test_table_has_all_figures(found):
 
 
 STARTER = (
-    "import time; from benchmarks.cluster import LocalCluster\n"
+    # A shell's background job, such as this suite may be, ignores it.
+    "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from benchmarks.cluster import LocalCluster\n"
     "with LocalCluster(2, 1) as cluster: print(*cluster.pids, flush=True); time.sleep(3600)"
 )
 

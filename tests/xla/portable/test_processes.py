@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 
 import numpy as np
 import pytest
 
+from benchmarks.cluster import free_ports
 from mtf_gradsync.xla.portable.runner import Step
 from tests.xla.portable import models
 
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.xla
 
 
 def test_two_processes_do_what_one_does(exported, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     outputs = ["--fetches", tmp_path / "fetches.npz", "--save", tmp_path / "saved"]
     members = ["--coordinator", address, "--num_processes", 2, "--process_id"]
     running = [

@@ -8,7 +8,8 @@ import pathlib
 import signal
 import time
 
-from tests.cluster.processes import TIME_LIMIT, Processes, free_ports
+from benchmarks.cluster import free_ports
+from tests.cluster.processes import TIME_LIMIT, Processes
 
 _PORT_TAKEN = "cannot listen on the coordinator's port"
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from benchmarks.cluster import free_ports
 from mtf_gradsync import xla
 from mtf_gradsync.xla.processes.meeting import meet
 from mtf_gradsync.xla.processes.members import Member
-from tests.cluster.processes import free_ports
 
 FACTS = {"jax": "1.2.3", "cpu_devices": 4}
 
