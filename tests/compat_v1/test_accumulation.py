@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from tests.compat_v1 import optimizers
 
 PASSES = 3
@@ -224,7 +224,7 @@ def test_in_a_monitored_training_session():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not hasattr(tf.estimator, "Estimator"), reason="TensorFlow has no Estimator")
+@pytest.mark.skipif(not ESTIMATOR_AVAILABLE, reason="TensorFlow has no Estimator")
 def test_under_estimator(tmp_path):
     feeds = optimizers.batches(2 * PASSES)
 

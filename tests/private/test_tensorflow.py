@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     collective_sum,
     control_flow_context,
+    create_slots,
+    hyperparameters,
     local_devices,
     moving_average_settings,
+    number_of_tpu_shards,
     replace_capture,
     set_attr,
     trace_function,
@@ -185,3 +189,65 @@ def test_moving_averages_say_how_they_were_made():
     assert moving_average_settings(average(0.9, 7)) == (0.9, 7, False)
     settings = moving_average_settings(average(0.5, zero_debias=True))
     assert (settings.decay, settings.num_updates, settings.zero_debias) == (0.5, None, True)
+
+
+def test_hyperparameters_are_what_optimizers_were_made_with():
+    train = tf.train
+    made = {
+        train.GradientDescentOptimizer(0.1): {"learning_rate": 0.1},
+        train.MomentumOptimizer(lambda: 0.1, 0.2, use_nesterov=True): {
+            "learning_rate": 0.1,
+            "momentum": 0.2,
+            "use_nesterov": True,
+        },
+        train.AdagradOptimizer(0.1, 0.3): {"learning_rate": 0.1, "initial_accumulator_value": 0.3},
+        train.AdamOptimizer(0.1, 0.2, lambda: 0.3, 0.4): {
+            "learning_rate": 0.1,
+            "beta1": 0.2,
+            "beta2": 0.3,
+            "epsilon": 0.4,
+        },
+        train.RMSPropOptimizer(0.1, 0.2, 0.3, 0.4, centered=True): {
+            "learning_rate": 0.1,
+            "decay": 0.2,
+            "momentum": 0.3,
+            "epsilon": 0.4,
+            "centered": True,
+        },
+        train.AdadeltaOptimizer(0.1, 0.2, 0.3): {"learning_rate": 0.1, "rho": 0.2, "epsilon": 0.3},
+        train.FtrlOptimizer(
+            0.1, -0.2, 0.3, 0.4, 0.5, False, "F", "a", "b", 0.6, beta=0.7
+        ): {
+            "learning_rate": 0.1,
+            "learning_rate_power": -0.2,
+            "initial_accumulator_value": 0.3,
+            "l1": 0.4,
+            "l2": 0.5,
+            "l2_shrinkage": 0.6,
+            "beta": 0.7,
+            "accum_name": "a",
+            "linear_name": "b",
+        },
+    }  # fmt: skip
+    for optimizer, values in made.items():
+        assert hyperparameters(optimizer) == values
+    assert hyperparameters(train.FtrlOptimizer(0.1))["beta"] == 0.0
+
+
+def test_slots_are_made_without_gradients_and_only_once():
+    w = tf.get_variable("w", [3], use_resource=True)
+    adam = tf.train.AdamOptimizer(0.1)
+    wrapper = tf.tpu.CrossShardOptimizer(adam)
+    create_slots(wrapper, [w])
+    names = ["w", "beta1_power", "beta2_power", "w/Adam", "w/Adam_1"]
+    assert sorted(v.op.name for v in tf.global_variables()) == sorted(names)
+    with tf.name_scope("later"):
+        adam.apply_gradients([(tf.ones([3]), w)])
+    assert len(tf.global_variables()) == 5
+
+
+def test_the_number_of_tpu_shards_is_known_inside_a_program_only():
+    assert number_of_tpu_shards() is None
+    with simd.tpu_program("all:4", ""):
+        assert number_of_tpu_shards() == 4
+    assert number_of_tpu_shards() is None
