@@ -14,7 +14,7 @@ MESH, LAYOUT = "batch:4", "batch:batch;experts:batch"
 BATCH, LENGTH, VOCAB, STEPS = 8, 8, 32, 4
 # A loss adds up 64 logarithms of sums of 32 exponentials, and a step adds the gradient's roundings.
 TOLERANCE = STEPS * 64 * np.finfo(np.float32).eps
-# SimdMeshImpl (0.1.21) exchanges float32 as bfloat16, with an error of half a unit in 2**-8 for each
+# SimdMeshImpl (0.1.21) exchanges float32 as bfloat16, with an error of up to 2**-9 for each
 # activation; a loss averages many.
 EXCHANGED = 2.0**-9
 
@@ -119,6 +119,7 @@ def test_it_trains_on_every_runtime_as_on_a_placement_mesh(tmp_path):
 @pytest.mark.skipif(bool(xla.why_no_tpu_compiler()), reason=xla.why_no_tpu_compiler())
 def test_the_tpu_compiler_takes_it_with_its_exchanges():
     made, *_ = program()
-    compiled = xla.compile_for_tpu(made, "v3:2x2")
-    kinds = {collective.kind for collective in compiled.collectives}
-    assert {"all-to-all", "all-reduce"} <= kinds
+    compiled = xla.compile_for_tpu(made, topology="v5e:2x2")
+    assert compiled.accepted, compiled.error
+    for found in (compiled.before, compiled.after):
+        assert {"all-to-all", "all-reduce"} <= {collective.operation for collective in found}
