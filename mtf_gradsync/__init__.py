@@ -5,6 +5,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
+from mtf_gradsync._private.mesh_tensorflow import note_meshes
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
@@ -27,6 +28,8 @@ from mtf_gradsync.optimizers.state.resharding import ReshardingSaver
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
 from mtf_gradsync.session import session_config
+
+note_meshes()
 
 __all__ = [
     "ClipByGlobalNormOptimizer",

@@ -6,9 +6,10 @@ fails where a version means something else.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, NamedTuple
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 
 #: The collection of a graph in which a SIMD mesh keeps the slices of variables; the one of global
 #: variables leaves them out.
@@ -112,3 +113,31 @@ def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
 def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
     """The body of a loop."""
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
+
+
+# Where a tf graph keeps the meshes that were made in it. Keys that are no text are not exported.
+_MESHES = ("mtf_gradsync meshes",)
+
+
+def note_meshes() -> None:
+    """Makes every graph of TensorFlow's keep which meshes are made in it; see `meshes_made`."""
+    made = mtf.MeshImpl.__init__
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        tf.add_to_collection(_MESHES, (self.shape, self.layout_rules))
+
+    mtf.MeshImpl.__init__ = make_and_note
+
+
+def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
+    """The different meshes that were made in TensorFlow's default graph, as shapes and layouts."""
+    made = tf.get_collection(_MESHES)
+    # Layout rules are not compared by their pairs, which are a set.
+    different = {
+        (shape.to_string, frozenset(layout._pairs)): (shape, layout) for shape, layout in made
+    }
+    return list(different.values())

@@ -7,6 +7,7 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
 MeshShapeLike = Any
 LayoutLike = Any
@@ -201,3 +202,33 @@ def resolve_axes(
             f"mesh_shape={mesh_shape!r}, layout={layout!r}."
         )
     return ReplicaAxes(mesh_shape, layout, batch_dims)
+
+
+def axes_of_pipeline(
+    wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
+) -> ReplicaAxes:
+    """Replica axes of the mesh that the program has made for this graph.
+
+    Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
+    optimizer, so that a wrapper that has to know it need not be told again.
+
+    Args:
+      wrapper: who asks, in errors.
+      what: what it needs the mesh for, in errors.
+      batch_dims: names of the tensor dimensions that the batch is split along.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ValueError: no mesh was made in TensorFlow's default graph yet, or several.
+    """
+    meshes = meshes_made()
+    if len(meshes) == 1:
+        return ReplicaAxes(*meshes[0], batch_dims)
+    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes)
+    raise ValueError(
+        f"{wrapper} has to know {what} when the graph is built, and "
+        + (f"the program has made several meshes ({found})" if found else "there is no mesh yet")
+        + ": give mesh_shape and layout (or axes)."
+    )

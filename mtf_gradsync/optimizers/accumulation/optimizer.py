@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import mixed_gradients, per_shard
+from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
@@ -96,7 +97,8 @@ class GradientAccumulationOptimizer(Wrapper):
           allreduce_fn: only with such an optimizer; see there.
           name: name of the wrapper, prefix of its counters.
           learning_rate: only with a class or factory as opt: passed on untouched.
-          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
+            accumulate="local" takes those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
@@ -137,10 +139,7 @@ class GradientAccumulationOptimizer(Wrapper):
             )
         super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         if accumulate == LOCAL and self.axes is None:
-            raise ValueError(
-                "accumulate='local' keeps a sum on each shard, so it has to know the mesh: give "
-                "mesh_shape and layout (or axes), or accumulate='synced'."
-            )
+            self.axes = axes_of_pipeline(type(self).__name__, "the shards", batch_dims)
         self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)

@@ -11,6 +11,7 @@ from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import check_told_apart, per_shard
+from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.state.accumulators import Accumulators, Bypass
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
@@ -110,14 +111,15 @@ class SyncReplicasOptimizer(Wrapper):
             clipped by a norm of all, say), in place of an error. A replica that is left out is in
             such a gradient all the same, and its NaN drops all replicas.
           learning_rate: only with a class or factory as opt.
-          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
+            they are those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
 
         Raises:
-          ValueError: an argument is out of range, or the mesh is not given.
+          ValueError: an argument is out of range, or there is no mesh.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
         _check_count("replicas_to_aggregate", replicas_to_aggregate)
@@ -148,10 +150,7 @@ class SyncReplicasOptimizer(Wrapper):
         decay, averaged = check_averages(variable_averages, variables_to_average)
         super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self.axes is None:
-            raise ValueError(
-                "SyncReplicasOptimizer has to know the replicas when the graph is built: give "
-                "mesh_shape and layout (or axes)."
-            )
+            self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
         if total_num_replicas not in (None, self.axes.num_shards):
             raise ValueError(
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "

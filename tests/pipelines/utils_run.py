@@ -1,0 +1,147 @@
+"""Runs Mesh-TensorFlow's own training pipeline, `transformer.utils.run`, by gin alone."""
+
+from __future__ import annotations
+
+import gin
+import numpy as np
+
+from mtf_gradsync import session_config
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.transformer import transformer_models
+
+transformer_models()  # checks the version, and imports it
+from mesh_tensorflow.transformer import utils  # noqa: E402
+
+BATCH, LENGTH, VOCAB = 8, 8, 32
+DEVICES = 4
+
+PIPELINE = """
+import mesh_tensorflow.optimize
+import mesh_tensorflow.transformer.transformer
+import mesh_tensorflow.transformer.transformer_layers
+
+include "configs/unitransformer.gin"
+num_layers = 1
+d_model = 16
+d_ff = 32
+num_heads = 2
+d_kv = 8
+Unitransformer.max_length = 8
+
+utils.run.model_type = "lm"
+utils.run.sequence_length = {"targets": 8}
+utils.run.batch_size = 8
+utils.run.save_checkpoints_steps = 4
+utils.run.iterations_per_loop = 1
+utils.run.mesh_shape = "batch:2;model:2"
+utils.run.layout_rules = "batch:batch,d_ff:model,heads:model,vocab:model"
+utils.run.mesh_devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+utils.run.learning_rate_schedule = 0.01
+utils.run.train_dataset_fn = @one_batch
+utils.run.train_model_fn = @train_on_cpu_devices
+utils.get_variable_dtype.master_dtype = "float32"
+utils.get_variable_dtype.slice_dtype = "float32"
+utils.get_variable_dtype.activation_dtype = "float32"
+utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = None
+"""
+
+BITRANSFORMER = """
+utils.run.model_type = "bitransformer"
+utils.run.sequence_length = {"inputs": 8, "targets": 8}
+transformer.make_bitransformer.encoder_name = "encoder"
+transformer.make_bitransformer.decoder_name = "decoder"
+encoder/transformer.make_layer_stack.layers = [
+    @transformer_layers.SelfAttention, @transformer_layers.DenseReluDense]
+decoder/transformer.make_layer_stack.layers = [
+    @transformer_layers.SelfAttention, @transformer_layers.EncDecAttention,
+    @transformer_layers.DenseReluDense]
+EncDecAttention.num_heads = 2
+EncDecAttention.key_value_size = 8
+EncDecAttention.dropout_rate = 0.0
+"""
+
+BFLOAT16 = 'utils.get_variable_dtype.activation_dtype = "bfloat16"\n'
+MICROBATCHES = "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 16\n"
+
+
+class Vocabulary:
+    """As many words as the model has; only its size is asked for."""
+
+    vocab_size = VOCAB
+
+
+@gin.configurable(module="tests.pipelines")
+def one_batch(sequence_length, vocabulary, dataset_split):
+    """The same batch in every step."""
+    del vocabulary, dataset_split
+    random = np.random.RandomState(0)
+    words = {
+        name: random.randint(1, VOCAB, (BATCH, LENGTH)).astype(np.int32) for name in sequence_length
+    }
+    return tf.data.Dataset.from_tensor_slices(words)
+
+
+class Losses(tf.train.SessionRunHook):
+    """Keeps the loss of every step.
+
+    Attributes:
+      values: the losses.
+    """
+
+    def __init__(self):
+        self.values = []
+
+    def begin(self):
+        self._loss = tf.get_collection(tf.GraphKeys.LOSSES)[-1]
+
+    def before_run(self, run_context):
+        return tf.train.SessionRunArgs(self._loss)
+
+    def after_run(self, run_context, run_values):
+        self.values.append(float(run_values.results))
+
+
+_losses: list[float] = []
+
+
+@gin.configurable(module="tests.pipelines")
+def train_on_cpu_devices(estimator, vocabulary, *args, **kwargs):
+    """The pipeline's own `train_model`, in a session of several CPU devices."""
+    # The pipeline has no argument for either.
+    estimator._session_config.CopyFrom(session_config(num_cpu_devices=DEVICES))
+    estimator._config = estimator._config.replace(tf_random_seed=1)
+    hook = Losses()
+    train = estimator.train
+    estimator.train = lambda **given: train(**{**given, "hooks": [*given["hooks"], hook]})
+    utils.train_model(estimator, vocabulary, *args, **kwargs)
+    _losses.extend(hook.values)
+
+
+def run(model_dir, *bindings, **arguments):
+    """Runs the pipeline.
+
+    Args:
+      model_dir: its folder.
+      *bindings: gin text, after `PIPELINE`.
+      **arguments: bindings of `utils.run` alone.
+
+    Returns:
+      The losses of the training steps.
+    """
+    _losses.clear()
+    gin.clear_config()
+    try:
+        gin.parse_config([PIPELINE, *bindings])
+        for name, value in arguments.items():
+            gin.bind_parameter(f"utils.run.{name}", value)
+        utils.run(
+            tpu_job_name=None,
+            tpu=None,
+            gcp_project=None,
+            tpu_zone=None,
+            model_dir=str(model_dir),
+            vocabulary=Vocabulary(),
+        )
+    finally:
+        gin.clear_config()
+    return list(_losses)
