@@ -2,6 +2,7 @@
 
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync import ReplicaAxes
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import resolve_axes
@@ -96,3 +97,36 @@ def test_a_mesh_with_other_axes_is_refused():
         axes.check_mesh_impl(harness.placement("all:4", "batch:all"))
     with pytest.raises(ValueError, match="'batch'"):
         axes.check_mesh_impl(harness.placement("all:8", "d:all"))
+
+
+def make_mesh(mesh_shape, layout):
+    devices = [""] * mtf.convert_to_shape(mesh_shape).size
+    return mtf.placement_mesh_impl.PlacementMeshImpl(mesh_shape, layout, devices)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 4),
+        lambda: gs.GradientAccumulationOptimizer(
+            mtf.optimize.SgdOptimizer(0.1), 4, accumulate="local"
+        ),
+    ],
+)
+def test_a_wrapper_takes_the_mesh_that_the_program_has_made(make):
+    with pytest.raises(ValueError, match="there is no mesh yet: give mesh_shape"):
+        make()
+    make_mesh("batch:4;model:2", "batch:batch;heads:model")
+    for _ in range(2):
+        assert make().axes.shard_dims == (mtf.Dimension("batch", 4),)
+        make_mesh("batch:4;model:2", "batch:batch;heads:model")
+    make_mesh("all:8", "batch:all")
+    with pytest.raises(ValueError, match=r"several meshes \(Shape\[batch=4, model=2\].*all=8"):
+        make()
+
+
+def test_what_works_without_a_mesh_takes_none():
+    make_mesh("all:8", "batch:all")
+    opt = mtf.optimize.SgdOptimizer(0.1)
+    assert gs.CrossShardOptimizer(opt).axes is None
+    assert gs.GradientAccumulationOptimizer(opt, 4).accumulate == "synced"

@@ -183,3 +183,26 @@ def test_an_operation_that_was_given_outputs_may_be_split_along_them(mesh, x):
     assert operation.outputs == outputs
     assert operation.splittable_dims == {"rows", "columns", "new"}
     assert not operation.unsplittable_dims
+
+
+def test_a_graph_knows_the_meshes_that_were_made_in_it():
+    def make(shape, layout):
+        size = mtf.convert_to_shape(shape).size
+        return mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, [""] * size)
+
+    with tf.Graph().as_default():
+        assert private.meshes_made() == []
+        made = make("a:2;b:3", "x:a;y:b")
+        make("a:2;b:3", "y:b;x:a")
+        ((shape, layout),) = private.meshes_made()
+        assert shape == made.shape
+        for dim, axis in (("x", 0), ("y", 1), ("z", None)):
+            assert layout.tensor_dimension_to_mesh_axis(mtf.Dimension(dim, 6), shape) == axis
+        make("a:2;b:3", "x:a")
+        assert len(private.meshes_made()) == 2
+        private.note_meshes()
+        make("c:1", "")
+        assert [shape.to_string for shape, _ in private.meshes_made()][2:] == ["Shape[c=1]"]
+        assert not tf.get_default_graph().get_all_collection_keys()
+    with tf.Graph().as_default():
+        assert private.meshes_made() == []
