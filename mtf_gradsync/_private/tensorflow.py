@@ -421,20 +421,33 @@ _HYPERPARAMETERS = {
 }
 
 
-def hyperparameters(optimizer: tf.train.Optimizer) -> dict[str, Any]:
-    """What an optimizer of ``tf.compat.v1.train`` was made with, functions called.
+def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
+    """What an optimizer of ``tf.compat.v1.train`` was made with.
 
     Read on TensorFlow 2.12 to 2.21.
 
     Args:
       optimizer: of one of the seven classes itself, not of a class of a user's.
+      call: whether functions are called; else they are in the result.
 
     Returns:
       Values (numbers, tensors, names or None) by the names of arguments.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
-    return {name: value() if callable(value) else value for name, value in found.items()}
+    return {name: value() if call and callable(value) else value for name, value in found.items()}
+
+
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """An optimizer of ``tf.compat.v1`` and those that it hands gradients on to, outermost first.
+
+    Read on TensorFlow 2.12 to 2.21: wrappers keep the one inside as ``_opt`` or ``_optimizer``.
+    """
+    found: list[Any] = []
+    while optimizer is not None and optimizer not in found:
+        found.append(optimizer)
+        optimizer = getattr(optimizer, "_opt", None) or getattr(optimizer, "_optimizer", None)
+    return found
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
@@ -446,11 +459,9 @@ def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> Non
       optimizer: of ``tf.compat.v1.train``; one that hands gradients on to another has no own.
       variables: what it is going to update.
     """
-    inside = optimizer
-    while inside is not None:
+    for inside in optimizers_inside(optimizer):
         with tf.init_scope():
             inside._create_slots(variables)
-        inside = getattr(inside, "_opt", None) or getattr(inside, "_optimizer", None)
 
 
 def number_of_tpu_shards() -> int | None:

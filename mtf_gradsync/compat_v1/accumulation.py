@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import create_slots, number_of_tpu_shards
+from mtf_gradsync._private.tensorflow import create_slots, number_of_tpu_shards, optimizers_inside
 
 AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
 
@@ -74,11 +74,11 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
                 "backward_passes_per_step must be a whole number of 1 or more, got "
                 f"{backward_passes_per_step!r}."
             )
-        if isinstance(opt, tf.train.SyncReplicasOptimizer):
+        if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
-                "of its workers into a conditional: turn them round, "
-                "SyncReplicasOptimizer(GradientAccumulationOptimizer(opt, ...), ...)."
+                "of its workers into a conditional. SyncReplicasOptimizer adds up itself: take it "
+                "alone, with replicas_to_aggregate times as many."
             )
         super().__init__(use_locking=False, name=name)
         self.opt = self._opt = opt  # the latter for wrappers of others that look inside
@@ -107,6 +107,7 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
           The operation that makes the step.
 
         Raises:
+          RuntimeError: there is no graph to build, because execution is eager.
           ValueError: there is no gradient, one is sparse and sparse_as_dense is not given, a
             variable's shape is not known, or shards of a TPU program would add up apart.
         """
@@ -114,6 +115,12 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
         if self._passes == 1 and self._allreduce is None:
             return self.opt.apply_gradients(pairs, global_step, name)
         self._check(pairs)
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                raise RuntimeError(
+                    "GradientAccumulationOptimizer makes operations for sessions of tf.compat.v1: "
+                    "use it in a tf.Graph, or after tf.compat.v1.disable_eager_execution()."
+                )
         # In the conditional they would get names of it.
         create_slots(self.opt, [v for g, v in pairs if g is not None])
         collected = list(tf.get_collection(tf.GraphKeys.TRAIN_OP))
@@ -141,7 +148,8 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
     def variables(self) -> list[Any]:
         """The variables of the optimizer inside, then the counters and sums."""
         own = [v for state in self._states for v in (state.count, *state.sums)]
-        return [*self.opt.variables(), *own]
+        here = tf.get_default_graph()
+        return [*self.opt.variables(), *(v for v in own if v.graph is here)]
 
     def _check(self, pairs: Sequence[Any]) -> None:
         present = [(g, v) for g, v in pairs if g is not None]
@@ -170,10 +178,8 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
             )
 
     def _sums_shards(self) -> bool:
-        opt = self.opt
-        while opt is not None and not isinstance(opt, tf.tpu.CrossShardOptimizer):
-            opt = getattr(opt, "_opt", None)
-        return opt is not None
+        inside = optimizers_inside(self.opt)
+        return any(isinstance(o, tf.tpu.CrossShardOptimizer) for o in inside)
 
     def _micro_step(self, grads: Sequence[Any], variables: list[Any], global_step: Any) -> Any:
         state = self._make_state(grads, variables)

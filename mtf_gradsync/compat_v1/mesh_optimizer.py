@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+import itertools
+from typing import Any, Callable, NamedTuple, Sequence
 
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.compat_v1.given import NOT_GIVEN, given_optimizer
-from mtf_gradsync.compat_v1.rules import RULES, Rule, rule_of
+from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of, slots_of
 from mtf_gradsync.step import Plan
 
 
@@ -31,14 +32,14 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
     It takes GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
     RMSPropOptimizer, AdadeltaOptimizer and FtrlOptimizer, with the arguments that they were made
-    with: numbers, tf or mtf scalars, or functions of no argument that return them. Updates are
-    theirs to float rounding, for dense gradients; numbers narrower than float32 are computed in
-    float32.
+    with: numbers, tf or mtf scalars, or functions of no argument that return them. (Adam's betas
+    and initial values are no mtf scalars: variables begin with them.) Updates are theirs to float
+    rounding, for dense gradients; numbers narrower than float32 are computed in float32.
 
     Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
-    `beta1_power`), so that checkpoints go both ways between a model without a mesh and one with.
-    Another optimizer of the same class and name on the same variables gets the next free names,
-    as in TensorFlow.
+    `beta1_power`), in the scopes in which gradients are applied, so that checkpoints go both ways
+    between a model without a mesh and one with. Another optimizer of the same class and name on
+    the same variables gets the next free names, as in TensorFlow.
 
         optimizer = gs.MeshOptimizer(tf.compat.v1.train.AdamOptimizer(1e-3))
         update_ops = gs.CrossShardOptimizer(optimizer, axes=axes).apply_grads(grads, variables)
@@ -99,21 +100,15 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         if not pairs:
             return []
         rule = rule_of(self.opt)
+        for name, value in (*rule.powers, *((slot.key, slot.initial) for slot in rule.slots)):
+            if isinstance(value, (mtf.Tensor, mtf.Variable)):
+                raise ValueError(
+                    f"{name!r} of {self.opt.get_name()} begins with {value!r}, but what a variable "
+                    "begins with has to be a number or a tf tensor."
+                )
         mesh = pairs[0][1].mesh
-        state = self._last = self._state(mesh.graph)
-        self._make_powers(rule, state, pairs[0][1])
-        scalars = {name: _scalar(mesh, value) for name, value in rule.scalars.items()}
-        operations: list[mtf.Operation] = []
-        if rule.with_powers is not None:
-            powers = {name: variable.value for name, variable in state.powers.items()}
-            scalars = dict(rule.with_powers(scalars, powers))
-            for name, base in rule.powers:
-                power = state.powers[name]
-                operations.append(mtf.assign(power, power.value * _scalar(mesh, base)))
-        for grad, variable in pairs:
-            slots = self._make_slots(rule, state, variable)
-            operations += _update(rule, grad, variable, slots, scalars)
-        return mesh.graph.combine_assignments(operations)
+        with Plan.of(mesh.graph).undone_on_error():
+            return mesh.graph.combine_assignments(self._operations(rule, pairs))
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair."""
@@ -134,52 +129,98 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
     def get_slot_names(self) -> list[str]:
         """Names of the slots, sorted."""
-        return sorted(slot.key for slot in rule_of(self.opt).slots)
+        return sorted(slot.key for slot in slots_of(self.opt))
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that it made in the graph in which gradients were applied last."""
         return [*self._last.slots.values(), *self._last.powers.values()] if self._last else []
 
-    def _state(self, graph: mtf.Graph) -> _State:
+    def _operations(
+        self, rule: Rule, pairs: Sequence[tuple[mtf.Tensor, mtf.Variable]]
+    ) -> list[mtf.Operation]:
+        mesh = pairs[0][1].mesh
         # By the object: two optimizers of one name may train one graph.
         name = f"{type(self).__name__} {id(self)}"
-        return Plan.of(graph).state(self, name, lambda: _State({}, {}))
-
-    def _make_powers(self, rule: Rule, state: _State, first: mtf.Variable) -> None:
+        state = self._last = Plan.of(mesh.graph).state(self, name, lambda: _State({}, {}))
+        _forget_undone(state, mesh.graph)
         for name, value in rule.powers:
             if name not in state.powers:
-                kind = tf.as_dtype(getattr(value, "dtype", tf.float32)).base_dtype
-                state.powers[name] = _variable(first, name, mtf.Shape([]), kind, value)
+                state.powers[name] = _make_power(mesh, name, value)
+        scalars = {name: _scalar(mesh, value) for name, value in rule.scalars.items()}
+        operations: list[mtf.Operation] = []
+        if rule.with_powers is not None:
+            powers = {n: mtf.cast(p.value, tf.float32) for n, p in state.powers.items()}
+            scalars = dict(rule.with_powers(scalars, powers))
+            for name, base in rule.powers:
+                power = state.powers[name]
+                base = _scalar(mesh, base, power.value.dtype)
+                operations.append(mtf.assign(power, power.value * base))
+        for grad, variable in pairs:
+            slots = [self._slot(state, slot, variable) for slot in rule.slots]
+            operations += _update(rule, grad, variable, slots, scalars)
+        return operations
 
-    def _make_slots(self, rule: Rule, state: _State, variable: mtf.Variable) -> list[mtf.Variable]:
-        for slot in rule.slots:
-            if (variable, slot.key) not in state.slots:
-                name = f"{variable.name}/{slot.name}"
-                made = _variable(
-                    variable, name, variable.shape, variable.master_dtype, slot.initial
-                )
-                state.slots[variable, slot.key] = made
-        return [state.slots[variable, slot.key] for slot in rule.slots]
+    def _slot(self, state: _State, slot: Slot, variable: mtf.Variable) -> mtf.Variable:
+        key = variable, slot.key
+        if key not in state.slots:
+            scope = tf.get_variable_scope().name
+            taken = variable.graph.name_to_variable
+            name = f"{variable.name}/{slot.name}"
+            free = _first_free(name, lambda n: (f"{scope}/{n}" if scope else n) in taken)
+            state.slots[key] = _make(
+                variable.mesh, free, variable.shape, variable.master_dtype, slot.initial
+            )
+        return state.slots[key]
 
 
-def _scalar(mesh: mtf.Mesh, value: Any) -> Any:
-    """A number, or an mtf scalar for a tensor or variable."""
-    if isinstance(value, (int, float, mtf.Tensor)):
+def _forget_undone(state: _State, graph: mtf.Graph) -> None:
+    """Drops variables that an error has taken out of their graph again."""
+    for made in state:
+        for key, variable in list(made.items()):
+            if graph.name_to_variable.get(variable.name) is not variable:
+                del made[key]
+
+
+def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
+    """A number, or an mtf scalar of a dtype for a tensor or variable."""
+    if isinstance(value, (int, float)):
         return value
     if isinstance(value, mtf.Variable):
-        return value.value
-    return mtf.import_tf_tensor(mesh, tf.convert_to_tensor(value, tf.float32), mtf.Shape([]))
+        value = value.value
+    if not isinstance(value, mtf.Tensor):
+        value = mtf.import_tf_tensor(mesh, tf.convert_to_tensor(value), mtf.Shape([]))
+    return value if value.dtype == dtype else mtf.cast(value, dtype)
 
 
-def _variable(
-    like: mtf.Variable, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any
-) -> mtf.Variable:
-    """A variable beside another one, under the first free of TensorFlow's names for it."""
-    taken = like.graph.name_to_variable
-    free = name
-    while free in taken:
-        free = f"{name}_{int(free[len(name) + 1 :] or 0) + 1}"
+def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
+    """TensorFlow's next name: a, a_1, a_2."""
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
+    return next(n for n in names if not is_taken(n))
 
+
+def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
+    """A scalar that begins with a value; it belongs to no variable, so others may have its name."""
+    graph = tf.get_default_graph()
+    scope = graph.get_name_scope()
+    reuses = bool(tf.get_variable_scope().reuse)
+
+    def is_taken(full: str) -> bool:
+        if full in mesh.graph.name_to_variable:
+            return True
+        try:
+            graph.get_operation_by_name(full)
+        except KeyError:
+            return False
+        return not reuses
+
+    free = _first_free(f"{scope}/{name}" if scope else name, is_taken)
+    dtype = tf.as_dtype(getattr(value, "dtype", tf.float32)).base_dtype
+    with root_scope():
+        return _make(mesh, free, mtf.Shape([]), dtype, value)
+
+
+def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
+    """A variable that begins with a value everywhere."""
     if isinstance(value, tf.Tensor):
         # The initializer of a program for TPUs stands outside of it, where the tensor may not be.
         known = tf.get_static_value(value)
@@ -188,10 +229,9 @@ def _variable(
     def initial(shape: Any, dtype: tf.DType, **unused: Any) -> tf.Tensor:
         return tf.fill(shape, tf.cast(value, dtype))
 
-    with root_scope():
-        return mtf.get_variable(
-            like.mesh, free, shape, dtype, initializer=initial, trainable=False
-        ).operation
+    return mtf.get_variable(
+        mesh, name, shape, dtype, initializer=initial, trainable=False
+    ).operation
 
 
 def _update(

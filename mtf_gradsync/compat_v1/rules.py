@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
+import numpy as np
+
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import hyperparameters
 
@@ -61,10 +63,22 @@ def rule_of(optimizer: tf.train.Optimizer) -> Rule:
       optimizer: of a class that is in `RULES`.
 
     Returns:
-      Its rule.
+      Its rule; functions among the hyperparameters were called for it.
     """
-    make = RULES[type(optimizer)]
-    return make(hyperparameters(optimizer), optimizer.get_name())
+    given = hyperparameters(optimizer)
+    # TensorFlow makes float32 of them before it computes, 1 - beta for example.
+    given = {k: _rounded(v) for k, v in given.items()}
+    return RULES[type(optimizer)](given, optimizer.get_name())
+
+
+def slots_of(optimizer: tf.train.Optimizer) -> tuple[Slot, ...]:
+    """The slots that an optimizer keeps for each variable; calls no function of the user's."""
+    given = hyperparameters(optimizer, call=False)
+    return RULES[type(optimizer)](given, optimizer.get_name()).slots
+
+
+def _rounded(value: Any) -> Any:
+    return float(np.float32(value)) if isinstance(value, (float, np.floating)) else value
 
 
 def _gradient_descent(given: dict[str, Any], name: str) -> Rule:

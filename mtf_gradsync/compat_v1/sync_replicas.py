@@ -6,6 +6,8 @@ from typing import Any, Sequence
 
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import optimizers_inside
+from mtf_gradsync.compat_v1.accumulation import GradientAccumulationOptimizer
 
 
 def sync_replicas(
@@ -30,7 +32,16 @@ def sync_replicas(
 
     Returns:
       The optimizer.
+
+    Raises:
+      ValueError: there is accumulation inside.
     """
+    if any(isinstance(o, GradientAccumulationOptimizer) for o in optimizers_inside(opt)):
+        raise ValueError(
+            "SyncReplicasOptimizer updates on the parameter server, where sums of "
+            "GradientAccumulationOptimizer would begin anew with every worker that starts. It adds "
+            "up itself: give it the optimizer inside, and replicas_to_aggregate times as many."
+        )
     if is_number(variable_averages):
         variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
     return tf.train.SyncReplicasOptimizer(

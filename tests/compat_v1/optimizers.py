@@ -5,8 +5,11 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 
 train = tf.train
-# Where a result is divided by a root, epsilon keeps it away from 0, for the sake of tolerances.
+# Where a result is divided by a root, epsilon keeps it away from 0, for the sake of tolerances; and
+# so that rounding of 1 - beta shows, two have what they have by default.
 OPTIMIZERS = {
+    "adam by default": lambda: train.AdamOptimizer(),
+    "adadelta by default": lambda: train.AdadeltaOptimizer(rho=0.999),
     "sgd": lambda: train.GradientDescentOptimizer(0.05),
     "momentum": lambda: train.MomentumOptimizer(0.02, 0.9),
     "nesterov": lambda: train.MomentumOptimizer(0.02, 0.9, use_nesterov=True),

@@ -1,6 +1,9 @@
 """Accumulation for optimizers of tf.compat.v1: the update of all micro steps, once."""
 
 import contextlib
+import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -268,10 +271,51 @@ def test_arguments_that_do_not_fit_are_refused(arguments, error, words):
         gs.GradientAccumulationOptimizer(tf.train.AdamOptimizer(0.1), **arguments)
 
 
-def test_sync_replicas_goes_outside():
-    inner = gs.SyncReplicasOptimizer(tf.train.AdamOptimizer(0.1), 2)
-    with pytest.raises(ValueError, match=r"SyncReplicasOptimizer\(GradientAccumulationOptimizer"):
-        gs.GradientAccumulationOptimizer(inner, 2)
+def test_sync_replicas_adds_up_itself():
+    adam = tf.train.AdamOptimizer(0.1)
+    sync = gs.SyncReplicasOptimizer(adam, 2)
+    for inner in (sync, gs.CrossShardOptimizer(sync)):
+        with pytest.raises(ValueError, match="replicas_to_aggregate times as many"):
+            gs.GradientAccumulationOptimizer(inner, 2)
+    for inner in (adam, gs.CrossShardOptimizer(adam)):
+        inner = gs.GradientAccumulationOptimizer(inner, 2)
+        with pytest.raises(ValueError, match="replicas_to_aggregate times as many"):
+            gs.SyncReplicasOptimizer(inner, 2)
+
+
+def test_each_graph_has_state_of_its_own():
+    optimizer = gs.GradientAccumulationOptimizer(tf.train.MomentumOptimizer(0.1, 0.9), 2)
+    for _ in range(2):
+        with tf.Graph().as_default():
+            w = tf.get_variable("w", [3], use_resource=True)
+            optimizer.apply_gradients([(tf.ones([3]), w)])
+            assert len(optimizer.variables()) == 3
+            tf.variables_initializer(optimizer.variables())
+
+
+def test_eager_execution_is_refused():
+    code = (
+        "import tensorflow as tf; import mtf_gradsync as gs\n"
+        "v1 = tf.compat.v1; w = tf.Variable([1.0])\n"
+        "opt = gs.GradientAccumulationOptimizer(v1.train.AdamOptimizer(0.1), 2)\n"
+        "step = lambda: opt.apply_gradients([(tf.ones([1]), w)])\n"
+        "for run in (step, tf.function(step)):\n"
+        "    try: run()\n"
+        "    except RuntimeError as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.count("makes operations for sessions") == 2
+
+
+def test_a_schedule_of_the_global_step_gets_a_hint(caplog):
+    step = tf.train.get_or_create_global_step()
+    rate = tf.train.exponential_decay(0.1, step, 10, 0.5)
+    adam = tf.train.AdamOptimizer(rate)
+    for opt in (adam, gs.CrossShardOptimizer(adam), gs.MeshOptimizer(adam)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="mtf_gradsync"):
+            gs.GradientAccumulationOptimizer(opt, 2)
+        assert "counts micro steps" in caplog.text
 
 
 def test_a_mesh_optimizer_takes_no_allreduce_function():

@@ -105,6 +105,26 @@ def test_sums_of_single_cores_are_refused():
         cores_train("CPU replicas", make, optimizers.batches(1))
 
 
+class Handing(tf.train.Optimizer):
+    """A wrapper of somebody else's."""
+
+    def __init__(self, inner):
+        super().__init__(False, "Handing")
+        self._optimizer = inner
+
+    def apply_gradients(self, *arguments, **keywords):
+        return self._optimizer.apply_gradients(*arguments, **keywords)
+
+
+def test_they_are_refused_inside_other_wrappers_too():
+    def make():
+        inner = Handing(gs.CrossShardOptimizer(INNER["adam"]()))
+        return gs.GradientAccumulationOptimizer(inner, 2)
+
+    with pytest.raises(ValueError, match="every core has the same variables"):
+        cores_train("CPU replicas", make, optimizers.batches(1))
+
+
 def test_without_a_tpu_it_is_the_plain_optimizer_and_says_so(caplog):
     feeds = optimizers.batches(5)
     logging.getLogger("tensorflow").propagate = True

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.compat_v1 import MeshOptimizer
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -27,6 +28,8 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
     if not global_steps:
         return []
     handle = getattr(global_steps[0], "handle", global_steps[0])
+    if isinstance(opt, MeshOptimizer):
+        opt = opt.opt
     found = [
         key.lstrip("_")
         for key, value in sorted(getattr(opt, "__dict__", {}).items())

@@ -8,6 +8,7 @@ import gin
 
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import mixed_gradients, per_shard
@@ -124,6 +125,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 accumulator_dtype and _floating(accumulator_dtype),
                 name,
             )
+            hints.hint_if_micro_steps_are_counted(optimizers_inside(opt)[-1], name)
             return
         if allreduce_fn is not None:
             raise ValueError(
