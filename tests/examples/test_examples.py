@@ -36,6 +36,8 @@ def test_every_example_has_a_test():
     assert EXAMPLES == [
         "accumulate.py",
         "digits.py",
+        "from_v1.py",
+        "gpt.py",
         "handwriting.py",
         "sync_replicas.py",
         "take_along.py",

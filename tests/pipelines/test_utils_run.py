@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 
 if not ESTIMATOR_AVAILABLE:
     pytest.skip("utils.run trains by Estimator", allow_module_level=True)
@@ -61,9 +61,7 @@ WRAPPERS = {
 }
 MODELS = {
     "unitransformer": "",
-    "bfloat16": utils_run.BFLOAT16,
     "bitransformer, bfloat16": utils_run.BITRANSFORMER + utils_run.BFLOAT16,
-    "bitransformer": utils_run.BITRANSFORMER,
     "microbatches": utils_run.MICROBATCHES,
 }
 # Losses near 4. Adam passes relative errors of gradients on to weights, at a rate of 0.01.
@@ -77,7 +75,7 @@ def bare(tmp_path_factory):
     @functools.lru_cache(maxsize=None)
     def losses(model):
         folder = tmp_path_factory.mktemp("bare")
-        return utils_run.run(folder, MODELS[model], INNER, train_steps=STEPS)
+        return utils_run.run(folder, MODELS[model], INNER, train_steps=STEPS + 1)
 
     return losses
 
@@ -85,11 +83,10 @@ def bare(tmp_path_factory):
 @pytest.mark.parametrize(
     ("model", "wrapper"),
     [
-        *(("unitransformer", wrapper) for wrapper in WRAPPERS),
-        ("bfloat16", "accumulated on each shard"),
+        ("unitransformer", "cross shard"),
+        ("unitransformer", "accumulated on each shard"),
+        ("unitransformer", "sync replicas"),
         ("bitransformer, bfloat16", "cross shard"),
-        ("bitransformer", "sync replicas"),
-        ("microbatches", "cross shard"),
         ("microbatches", "accumulated whole"),
     ],
 )
@@ -99,5 +96,37 @@ def test_losses_are_those_of_the_bare_pipeline(bare, tmp_path, model, wrapper):
     assert len(found) == STEPS * passes
     tolerance = TOLERANCE["bfloat16" if "bfloat16" in model else "float32"]
     # Every micro step has the same batch.
-    np.testing.assert_allclose(found, np.repeat(bare(model), passes), rtol=tolerance)
+    np.testing.assert_allclose(found, np.repeat(bare(model)[:STEPS], passes), rtol=tolerance)
     assert found[-1] < 0.98 * found[0]
+
+
+def evaluated(model_dir):
+    """What mode="perplexity_eval" has found, by name."""
+    (events,) = model_dir.glob("eval_*/events*")
+    values = [
+        value
+        for event in tf.train.summary_iterator(str(events))
+        for value in event.summary.value
+        if value.HasField("simple_value")
+    ]
+    return {value.tag: value.simple_value for value in values}
+
+
+def test_evaluation_and_inference_read_what_a_wrapped_run_has_written(bare, tmp_path):
+    model, (passes, bindings) = "bitransformer, bfloat16", WRAPPERS["accumulated on each shard"]
+    (tmp_path / "inputs").write_text("abc\nhello\n")
+    folder = tmp_path / "model"
+    decoding = f"""
+    decode_from_file.input_filename = "{tmp_path / "inputs"}"
+    decode_from_file.output_filename = "{tmp_path / "outputs"}"
+    """
+    given = MODELS[model], INNER, bindings, decoding
+    utils_run.run(folder, *given, train_steps=STEPS * passes)
+    utils_run.run(folder, *given, mode="perplexity_eval", perplexity_eval_steps=1)
+    utils_run.run(folder, *given, mode="infer")
+    # The loss of the step that would have come next.
+    found = evaluated(folder)
+    np.testing.assert_allclose(found["loss"], bare(model)[STEPS], rtol=TOLERANCE["bfloat16"])
+    assert {"neg_log_perplexity", "token_accuracy"} < set(found)
+    (outputs,) = tmp_path.glob("outputs-*")
+    assert len(outputs.read_text().splitlines()) == 2

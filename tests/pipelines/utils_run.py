@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import gin
 import numpy as np
 
@@ -33,6 +35,7 @@ utils.run.sequence_length = {"targets": 8}
 utils.run.batch_size = 8
 utils.run.save_checkpoints_steps = 4
 utils.run.iterations_per_loop = 1
+utils.run.eval_checkpoint_step = -1
 utils.run.mesh_shape = "batch:2;model:2"
 utils.run.layout_rules = "batch:batch,d_ff:model,heads:model,vocab:model"
 utils.run.mesh_devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -65,9 +68,17 @@ MICROBATCHES = "utils.serialize_num_microbatches.tokens_per_microbatch_per_repli
 
 
 class Vocabulary:
-    """As many words as the model has; only its size is asked for."""
+    """Letters from "a" on, as numbers from 2 on."""
 
     vocab_size = VOCAB
+
+    def encode(self, text):
+        """The letters' numbers."""
+        return [2 + ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids):
+        """The letters of numbers; what is none is left out."""
+        return "".join(chr(ord("a") + i - 2) for i in ids if i >= 2)
 
 
 @gin.configurable(module="tests.pipelines")
@@ -131,7 +142,7 @@ def run(model_dir, *bindings, **arguments):
     _losses.clear()
     gin.clear_config()
     try:
-        gin.parse_config([PIPELINE, *bindings])
+        gin.parse_config([PIPELINE, *map(textwrap.dedent, bindings)])
         for name, value in arguments.items():
             gin.bind_parameter(f"utils.run.{name}", value)
         utils.run(
