@@ -9,11 +9,10 @@ from tests.examples.test_examples import ROOT, run
 
 
 def test_it_learns():
-    output = run("gpt.py", "--steps=24")
+    output = run("gpt.py", "--steps=10")
     first, last = (float(x) for x in re.findall(r"(?:step|tenth): ([0-9.]+)", output))
     # 256 bytes: a uniform guess has 5.55.
-    assert first > 5
-    assert last < 4.5
+    assert first > 5 > last
 
 
 def test_the_line_to_add_changes_no_loss(monkeypatch):
