@@ -66,20 +66,24 @@ class DeviceInputs:
           For each input.
         """
         copies: dict[str, np.ndarray] = {}
-        if fed:
+
+        def given(name: str) -> Any:
+            if not fed:
+                return values[name]
             # What was fed is the caller's, who may write something else there while the step runs.
-            copies = {name: np.array(values[name]) for name in self.sources(inputs, fed)}
+            if name not in copies:
+                copies[name] = np.array(values[name])
+            return copies[name]
+
         found = []
         for one in inputs:
-            if not self._is_kept(one, fed):
-                names = [one.sources[c] for c in self._cores.local]
-                per_core = [copies.get(n, values[n]) for n in names]
-                value = put_on_devices(per_core, self._cores.local_devices)
-                if self._is_constant(one, fed):
-                    self._kept[one.sources] = value
-            else:
-                value = self._kept[one.sources]
-            found.append(value)
+            if self._is_kept(one, fed):
+                found.append(self._kept[one.sources])
+                continue
+            per_core = [given(one.sources[c]) for c in self._cores.local]
+            found.append(put_on_devices(per_core, self._cores.local_devices))
+            if self._is_constant(one, fed):
+                self._kept[one.sources] = found[-1]
         return found
 
     def _is_kept(self, one: ReplicaInput, fed: Collection[str]) -> bool:
