@@ -84,25 +84,18 @@ STARTER = (
 )
 
 
-def start():
-    return subprocess.Popen(
-        [sys.executable, "-c", STARTER],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_no_process_is_left_behind():
-    starters, pids = [start() for _ in range(3)], []
-    for number in range(3):
-        line = starters[number].stdout.readline()
-        if not line:
-            # Another program took a port in between.
-            starters[number] = start()
-            line = starters[number].stdout.readline()
-        pids.append([int(pid) for pid in line.split()])
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTER],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    pids = [[int(pid) for pid in starter.stdout.readline().split()] for starter in starters]
     try:
         # The starter is killed, or asked to end, or a process of the cluster is killed.
         starters[0].send_signal(signal.SIGKILL)
