@@ -24,7 +24,7 @@ from mtf_gradsync.optimizers import (
     skip_large_updates,
     skip_not_finite,
 )
-from mtf_gradsync.optimizers.state.resharding import ReshardingSaver
+from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, adapt_checkpoint
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
 from mtf_gradsync.session import session_config
@@ -41,6 +41,7 @@ __all__ = [
     "ReshardingSaver",
     "SyncReplicasOptimizer",
     "adafactor_decay_rate_per_update",
+    "adapt_checkpoint",
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "get_update_step",

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
-from mtf_gradsync.optimizers.state.resharding import adapt_checkpoint
+from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
 
 
 class MasterOps:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.state.resharding import ReshardingSaver, changes
+from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, changes
 from mtf_gradsync.train.errors import ConfigError
 
 # More differences than these are counted, not listed.
@@ -48,10 +48,10 @@ def check_fits(path: str, variables: list[Any], model_dir: str) -> None:
     except (tf.errors.OpError, ValueError) as error:
         raise ConfigError(f"checkpoint {path} cannot be read: {_first_line(error)}") from error
     problems = []
-    resharded = {n for n, change in changes(path).items() if change.num_shard_dims is not None}
+    adapted = {name for name, change in changes(path).items() if change.fits}
     for variable in variables:
         name, shape = variable.op.name, variable.shape.as_list()
-        if name in resharded:
+        if name in adapted:
             continue
         if name not in saved:
             problems.append(f"{name} is not in the checkpoint")

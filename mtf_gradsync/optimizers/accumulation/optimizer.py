@@ -288,7 +288,8 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     Returns:
       An int32 mtf scalar.
     """
-    return counter(mesh, f"{name}/update_step").value
+    # Without a wrapper every step was an update.
+    return counter(mesh, f"{name}/update_step", start="global_step").value
 
 
 def _floating(dtype: Any) -> tf.DType:

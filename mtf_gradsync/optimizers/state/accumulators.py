@@ -7,8 +7,9 @@ from typing import Any, Callable, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.optimizers.state.leave_out import zeros_where
+from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, note_sharded_state, state_variable
+from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, state_variable
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 
 
@@ -65,7 +66,7 @@ class Accumulators:
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          is_share: whether what a shard adds is 1/num_shards of its own gradient (`ShardedState`).
+          is_share: whether what a shard adds is 1/num_shards of its own gradient (`StateNote`).
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
@@ -84,7 +85,7 @@ class Accumulators:
                 if checkpointed:
                     # Without shard dims too: the checkpoint may come from a mesh with shards.
                     num_shard_dims = grad.shape.ndims - variable.shape.ndims
-                    note_sharded_state(accumulator, num_shard_dims, is_share)
+                    note_state(accumulator, num_shard_dims=num_shard_dims, is_share=is_share)
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
             self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
 

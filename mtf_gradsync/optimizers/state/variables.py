@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
+from mtf_gradsync.optimizers.state.restoring import note_state
 
 ACCUMULATOR = "gradient_accumulator"
-# tf.Graph collection of `ShardedState`, by which a checkpoint is read on other shards.
-SHARDED_STATE_COLLECTION = "mtf_gradsync/per_shard_state"
-
-
-class ShardedState(NamedTuple):
-    """A variable in checkpoints whose first dims number the shards, and what other shards get.
-
-    Attributes:
-      name: its name.
-      num_shard_dims: how many dims number the shards; 0 for a sum that is whole.
-      is_share: whether each shard's value is 1/num_shards of what it stands for, as the gradient
-        of a mean over all shards is.
-      fill: what every shard gets, a number or the name of a scalar variable; None for sums, which
-        keep their total.
-    """
-
-    name: str
-    num_shard_dims: int
-    is_share: bool = False
-    fill: int | str | None = None
 
 
 class UncheckpointedVariable(mtf.Variable):
@@ -97,7 +78,11 @@ def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.
 
 
 def counter(
-    mesh: mtf.Mesh, name: str, checkpointed: bool = True, stacked: bool = True
+    mesh: mtf.Mesh,
+    name: str,
+    checkpointed: bool = True,
+    stacked: bool = True,
+    start: int | str = 0,
 ) -> mtf.Variable:
     """An integer scalar that starts at 0.
 
@@ -107,12 +92,16 @@ def counter(
         a scope of its own finds the same counter.
       checkpointed: whether savers of global variables write it.
       stacked: as for `state_variable`.
+      start: what it begins with after a checkpoint that does not have it; see `StateNote`.
 
     Returns:
       An `mtf.Variable` of dtype int32.
     """
     with root_scope():
-        return state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed, stacked)
+        result = state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed, stacked)
+    if checkpointed:
+        note_state(result, start=start)
+    return result
 
 
 def state_variable(
@@ -143,14 +132,3 @@ def state_variable(
             mesh, name, shape, kind, initializer=tf.zeros_initializer(), trainable=False
         ).operation
     return UncheckpointedVariable(mesh, name, shape, dtype)
-
-
-def note_sharded_state(
-    variable: mtf.Variable,
-    num_shard_dims: int,
-    is_share: bool = False,
-    fill: int | str | None = None,
-) -> None:
-    """Records that the first dims of a variable number the shards; see `ShardedState`."""
-    note = ShardedState(variable.name, num_shard_dims, is_share, fill)
-    tf.add_to_collection(SHARDED_STATE_COLLECTION, note)

@@ -9,6 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.checks import check_variables
+from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.variables import unstacked
 
 AVERAGE = "ExponentialMovingAverage"
@@ -80,7 +81,7 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
     kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
     # By its whole name, so that it is the same in any scope.
     with root_scope():
-        return mtf.get_variable(
+        average = mtf.get_variable(
             variable.mesh,
             f"{variable.name}/{AVERAGE}",
             variable.shape,
@@ -90,6 +91,8 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
             ),
             trainable=False,
         ).operation
+    note_state(average, start=variable.name)
+    return average
 
 
 class MovingAverages(mtf.Operation):

@@ -6,11 +6,8 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.optimizers.state.variables import (
-    counter,
-    note_sharded_state,
-    state_variable,
-)
+from mtf_gradsync.optimizers.state.restoring import note_state
+from mtf_gradsync.optimizers.state.variables import counter, state_variable
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
@@ -48,19 +45,28 @@ def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -
 
     Returns:
       The variables, in checkpoints too. On another number of shards a checkpoint's counts are
-      added up or moved, and every replica starts with the step of the last update.
+      added up or moved, and every replica starts with the step of the last update; after a
+      checkpoint without them that is the global step.
     """
     shape = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     fills = {"local_step": f"{name}/update_step", "missed": 0}
+    # Without a wrapper every step was an update.
+    starts = {"local_step": f"{name}/update_step", "update_step": "global_step"}
     fields = {}
     for field in ReplicaState._fields:
         # Of a stacked variable nobody could tell where it is, and `Watch` reads some of these.
         if field not in _OF_REPLICAS:
-            fields[field] = counter(mesh, f"{name}/{field}", stacked=False)
+            start = starts.get(field, 0)
+            fields[field] = counter(mesh, f"{name}/{field}", stacked=False, start=start)
             continue
         with root_scope():
             variable = state_variable(mesh, f"{name}/{field}", shape, tf.int32, stacked=False)
-        note_sharded_state(variable, shape.ndims, fill=fills.get(field))
+        note_state(
+            variable,
+            num_shard_dims=shape.ndims,
+            fill=fills.get(field),
+            start=starts.get(field, 0),
+        )
         fields[field] = variable
     return ReplicaState(**fields)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state import resharding
+from mtf_gradsync.optimizers.state import notes, resharding
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps
@@ -105,7 +105,7 @@ class Program:
             self.to_masters = lowering.copy_slices_to_masters()
             self.init = tf.global_variables_initializer()
             self.masters = {v.op.name: v for v in tf.global_variables()}
-            self.saver = resharding.ReshardingSaver(max_to_keep=None)
+            self.saver = gs.ReshardingSaver(max_to_keep=None)
             self.plain_saver = tf.train.Saver()
 
     def run(self, feeds, restore=None, save=None, saver=None):
@@ -204,7 +204,7 @@ def test_the_same_mesh_restores_every_bit(programs, written, tmp_path):
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
     with programs("8").graph.as_default():
-        assert resharding.adapt_checkpoint(path, str(tmp_path / "unused")) == path
+        assert gs.adapt_checkpoint(path, str(tmp_path / "unused")) == path
     assert not (tmp_path / "unused").exists()
 
 
@@ -213,9 +213,9 @@ def test_adapted_checkpoints_restore_with_any_saver(programs, written, tmp_path)
     before = files(path)
     program = programs("2")
     with program.graph.as_default():
-        adapted = resharding.adapt_checkpoint(path, str(tmp_path))
-        assert resharding.adapt_checkpoint(adapted, str(tmp_path)) == adapted
-        again = resharding.adapt_checkpoint(path, str(tmp_path))
+        adapted = gs.adapt_checkpoint(path, str(tmp_path))
+        assert gs.adapt_checkpoint(adapted, str(tmp_path)) == adapted
+        again = gs.adapt_checkpoint(path, str(tmp_path))
     assert adapted == again == str(tmp_path / "model.ckpt")
     feeds = models.mlp_batches(STEPS)[WRITTEN_AFTER:]
     actual = program.run(feeds, restore=adapted, saver=program.plain_saver)
@@ -229,7 +229,7 @@ def test_beside_the_original_it_gets_another_name(programs, written, tmp_path):
     programs("8").run([], restore=written[0], save=path)
     before = files(path)
     with programs("2").graph.as_default():
-        assert resharding.adapt_checkpoint(path, str(tmp_path)) == f"{path}-resharded"
+        assert gs.adapt_checkpoint(path, str(tmp_path)) == f"{path}-resharded"
     after = files(path)
     assert {name: after[name] for name in before} == before
 
@@ -240,9 +240,9 @@ def test_another_variable_shape_is_still_an_error(written):
     shape = [4, models.INPUTS, models.HIDDEN + 1]
     with tf.Graph().as_default() as graph:
         tf.get_variable("w1/gradient_accumulator", shape)
-        note = resharding.ShardedState("w1/gradient_accumulator", 1)
-        tf.add_to_collection(resharding.SHARDED_STATE_COLLECTION, note)
-        saver = resharding.ReshardingSaver()
+        note = notes.StateNote("w1/gradient_accumulator", num_shard_dims=1)
+        tf.add_to_collection(notes.STATE_COLLECTION, note)
+        saver = gs.ReshardingSaver()
         with tf.Session(graph=graph) as session:
             with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* and \[4, 6, 9\] here"):
                 saver.restore(session, written[0])

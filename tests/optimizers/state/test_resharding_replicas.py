@@ -5,7 +5,6 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state import resharding
 from tests import harness, models, reference
 
 MESHES = {
@@ -47,7 +46,7 @@ class Program:
             self.to_masters = lowering.copy_slices_to_masters()
             self.init = tf.global_variables_initializer()
             self.masters = {v.op.name: v for v in tf.global_variables()}
-            self.saver = resharding.ReshardingSaver()
+            self.saver = gs.ReshardingSaver()
 
     @staticmethod
     def feed(batch, mask):

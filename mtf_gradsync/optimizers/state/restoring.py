@@ -1,0 +1,268 @@
+"""Reads checkpoints of other runs: without this wrapper, or of a mesh with other shards.
+
+What a wrapper keeps for each shard has a shape that follows the mesh: local accumulators, and what
+SyncReplicasOptimizer knows of each replica. Everything else has the same shape on every mesh. A
+run without the wrapper has none of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+import uuid
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.notes import STATE_COLLECTION, StateNote
+from mtf_gradsync.optimizers.state.resharding import reshard
+
+_logger = logging.getLogger(__name__)
+
+
+class Change(NamedTuple):
+    """State of a wrapper that a checkpoint has in another shape, or not at all.
+
+    Attributes:
+      saved_shape: the shape in the checkpoint, None where it is not there.
+      num_shard_dims: how many dims of the saved value number the shards; None if it differs in
+        more than its shards.
+      shape: the shape in the graph.
+      dtype: the dtype in the graph.
+      note: what the graph says of the variable.
+    """
+
+    saved_shape: tuple[int, ...] | None
+    num_shard_dims: int | None
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    note: StateNote
+
+    @property
+    def fits(self) -> bool:
+        """Whether the variable can be restored."""
+        return self.saved_shape is None or self.num_shard_dims is not None
+
+
+def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
+    """Finds state of wrappers that a checkpoint has in another shape, or not at all.
+
+    Args:
+      path: a checkpoint.
+      graph: the graph to restore into, with the optimizer's state in it; None is the default one.
+
+    Returns:
+      What differs, by variable name.
+    """
+    graph = graph or tf.get_default_graph()
+    notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
+    if not notes:
+        return {}
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    found = {}
+    for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
+        name, shape = variable.op.name, tuple(variable.shape.as_list())
+        if name not in notes:
+            continue
+        dtype, note = variable.dtype.base_dtype, notes[name]
+        if name not in saved:
+            found[name] = Change(None, None, shape, dtype, note)
+        elif tuple(saved[name]) != shape:
+            saved_shape, rest = tuple(saved[name]), shape[note.num_shard_dims :]
+            dims = len(saved_shape) - len(rest)
+            fits = dims >= 0 and saved_shape[dims:] == rest
+            found[name] = Change(saved_shape, dims if fits else None, shape, dtype, note)
+    return found
+
+
+def adapt_checkpoint(path: str, directory: str) -> str:
+    """Makes a checkpoint of another run restorable into the default graph.
+
+    That run may have had another mesh: sums that the shards hold are laid out anew by `reshard`,
+    and every replica of a SyncReplicasOptimizer begins with the step of the last update. Or it had
+    no wrapper: sums and counts begin at zero, moving averages at the variables, and steps that
+    count updates at the global step, since every step was one. All other values are copied. The
+    checkpoint itself is only read. Call it when the graph has its optimizer's state (after
+    `apply_grads`), for programs that make their own Saver; `ReshardingSaver` does it by itself.
+
+    Args:
+      path: a checkpoint.
+      directory: a directory to write to, made if it is not there. The new checkpoint has the name
+        of the old one there; in the directory of path itself, "<name>-resharded".
+
+    Returns:
+      The checkpoint to restore: path itself where everything fits, or the one that was written.
+
+    Raises:
+      ValueError: state of an optimizer differs in more than its shards. TensorFlow's own Saver
+        restores a resource variable of another shape without a word.
+    """
+    changed = changes(path)
+    if not changed:
+        return path
+    for name, change in sorted(changed.items()):
+        if not change.fits:
+            raise ValueError(
+                f"{name} has the shape {list(change.saved_shape or ())} in the checkpoint {path} "
+                f"and {list(change.shape)} here, which is more than another number of shards: the "
+                "checkpoint is of another model."
+            )
+    new = sorted(name for name, change in changed.items() if change.saved_shape is None)
+    if new:
+        more = f" and {len(new) - 2} more" if len(new) > 2 else ""
+        _logger.warning(
+            "The checkpoint %s has no %s%s: it is of a run without this wrapper, and they begin "
+            "as in a new run.",
+            path,
+            ", ".join(new[:2]),
+            more,
+        )
+    name = os.path.basename(path)
+    if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
+        name += "-resharded"
+    tf.io.gfile.makedirs(directory)
+    target = os.path.join(directory, name)
+    temporary = os.path.join(directory, f".resharding-{uuid.uuid4().hex}")
+    tf.io.gfile.makedirs(temporary)
+    try:
+        _write(path, os.path.join(temporary, name), changed)
+        # A checkpoint is there when its index is: it goes first and comes last.
+        if tf.io.gfile.exists(target + ".index"):
+            tf.io.gfile.remove(target + ".index")
+        files = tf.io.gfile.listdir(temporary)
+        for file in sorted(files, key=lambda file: file.endswith(".index")):
+            tf.io.gfile.rename(
+                os.path.join(temporary, file), os.path.join(directory, file), overwrite=True
+            )
+    finally:
+        tf.io.gfile.rmtree(temporary)
+    return target
+
+
+def _write(path: str, target: str, changed: dict[str, Change]) -> None:
+    reader = tf.train.load_checkpoint(path)
+    dtypes = reader.get_variable_to_dtype_map()
+    copied = sorted(set(dtypes) - set(changed))
+    new = {name: _value(reader, name, changed) for name in sorted(changed)}
+    with tf.Graph().as_default():
+        values = (
+            list(
+                tf.raw_ops.RestoreV2(
+                    prefix=path,
+                    tensor_names=copied,
+                    shape_and_slices=[""] * len(copied),
+                    dtypes=[dtypes[name] for name in copied],
+                )
+            )
+            if copied
+            else []
+        )
+        inputs = {name: tf.placeholder(value.dtype, value.shape) for name, value in new.items()}
+        save = tf.raw_ops.SaveV2(
+            prefix=target,
+            tensor_names=[*copied, *new],
+            shape_and_slices=[""] * (len(copied) + len(new)),
+            tensors=[*values, *inputs.values()],
+        )
+        with tf.Session() as session:
+            session.run(save, {inputs[name]: value for name, value in new.items()})
+
+
+def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
+    """The value of a variable, in a graph for which a checkpoint is changed."""
+    change = changed.get(name)
+    if change is None:
+        return reader.get_tensor(name)
+    if change.saved_shape is None:
+        return _filled(change.note.start, reader, change, changed)
+    if change.note.fill is not None:
+        return _filled(change.note.fill, reader, change, changed)
+    value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
+    if change.note.is_share:
+        saved = math.prod(change.saved_shape[: change.num_shard_dims])
+        shards = math.prod(change.shape[: change.note.num_shard_dims])
+        value = (value * (saved / shards)).astype(value.dtype)
+    return value
+
+
+def _filled(what: int | str, reader: Any, change: Change, changed: dict[str, Change]) -> np.ndarray:
+    value: Any = what
+    if isinstance(what, str):
+        is_known = what in changed or reader.has_tensor(what)
+        value = _value(reader, what, changed) if is_known else 0
+    dtype = change.dtype.as_numpy_dtype
+    return np.broadcast_to(np.asarray(value).astype(dtype), change.shape)
+
+
+class ReshardingSaver(tf.train.Saver):
+    """A `tf.train.Saver` that also restores checkpoints of other runs.
+
+    Those may be of another number of shards, or of a run without the wrapper; `adapt_checkpoint`
+    has the rules. Saves as its parent does. To restore such a checkpoint it writes an adapted copy,
+    which takes the checkpoint's size for a moment: to a directory for temporary files, or beside
+    the checkpoint where another machine restores it.
+    """
+
+    def restore(self, sess: Any, save_path: str) -> None:
+        """See `tf.train.Saver.restore`."""
+        is_elsewhere = "://" in str(save_path) or bool(getattr(sess, "sess_str", ""))
+        directory = (
+            os.path.join(os.path.dirname(save_path), f".adapted-{uuid.uuid4().hex}")
+            if is_elsewhere
+            else tempfile.mkdtemp()
+        )
+        try:
+            with sess.graph.as_default():
+                adapted = adapt_checkpoint(save_path, directory)
+            super().restore(sess, adapted)
+        finally:
+            if tf.io.gfile.exists(directory):
+                tf.io.gfile.rmtree(directory)
+
+
+class _Lowering(mtf.Lowering):
+    """A lowering whose graph's savers read checkpoints of other runs.
+
+    Pipelines make a plain saver, put it where sessions look for one, and copy the masters after it
+    restored them; `mtf.MtfRestoreHook` asks for that copy when all is built and before a session
+    begins.
+    """
+
+    def copy_masters_to_slices(self) -> tf.Operation:
+        """See `mtf.Lowering.copy_masters_to_slices`."""
+        for saver in tf.get_collection(tf.GraphKeys.SAVERS):
+            # Not those of others' classes, which may restore in their own way.
+            if type(saver) is tf.train.Saver:
+                saver.__class__ = ReshardingSaver
+        return super().copy_masters_to_slices()
+
+
+class _ReadsOtherCheckpoints(mtf.Operation):
+    """Makes a lowering a `_Lowering`; does nothing in a step."""
+
+    def __init__(self, mesh: mtf.Mesh):
+        super().__init__([], mesh=mesh, name="reads_other_checkpoints")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        if type(lowering) is mtf.Lowering:
+            lowering.__class__ = _Lowering
+
+
+def note_state(variable: mtf.Variable, **how: Any) -> None:
+    """Records how a variable is read from checkpoints of other runs.
+
+    Savers in the graph's collection of savers then read them by themselves, once an
+    `mtf.MtfRestoreHook` begins.
+
+    Args:
+      variable: a wrapper's variable, in checkpoints.
+      **how: fields of `StateNote` but for its name.
+    """
+    tf.add_to_collection(STATE_COLLECTION, StateNote(variable.name, **how))
+    graph = variable.graph
+    if not any(isinstance(op, _ReadsOtherCheckpoints) for op in reversed(graph.operations)):
+        _ReadsOtherCheckpoints(variable.mesh)
