@@ -21,6 +21,7 @@ from mtf_gradsync.optimizers import (
     SyncReplicasOptimizer,
     get_update_step,
     moving_average,
+    reported,
     skip_large_updates,
     skip_not_finite,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "per_update",
     "placement_mesh_impl",
     "reduce",
+    "reported",
     "session_config",
     "skip_large_updates",
     "skip_not_finite",

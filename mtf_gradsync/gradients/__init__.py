@@ -4,8 +4,10 @@ from mtf_gradsync.gradients.clipping import (
     check_clip_norm,
     clip_by_global_norm,
     clip_by_shard_norm,
+    clipping_of,
     global_norm,
     not_finite,
+    shard_norms,
     shards_not_finite,
 )
 from mtf_gradsync.gradients.copies import (
@@ -23,7 +25,7 @@ from mtf_gradsync.gradients.stages import (
     shard_dims_in,
     sum_shards,
 )
-from mtf_gradsync.gradients.told_apart import check_told_apart, mixed_gradients
+from mtf_gradsync.gradients.told_apart import check_told_apart, mixed_gradients, summed_elsewhere
 
 __all__ = [
     "StageOperation",
@@ -37,12 +39,15 @@ __all__ = [
     "check_told_apart",
     "clip_by_global_norm",
     "clip_by_shard_norm",
+    "clipping_of",
     "global_norm",
     "mixed_gradients",
     "not_finite",
     "on_present",
     "per_shard",
     "shard_dims_in",
+    "shard_norms",
     "shards_not_finite",
     "sum_shards",
+    "summed_elsewhere",
 ]

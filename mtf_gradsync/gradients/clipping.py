@@ -119,9 +119,15 @@ class SumOverGradients(StageOperation):
 
 
 class ScaleGradients(StageOperation):
-    """Multiplies gradients by one factor, or each shard's gradients by that shard's factor."""
+    """Multiplies gradients by one factor, or each shard's gradients by that shard's factor.
 
-    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor):
+    Attributes:
+      norm: their norm before.
+      factor: of the same shape.
+    """
+
+    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, norm: mtf.Tensor):
+        self.norm, self.factor = norm, factor
         super().__init__(
             [*grads, factor], [g.shape for g in grads], "scale_gradients", [g.dtype for g in grads]
         )
@@ -178,7 +184,7 @@ def _clip(
     factor = mtf.cwise(
         lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
     )
-    scaled = on_present(grads, lambda some: ScaleGradients(some, factor).outputs)
+    scaled = on_present(grads, lambda some: ScaleGradients(some, factor, norm).outputs)
     return scaled, norm
 
 
@@ -195,6 +201,36 @@ def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) ->
     """
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     return mtf.sqrt(SumOverGradients(list(grads), [], None, strategy).outputs[0])
+
+
+def shard_norms(
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
+) -> mtf.Tensor:
+    """The norm of each shard's gradients.
+
+    Args:
+      grads: gradients per shard (`[shard dims...] + var dims`), at least one.
+      axes: the replica axes.
+      reducer: as for `global_norm`.
+
+    Returns:
+      An mtf tensor of shape `[shard dims...]`, float32, or float64 if a gradient is.
+
+    Raises:
+      ValueError: gradients have different shard dims.
+    """
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    dims = _common_shard_dims(grads, axes)
+    return mtf.sqrt(SumOverGradients(list(grads), dims, axes, strategy).outputs[0])
+
+
+def clipping_of(grads: Sequence[mtf.Tensor]) -> ScaleGradients | None:
+    """The clipping that gradients come from, all of them and nothing else; None without."""
+    operations = {g.operation for g in grads}
+    (operation,) = operations if len(operations) == 1 else (None,)
+    if not isinstance(operation, ScaleGradients) or len(operation.outputs) != len(grads):
+        return None
+    return operation
 
 
 def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
@@ -227,6 +263,23 @@ def shards_not_finite(
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     dims = list(axes.shard_dims)
     return SumOverGradients(list(grads), dims, axes, strategy, _any_not_finite).outputs[0]
+
+
+def _common_shard_dims(
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes
+) -> Sequence[mtf.Dimension] | None:
+    """The shard dims that gradients have or get; None for no gradients."""
+    shard_dims = None
+    for grad in grads:
+        found = {d.name: d for d in shard_dims_in(grad.shape, axes)}
+        dims = [found.get(d.name, d) for d in axes.shard_dims]
+        if shard_dims not in (None, dims):
+            raise ValueError(
+                f"Gradients have different shard dims: {mtf.Shape(shard_dims)} and "
+                f"{mtf.Shape(dims)} (of {grad.name}); give each the same."
+            )
+        shard_dims = dims
+    return shard_dims
 
 
 def clip_by_shard_norm(
@@ -268,16 +321,7 @@ def clip_by_shard_norm(
     check_axes(axes)
     check_clip_norm(clip_norm)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    shard_dims = None
-    for grad in (g for g in grads if g is not None):
-        found = {d.name: d for d in shard_dims_in(grad.shape, axes)}
-        dims = [found.get(d.name, d) for d in axes.shard_dims]
-        if shard_dims not in (None, dims):
-            raise ValueError(
-                f"Gradients have different shard dims: {mtf.Shape(shard_dims)} and "
-                f"{mtf.Shape(dims)} (of {grad.name}); give each the same."
-            )
-        shard_dims = dims
+    shard_dims = _common_shard_dims([g for g in grads if g is not None], axes)
     shards = per_shard(grads, axes, strategy, accept_summed)
     return _clip(shards, clip_norm, shard_dims, axes, strategy)
 

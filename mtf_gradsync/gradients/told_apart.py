@@ -26,14 +26,38 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, mtf.O
     if not present or axes.num_shards == 1:
         return {}
 
+    flow = _flow(present, axes)
+    found = {i: flow.mixes_shards(g) for i, g in enumerate(grads) if g is not None}
+    return {i: operation for i, operation in found.items() if operation is not None}
+
+
+def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
+    """Finds gradients whose shards' parts take sums over other mesh axes than the replica axes.
+
+    Args:
+      grads: as for `mixed_gradients`.
+      axes: likewise.
+
+    Returns:
+      The position of each gradient for which `per_shard` may make a sum of its size.
+    """
+    present = [g for g in grads if g is not None]
+    if not present:
+        return []
+    flow = _flow(present, axes)
+    if any(use.first for use in flow.uses.values()):
+        return [i for i, g in enumerate(grads) if g is not None]
+    beyond = {g for g in present if flow.axes.get(g, frozenset()) - set(axes.mesh_axes)}
+    return [i for i, g in enumerate(grads) if g in beyond]
+
+
+def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
     def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
         del mesh
         return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
 
     layout = Layout(axis_of, lambda mesh: frozenset(axes.mesh_axes))
-    flow = Flow(present[0].graph, present, layout)
-    found = {i: flow.mixes_shards(g) for i, g in enumerate(grads) if g is not None}
-    return {i: operation for i, operation in found.items() if operation is not None}
+    return Flow(grads[0].graph, grads, layout)
 
 
 def check_told_apart(

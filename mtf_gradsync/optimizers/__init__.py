@@ -7,6 +7,7 @@ from mtf_gradsync.optimizers.accumulation.optimizer import (
 from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
+from mtf_gradsync.optimizers.report import reported, split_by_shard
 from mtf_gradsync.optimizers.sync_replicas.averages import moving_average
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -19,6 +20,8 @@ __all__ = [
     "Wrapper",
     "get_update_step",
     "moving_average",
+    "reported",
     "skip_large_updates",
     "skip_not_finite",
+    "split_by_shard",
 ]

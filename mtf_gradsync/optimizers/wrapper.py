@@ -11,6 +11,7 @@ from mtf_gradsync.compat_v1 import is_v1
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.seen import Seen, seen_now
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import Plan, advance_step, gated_update
@@ -37,6 +38,9 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
       axes: `ReplicaAxes`, or None if no mesh was given.
       reducer: the reduction strategy.
       name: name of the wrapper, a prefix of what it creates.
+      came: the gradients that it was given last; None before.
+      handed_on: those that it gave the inner optimizer.
+      shards: the same as came, per shard, where it has told the shards apart.
     """
 
     def __init__(
@@ -81,6 +85,9 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
             )
         self.name = name
         self._slots = SlotBook()
+        self.came: Seen | None = None
+        self.handed_on: Seen | None = None
+        self.shards: Seen | None = None
         self._check_inner_stack()
 
     # What a wrapper does.
@@ -209,6 +216,7 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
         """Applies the inner optimizer behind a gate, and remembers the slots that it makes."""
+        self.handed_on = seen_now(grads)
         graph = variables[0].graph
         before = set(graph.all_variables)
 
@@ -250,6 +258,7 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         self._check_shapes(grads, variables)
         if all(g is None for g in grads):
             return []
+        self.came, self.handed_on, self.shards = seen_now(grads), None, None
         stack = [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
         with contextlib.ExitStack() as undone:
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
@@ -333,7 +342,11 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         checks.check_step(global_step)
         return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
 
-    # The stack.
+    # What it tells, and the stack.
+
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """What this wrapper adds to `mtf_gradsync.reported`, by name."""
+        return {}
 
     def inner_stack(self) -> list[Any]:
         """The optimizers inside this one, from the outside in."""

@@ -24,6 +24,10 @@ class Branch:
         self.plan = plan
         self.updates = plan.collect(self, make)
 
+    def add(self, make: Callable[[], Sequence[mtf.Operation]]) -> None:
+        """Adds what another function makes, to run after the rest; before the graph is lowered."""
+        self.updates.extend(self.plan.collect(self, make))
+
 
 class Conditional(mtf.Operation):
     """Runs a branch when it is due; the operations of the branch are its updates.

@@ -89,6 +89,11 @@ class Plan:
         """Whether a branch is being built: what surrounds it waits, so its updates need not."""
         return self._open_branch is not None
 
+    @property
+    def open_branch(self) -> Any:
+        """The branch that is being built, None outside of any."""
+        return self._open_branch
+
     def collect(self, branch: Any, make: Callable[[], Sequence[mtf.Operation]]) -> list[Any]:
         """Gives a branch the operations that a function makes; variables stay outside.
 

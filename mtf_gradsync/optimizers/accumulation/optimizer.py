@@ -16,6 +16,7 @@ from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
+from mtf_gradsync.optimizers.seen import seen_now
 from mtf_gradsync.optimizers.state.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.state.variables import counter
@@ -185,6 +186,16 @@ class GradientAccumulationOptimizer(Wrapper):
         """
         return dict(self._progress)
 
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """See `mtf_gradsync.reported`."""
+        fields = self._progress
+        names = {
+            "update_step": "update step",
+            "accumulation/micro_step": "micro step",
+            "accumulation/skipped": "skipped",
+        }
+        return {tag: fields[name] for tag, name in names.items() if name in fields}
+
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + list(self._counters or ())
@@ -270,6 +281,8 @@ class GradientAccumulationOptimizer(Wrapper):
         local = [None if i in mixed else g for i, g in enumerate(grads)]
         summed = [g if i in mixed else None for i, g in enumerate(grads)]
         shards = per_shard(local, self.axes, self.reducer)
+        if not mixed:
+            self.shards = seen_now(shards)
         summed = self._summed(summed, variables)
         return [w if i in mixed else g for i, (g, w) in enumerate(zip(shards, summed))]
 

@@ -13,6 +13,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import check_told_apart, per_shard
 from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.seen import seen_now
 from mtf_gradsync.optimizers.state.accumulators import Accumulators, Bypass
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.sync_replicas import freshness
@@ -308,6 +309,19 @@ class SyncReplicasOptimizer(Wrapper):
             return {}
         return {"update step": now.update_step, "made": now.made, "dropped": now.dropped}
 
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """See `mtf_gradsync.reported`."""
+        now = self._now
+        if now is None:
+            return {}
+        return {
+            "update_step": now.update_step,
+            "sync_replicas/contributions": now.made,
+            "sync_replicas/dropped": now.dropped,
+            "sync_replicas/waiting_contributions": now.count,
+            "sync_replicas/steps_without_update": now.waiting,
+        }
+
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + list(self._state or ())
@@ -363,6 +377,8 @@ class SyncReplicasOptimizer(Wrapper):
             self, self.name, lambda: make_state(mesh, self.name, self.axes.shard_dims)
         )
         shards = per_shard(grads, self.axes, self.reducer, accept_summed=True)
+        if self.tells_replicas_apart:
+            self.shards = seen_now(shards)
         steps = freshness.steps_of_gradients(self._local_steps, before.local_step, self.axes)
         fresh = freshness.fresh_replicas(
             [g for g in shards if g is not None],

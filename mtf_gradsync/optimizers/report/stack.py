@@ -1,0 +1,138 @@
+"""All that a stack of optimizers reports, under stable names."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.optimizers.report import norms
+from mtf_gradsync.optimizers.report.kept import kept
+from mtf_gradsync.optimizers.seen import Seen
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.step import Branch
+
+
+def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
+    """What a stack of optimizers tells of the step that it is fetched with.
+
+    To be called once, after gradients were applied and before the graph is lowered; what is not
+    asked for costs nothing. Asked for, norms cost a pass over the gradients and a few numbers
+    across the mesh, and what clipping has computed is used again. The names, of which a stack has
+    those that it knows:
+
+    - `gradient_norm/applied`: norm of what the innermost optimizer gets: summed over the mesh,
+      clipped.
+    - `gradient_norm/before_clipping`: norm of the summed gradients before they were clipped by it.
+    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of what it adds to the sum
+      (of a mean over the batch, 1/num_shards of its own gradient), before clipping. Left out where
+      shards cannot be told apart, or only by communication of the size of gradients.
+    - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, where
+      that made the gradients that were applied.
+    - `update_step`: updates made.
+    - `accumulation/micro_step`: micro steps in the sum so far. `accumulation/skipped`: micro steps
+      left out so far.
+    - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
+      replica made and steps on which it made none, so far.
+      `sync_replicas/waiting_contributions`: contributions since the last update.
+      `sync_replicas/steps_without_update`: steps since the last update.
+
+    Counts are those after the step. Norms of shards are of the step (a micro step). Whole norms
+    inside an optimizer that skips updates are of the newest update: on the steps in between they
+    keep their values, and are NaN before the first update of a session.
+
+    Several wrappers of a kind: the outermost has the plain names, the others' end with "/" and the
+    wrapper's name.
+
+    Args:
+      opt: an optimizer. Each in its stack may have `reported()`, as wrappers do, which returns mtf
+        tensors by name.
+      axes: the replica axes, where no wrapper was told; None takes those of the mesh that the
+        program has made for this graph.
+
+    Returns:
+      mtf tensors by name: scalars, or of the shape of the shard dims (see `split_by_shard`), whole
+      on every processor; empty for optimizers of other libraries.
+    """
+    stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
+    values: dict[str, mtf.Tensor] = {}
+
+    def add(tag: str, value: mtf.Tensor | None, name: str) -> None:
+        if value is not None:
+            values[f"{tag}/{name}" if tag in values else tag] = value
+
+    wrappers = [one for one in stack if isinstance(one, Wrapper)]
+    if wrappers and opt.came is not None:
+        _add_norms(wrappers, axes, add)
+    for one in stack:
+        name = getattr(one, "name", type(one).__name__)
+        report = getattr(one, "reported", None)
+        for tag, value in (report() if callable(report) else {}).items():
+            add(tag, value, name)
+    return values
+
+
+def _add_norms(
+    wrappers: list[Wrapper],
+    axes: ReplicaAxes | None,
+    add: Callable[[str, mtf.Tensor | None, str], None],
+) -> None:
+    outer, inner = wrappers[0], wrappers[-1]
+    axes = axes or next((w.axes for w in wrappers if w.axes), None) or _axes_of_program(outer)
+    shards = next((w.shards for w in wrappers if w.shards), outer.came)
+    if axes and axes.num_shards > 1 and shards.branch is None:
+        own, clipped = norms.norms_of_shards(shards, axes, outer.reducer)
+        add("gradient_norm/of_shards", own, outer.name)
+        add("gradient_norm/of_shards_clipped", clipped, outer.name)
+    places = {w.handed_on.grads[0]: (w.handed_on, w.name) for w in wrappers if w.handed_on}
+    # Where the program itself has clipped what the optimizer was given.
+    places = {outer.came.grads[0]: (outer.came, "program"), **places}
+    of_branches: dict[Branch, dict[tuple[str, str], mtf.Tensor]] = {}
+
+    def add_whole(tag: str, norm: mtf.Tensor | None, seen: Seen, name: str) -> None:
+        if norm is not None and seen.branch is not None:
+            of_branches.setdefault(seen.branch, {})[tag, name] = norm
+        else:
+            add(tag, norm, name)
+
+    for seen, name in places.values():
+        add_whole("gradient_norm/before_clipping", norms.norm_before_clipping(seen), seen, name)
+    applied = inner.handed_on
+    if applied is not None:
+        norm = norms.whole_norm(applied, inner.reducer)
+        add_whole("gradient_norm/applied", norm, applied, inner.name)
+    for branch, found in of_branches.items():
+        held = kept(list(found.values()), branch, f"{inner.name}/reported")
+        for (tag, name), value in zip(found, held):
+            add(tag, value, name)
+
+
+def _axes_of_program(wrapper: Wrapper) -> ReplicaAxes | None:
+    try:
+        return axes_of_pipeline(type(wrapper).__name__, "the shards")
+    except ValueError:
+        return None
+
+
+def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars by name, as summaries want them.
+
+    Args:
+      values: scalars, and one value for each shard, by name: tf tensors of a known shape, arrays
+        or numbers.
+
+    Returns:
+      Scalars: those of a name with shards are under `<name>/shard_0` and so on, in row-major order
+      of the shard dims.
+    """
+    scalars: dict[str, Any] = {}
+    for tag, value in values.items():
+        shape = tuple(getattr(value, "shape", ()))
+        if not shape:
+            scalars[tag] = value
+            continue
+        each = (
+            tf.unstack(tf.reshape(value, [-1])) if isinstance(value, tf.Tensor) else value.ravel()
+        )
+        scalars.update((f"{tag}/shard_{number}", one) for number, one in enumerate(each))
+    return scalars
