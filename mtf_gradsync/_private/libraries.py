@@ -8,9 +8,9 @@ four things that it names while it is being imported:
 - ``tensorflow.python.tpu.tpu_config`` and ``.tpu_estimator``: gone from 2.16 on.
 
 Importing this module puts back exactly what is missing, and nothing where nothing is. The session
-hooks behind ``tf.estimator`` are TensorFlow's own, from ``tf.train``. What really needs Estimator
-is replaced by stand-ins that can be imported, subclassed and named in annotations, and that raise
-`EstimatorRemovedError` when a program tries to construct or call one.
+hooks behind ``tf.estimator`` are TensorFlow's own, from ``tf.train``. Specs and configs are data,
+and work. What really needs Estimator is replaced by stand-ins that can be imported, subclassed and
+named in annotations, and that raise `EstimatorRemovedError` when a program constructs or calls one.
 
 ``mesh_tensorflow.transformer`` is not imported here (it needs the ``train`` extra), but it can be
 imported afterwards.
@@ -33,6 +33,8 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python import tpu as _tpu_package
 from tensorflow.python.framework import ops as _ops
 
+from mtf_gradsync._private import estimator_stand_ins as _data
+
 __all__ = [
     "ESTIMATOR_AVAILABLE",
     "EstimatorRemovedError",
@@ -54,19 +56,16 @@ _V1_MODULES = (
 _ESTIMATOR_CLASSES = (
     "BestExporter",
     "Estimator",
-    "EstimatorSpec",
     "EvalSpec",
     "Exporter",
     "FinalExporter",
     "Head",
     "LatestExporter",
-    "RunConfig",
     "TrainSpec",
     "WarmStartSettings",
     "train_and_evaluate",
 )
-_TPU_CONFIG_CLASSES = ("RunConfig", "TPUConfig")
-_TPU_ESTIMATOR_CLASSES = ("TPUEstimator", "TPUEstimatorSpec")
+_TPU_ESTIMATOR_CLASSES = ("TPUEstimator",)
 
 
 class EstimatorRemovedError(RuntimeError):
@@ -76,9 +75,8 @@ class EstimatorRemovedError(RuntimeError):
 def _removed_message(what: str) -> str:
     return (
         f"{what} is not available: this is TensorFlow {_tf2.__version__}, and Estimator left "
-        f"TensorFlow after {_LAST_WITH_ESTIMATOR}. Install tensorflow<2.16 to use it, or train "
-        "without Estimator: a tf.compat.v1.train.MonitoredTrainingSession loop runs the same "
-        "Mesh-TensorFlow graph and takes the same session hooks."
+        f"TensorFlow after {_LAST_WITH_ESTIMATOR}. Put mtf_gradsync.estimator.Estimator in its "
+        "place, which runs the same model_fn, or install tensorflow<2.16."
     )
 
 
@@ -93,14 +91,6 @@ def _removed_class(name: str, module: str) -> type:
     return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": doc})
 
 
-class _ModeKeys:
-    """The mode names of Estimator, which model functions compare strings with."""
-
-    TRAIN = "train"
-    EVAL = "eval"
-    PREDICT = "infer"
-
-
 class _InputPipelineConfig:
     """TPUConfig's input modes, with the values that TensorFlow 2.15 gives them."""
 
@@ -109,6 +99,14 @@ class _InputPipelineConfig:
     PER_HOST_V2 = 3
     BROADCAST = 4
     SLICED = 5
+
+
+_TPU_CONFIG_DATA = {
+    "InputPipelineConfig": _InputPipelineConfig,
+    "RunConfig": _data.TPURunConfig,
+    "TPUConfig": _data.TPUConfig,
+}
+_TPU_DATA = {"TPUEstimatorSpec": _data.TPUEstimatorSpec, **_TPU_CONFIG_DATA}
 
 
 class _StandInModule(types.ModuleType):
@@ -139,7 +137,7 @@ def _is_stand_in(module: Any) -> bool:
 def _estimator_stand_in() -> types.ModuleType:
     """``tf.estimator`` with the session hooks of ``tf.train`` and stand-ins for the rest."""
     name = "tensorflow.compat.v1.estimator"
-    members: dict[str, Any] = {"ModeKeys": _ModeKeys}
+    members: dict[str, Any] = {"ModeKeys": _data.ModeKeys}
     # In TensorFlow 2.15 these names of tf.estimator are the very objects of tf.train.
     hooks = (
         "CheckpointSaverHook",
@@ -163,6 +161,13 @@ def _estimator_stand_in() -> types.ModuleType:
     )
     members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
     members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
+    tpu = {"TPUEstimator": _removed_class("TPUEstimator", f"{name}.tpu"), **_TPU_DATA}
+    members.update(
+        EstimatorSpec=_data.EstimatorSpec,
+        RunConfig=_data.RunConfig,
+        export=_stand_in_module(f"{name}.export", {"PredictOutput": _data.PredictOutput}),
+        tpu=_stand_in_module(f"{name}.tpu", tpu),
+    )
     return _stand_in_module(name, members)
 
 
@@ -223,13 +228,13 @@ ESTIMATOR_AVAILABLE: bool = (
 
 _restore_tensor_conversion(_ops)
 _restore_estimator([_tf2, tf, *(sys.modules[n] for n in _V1_MODULES if n in sys.modules)])
+_restore_tpu_module("tpu_config", _TPU_CONFIG_DATA)
 _restore_tpu_module(
-    "tpu_config",
+    "tpu_estimator",
     {
-        "InputPipelineConfig": _InputPipelineConfig,
-        **_removed_classes(_TPU_CONFIG_CLASSES, "tpu_config"),
+        "TPUEstimatorSpec": _data.TPUEstimatorSpec,
+        **_removed_classes(_TPU_ESTIMATOR_CLASSES, "tpu_estimator"),
     },
 )
-_restore_tpu_module("tpu_estimator", _removed_classes(_TPU_ESTIMATOR_CLASSES, "tpu_estimator"))
 
 import mesh_tensorflow as mtf  # noqa: E402 - only importable once the pieces above are back

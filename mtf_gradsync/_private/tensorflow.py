@@ -472,3 +472,32 @@ def number_of_tpu_shards() -> int | None:
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.get_tpu_context().number_of_shards
+
+
+# Sessions and summaries.
+
+
+def session_interface() -> type:
+    """The class that savers and hooks take sessions for.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.client import session
+
+    return session.SessionInterface
+
+
+def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
+    """The operations that open a graph's writers of version 2 summaries; input 0 is the writer.
+
+    Read on TensorFlow 2.12 to 2.21: ``summary_ops_v2`` keeps them in a collection.
+    """
+    return graph.get_collection("_SUMMARY_WRITER_V2")
+
+
+def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
+    """Adds listeners to a hook that saves checkpoints.
+
+    Read on TensorFlow 2.12 to 2.21; Estimator adds them in the same way.
+    """
+    hook._listeners.extend(listeners)

@@ -7,13 +7,15 @@ from typing import Any
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import restored_lowering
 
+_HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "prediction_hooks")
+
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
     """The lowerings in what a user gave.
 
     Args:
       given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
-        training hooks restore a lowering, or None.
+        hooks restore a lowering, or None.
 
     Returns:
       The lowerings.
@@ -26,7 +28,7 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
     if isinstance(given, mtf.Lowering):
         return [given]
     if hasattr(given, "training_hooks"):
-        hooks = [*(given.training_hooks or ()), *(getattr(given, "training_chief_hooks", ()) or ())]
+        hooks = [hook for name in _HOOKS for hook in getattr(given, name, ()) or ()]
         hooks = [h for h in hooks if isinstance(h, mtf.MtfRestoreHook)]
         found = [restored_lowering(hook) for hook in hooks]
         if found:
@@ -35,5 +37,5 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
         return list(given)
     raise TypeError(
         "lowering must be an mtf.Lowering, a list of them, or a spec that has an "
-        f"mtf.MtfRestoreHook among its training_hooks, got {given!r}."
+        f"mtf.MtfRestoreHook among its hooks, got {given!r}."
     )

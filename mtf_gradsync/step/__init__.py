@@ -1,7 +1,7 @@
 """One plan for a training step: what waits for what, what is read once, what runs only when due."""
 
 from mtf_gradsync.step.branch import Branch, Conditional
-from mtf_gradsync.step.count import AdvanceStep, advance_step
+from mtf_gradsync.step.count import AdvanceStep, advance_step, is_advanced
 from mtf_gradsync.step.gate import Gate, gated_update
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
@@ -16,4 +16,5 @@ __all__ = [
     "Plan",
     "advance_step",
     "gated_update",
+    "is_advanced",
 ]

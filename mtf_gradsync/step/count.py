@@ -66,3 +66,8 @@ def advance_step(
         )
         return count
     return AdvanceStep(mesh, step, update, name, amount)
+
+
+def is_advanced(update: Sequence[mtf.Operation]) -> bool:
+    """Whether a step counter of TensorFlow's, made by `advance_step`, is among operations."""
+    return any(isinstance(op, AdvanceStep) for op in update)

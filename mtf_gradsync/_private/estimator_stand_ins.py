@@ -1,0 +1,165 @@
+"""Estimator's data, for TensorFlows without Estimator.
+
+What a model_fn returns and what a program configures are plain data; with them a model_fn that was
+written for Estimator or TPUEstimator can be called, and run by `mtf_gradsync.estimator.Estimator`.
+Fields and defaults are those of TensorFlow 2.15.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Mapping, NamedTuple, Sequence
+
+
+class ModeKeys:
+    """The mode names of Estimator, which model functions compare strings with."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+def _check(spec: Any) -> None:
+    """Raises ValueError for a spec without what its mode needs."""
+    needed = {
+        ModeKeys.TRAIN: ("loss", "train_op"),
+        ModeKeys.EVAL: ("loss",),
+        ModeKeys.PREDICT: ("predictions",),
+    }
+    kind = type(spec).__name__
+    if spec.mode not in needed:
+        raise ValueError(f"mode of {kind} must be one of {list(needed)}, got {spec.mode!r}.")
+    missing = [name for name in needed[spec.mode] if getattr(spec, name) is None]
+    if missing:
+        raise ValueError(f"{kind} of mode {spec.mode!r} needs {' and '.join(missing)}.")
+
+
+class _EstimatorFields(NamedTuple):
+    mode: str
+    predictions: Any = None
+    loss: Any = None
+    train_op: Any = None
+    eval_metric_ops: Any = None
+    export_outputs: Any = None
+    training_chief_hooks: Sequence[Any] = ()
+    training_hooks: Sequence[Any] = ()
+    scaffold: Any = None
+    evaluation_hooks: Sequence[Any] = ()
+    prediction_hooks: Sequence[Any] = ()
+
+
+class _TPUFields(NamedTuple):
+    mode: str
+    predictions: Any = None
+    loss: Any = None
+    train_op: Any = None
+    eval_metrics: Any = None
+    export_outputs: Any = None
+    scaffold_fn: Any = None
+    host_call: Any = None
+    training_hooks: Sequence[Any] = ()
+    evaluation_hooks: Sequence[Any] = ()
+    prediction_hooks: Sequence[Any] = ()
+
+
+class EstimatorSpec(_EstimatorFields):
+    """What a model_fn returns."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> EstimatorSpec:
+        """Checks what the mode needs."""
+        spec = super().__new__(cls, *args, **kwargs)
+        _check(spec)
+        return spec
+
+
+class TPUEstimatorSpec(_TPUFields):
+    """What a model_fn for TPUEstimator returns."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TPUEstimatorSpec:
+        """Checks what the mode needs."""
+        spec = super().__new__(cls, *args, **kwargs)
+        _check(spec)
+        return spec
+
+
+class _Settings:
+    """Settings by name, defaults where a program gives none."""
+
+    _defaults: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, **settings: Any):
+        for name, value in {**self._defaults, **settings}.items():
+            setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({given})"
+
+
+class RunConfig(_Settings):
+    """How a program runs."""
+
+    _defaults = MappingProxyType(
+        {
+            "model_dir": None,
+            "tf_random_seed": None,
+            "save_summary_steps": 100,
+            "save_checkpoints_steps": None,
+            "save_checkpoints_secs": 600,
+            "session_config": None,
+            "keep_checkpoint_max": 5,
+            "keep_checkpoint_every_n_hours": 10000,
+            "log_step_count_steps": 100,
+        }
+    )
+
+    def __init__(self, model_dir: str | None = None, **settings: Any):
+        if settings.get("save_checkpoints_steps") is not None:
+            settings.setdefault("save_checkpoints_secs", None)
+        super().__init__(model_dir=model_dir, **settings)
+
+
+class TPUConfig(_Settings):
+    """How a program runs on a TPU."""
+
+    _defaults = MappingProxyType(
+        {
+            "iterations_per_loop": 2,
+            "num_shards": None,
+            "num_cores_per_replica": None,
+            "per_host_input_for_training": True,
+        }
+    )
+
+    def __init__(self, iterations_per_loop: int = 2, **settings: Any):
+        super().__init__(iterations_per_loop=iterations_per_loop, **settings)
+
+
+class TPURunConfig(RunConfig):
+    """How a program of TPUEstimator runs."""
+
+    def __init__(
+        self,
+        tpu_config: Any = None,
+        evaluation_master: Any = None,
+        master: Any = None,
+        cluster: Any = None,
+        **settings: Any,
+    ):
+        super().__init__(
+            tpu_config=tpu_config or TPUConfig(),
+            evaluation_master=evaluation_master,
+            master=master,
+            cluster=cluster,
+            **settings,
+        )
+
+
+class PredictOutput(NamedTuple):
+    """What an exported model predicts."""
+
+    outputs: Any

@@ -1,0 +1,416 @@
+"""Trains, evaluates and predicts with a model_fn, on every TensorFlow and every runtime."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import restored_lowering
+from mtf_gradsync._private.tensorflow import add_saving_listeners
+from mtf_gradsync.estimator.host import HostCallHook, Metrics
+from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels
+from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, check_runtime
+from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+
+_logger = logging.getLogger(__name__)
+_Modes = tf.estimator.ModeKeys
+
+
+class Estimator:
+    """Runs a model_fn that was written for Estimator or TPUEstimator.
+
+    It stands where one of them stood, with the same arguments, and needs neither: TensorFlow
+    dropped both after 2.15. The model_fn's specs may have hooks, a scaffold or scaffold_fn,
+    host_call, eval_metrics or eval_metric_ops; all of them are used as there. Sessions are
+    TensorFlow's monitored sessions on every runtime.
+
+        runs = estimator.Estimator(model_fn, "runs/mine", params=params)
+        runs.train(input_fn, max_steps=1000)
+        print(runs.evaluate(input_fn, steps=10))
+
+    What differs: a TPU's cores each take a part of the batch from the host, here every core sees
+    the whole batch, as Mesh-TensorFlow programs ask for by `InputPipelineConfig.BROADCAST`; and
+    metrics and host_call see every value once, not once for each core.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: str | None = None,
+        config: Any = None,
+        params: Any = None,
+        *,
+        use_tpu: bool = False,
+        runtime: str | None = None,
+        num_cores: int | None = None,
+        train_batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        predict_batch_size: int | None = None,
+    ):
+        """Takes a model_fn; nothing is built before `train`, `evaluate` or `predict`.
+
+        Args:
+          model_fn: takes features and, where it names them, labels, mode, params and config;
+            returns an EstimatorSpec or a TPUEstimatorSpec.
+          model_dir: where checkpoints and summaries are; None takes config's.
+          config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
+            model_dir, session_config, tf_random_seed, save_checkpoints_steps and
+            save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
+            and tpu_config.num_shards.
+          params: a dict, or anything with attributes that can be copied. A dict gets "use_tpu",
+            "batch_size" where one is given, and on a SIMD program "context".
+          use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
+          runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
+            has, with use_tpu, and "placement_mesh" without.
+          num_cores: of a SIMD program; None takes config.tpu_config.num_shards.
+          train_batch_size: what params["batch_size"] is in training; None leaves it alone.
+          eval_batch_size: likewise in evaluation.
+          predict_batch_size: likewise for predictions.
+
+        Raises:
+          TypeError: model_fn is no function.
+          ValueError: there is no such runtime, or it does not run here.
+        """
+        if not callable(model_fn):
+            raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
+        self._model_fn = model_fn
+        self.config = copy.copy(config) if config is not None else tf.estimator.RunConfig()
+        self.model_dir = model_dir or getattr(self.config, "model_dir", None)
+        if self.model_dir and self.model_dir != getattr(self.config, "model_dir", None):
+            self.config = _with_model_dir(self.config, self.model_dir)
+        self.params = params
+        tpu_config = getattr(self.config, "tpu_config", None)
+        self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
+        self.runtime = check_runtime(runtime, use_tpu, self._num_cores)
+        self._batch_sizes = {
+            _Modes.TRAIN: train_batch_size,
+            _Modes.EVAL: eval_batch_size,
+            _Modes.PREDICT: predict_batch_size,
+        }
+
+    def latest_checkpoint(self) -> str | None:
+        """The newest checkpoint of model_dir, or None."""
+        return tf.train.latest_checkpoint(self.model_dir) if self.model_dir else None
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[Any] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence[Any] | None = None,
+    ) -> Estimator:
+        """Trains, from the newest checkpoint of model_dir where there is one.
+
+        Args:
+          input_fn: makes a Dataset, or tensors; see `features_and_labels`.
+          hooks: more session hooks.
+          steps: how many steps to make; None for all that the input has.
+          max_steps: the global step to stop at; only one of the two.
+          saving_listeners: listeners of the checkpoint saver.
+
+        Returns:
+          Itself.
+
+        Raises:
+          ValueError: both of steps and max_steps are given, or the spec has no way to save for
+            saving_listeners.
+        """
+        if steps is not None and max_steps is not None:
+            raise ValueError(f"Give steps or max_steps, not both: got {steps} and {max_steps}.")
+        if max_steps is not None and self._step_saved() >= max_steps:
+            _logger.info("The checkpoint has %d steps already.", max_steps)
+            return self
+        with self._graph():
+            spec, scaffold, runs = self._build(input_fn, _Modes.TRAIN)
+            step = tf.train.get_global_step()
+            every = self._setting("log_step_count_steps")
+            all_hooks = [*(hooks or ()), tf.train.NanTensorHook(spec.loss)]
+            if steps is not None or max_steps is not None:
+                all_hooks.append(tf.train.StopAtStepHook(steps, max_steps))
+            if every:
+                shown = {"loss": spec.loss, "step": step}
+                all_hooks.append(tf.train.LoggingTensorHook(shown, every_n_iter=every))
+            all_hooks += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
+            if getattr(spec, "host_call", None):
+                all_hooks.append(HostCallHook(spec.host_call))
+            all_hooks += self._writers(all_hooks, scaffold, runs.is_program)
+            _listen(all_hooks, saving_listeners)
+            sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
+            with tf.train.MonitoredSession(sessions, all_hooks) as session:
+                while not session.should_stop():
+                    session.run([spec.train_op, spec.loss])
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluates a checkpoint.
+
+        Args:
+          input_fn: as for `train`.
+          steps: how many steps to make; None for all that the input has.
+          hooks: more session hooks.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir.
+          name: summaries go to "eval_<name>" in model_dir, "eval" without one.
+
+        Returns:
+          The mean loss as "loss", the metrics, and "global_step", by name.
+
+        Raises:
+          ValueError: there is no checkpoint, or no input.
+        """
+        path = self._checkpoint(checkpoint_path)
+        with self._graph():
+            spec, scaffold, runs = self._build(input_fn, _Modes.EVAL)
+            metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
+            if metric_ops and runs.is_program:
+                raise ValueError(
+                    "eval_metric_ops would be part of the program of a core; give eval_metrics, in "
+                    "a TPUEstimatorSpec, which run on the host."
+                )
+            eval_metrics = getattr(spec, "eval_metrics", None)
+            metrics = Metrics(eval_metrics) if eval_metrics else None
+            fetches = {
+                "loss": spec.loss,
+                "tensors": metrics.tensors if metrics else (),
+                "updates": [update for _, update in metric_ops.values()],
+            }
+            values = {name: value for name, (value, _) in metric_ops.items()}
+            step = tf.train.get_global_step()
+            all_hooks = [*(hooks or ()), *spec.evaluation_hooks]
+            if getattr(spec, "host_call", None):
+                all_hooks.append(HostCallHook(spec.host_call))
+            losses, result = [], {}
+            sessions = runs.sessions(spec, scaffold, lambda: path)
+            with tf.train.MonitoredSession(sessions, all_hooks) as session:
+                global_step = _without_hooks(session, step)
+                try:
+                    while steps is None or len(losses) < steps:
+                        fetched = session.run(fetches)
+                        losses.append(fetched["loss"])
+                        if metrics:
+                            metrics.add(fetched["tensors"])
+                except (tf.errors.OutOfRangeError, StopIteration):
+                    pass
+                if values and losses:
+                    result.update(_without_hooks(session, values))
+            if not losses:
+                raise ValueError("The input of the evaluation is empty.")
+        result.update(metrics.result() if metrics else {})
+        result.update(loss=np.float32(np.mean(losses)), global_step=int(global_step))
+        if self.model_dir:
+            _write_summary(os.path.join(self.model_dir, f"eval_{name}" if name else "eval"), result)
+        return result
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Sequence[str] | str | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Predicts with a checkpoint.
+
+        Args:
+          input_fn: as for `train`; its labels are not used.
+          predict_keys: which predictions; None for all.
+          hooks: more session hooks.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir.
+          yield_single_examples: whether to yield examples, or batches as they come.
+
+        Yields:
+          Predictions by name, or arrays where the model predicts a single tensor.
+
+        Raises:
+          ValueError: there is no checkpoint, no such key, or predictions of a batch differ in
+            length.
+        """
+        path = self._checkpoint(checkpoint_path)
+        with self._graph():
+            spec, scaffold, runs = self._build(input_fn, _Modes.PREDICT)
+            predictions = _chosen(spec.predictions, predict_keys)
+            all_hooks = [*(hooks or ()), *spec.prediction_hooks]
+            sessions = runs.sessions(spec, scaffold, lambda: path)
+            monitored = tf.train.MonitoredSession(sessions, all_hooks)
+        # Not within the graph: whoever takes the predictions may build one in between.
+        with monitored as session:
+            while not session.should_stop():
+                try:
+                    batch = session.run(predictions)
+                except (tf.errors.OutOfRangeError, StopIteration):
+                    break
+                yield from _examples(batch) if yield_single_examples else [batch]
+
+    # What the three have in common.
+
+    def _graph(self) -> Any:
+        """The default graph of one call, as a context manager."""
+        graph = tf.Graph()
+        seed = self._setting("tf_random_seed")
+        if seed is not None:
+            with graph.as_default():
+                tf.set_random_seed(seed)
+        return graph.as_default()
+
+    def _build(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, Any]:
+        """Builds a step; returns the spec, its scaffold and where it runs."""
+        if self.runtime == "placement_mesh":
+            runs = OnDevices(self._setting("session_config"))
+        else:
+            runs = OnCores(self.runtime, self._num_cores)
+        tf.train.get_or_create_global_step()
+        params = self._params(mode, runs.is_program)
+        features, labels = features_and_labels(input_fn, mode, params, self.config)
+        with runs.building() as context:
+            if context is not None:
+                params["context"] = context
+            spec = call_with_known(
+                self._model_fn,
+                features=features,
+                labels=labels,
+                mode=mode,
+                params=params,
+                config=self.config,
+            )
+        scaffold_fn = getattr(spec, "scaffold_fn", None)
+        scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
+        has_saver = scaffold is not None and scaffold.saver is not None
+        if mode == _Modes.TRAIN and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
+            keep = self._setting("keep_checkpoint_max") or 0
+            saver = ReshardingSaver(sharded=True, max_to_keep=keep, save_relative_paths=True)
+            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+        return spec, scaffold, runs
+
+    def _setting(self, name: str) -> Any:
+        return getattr(self.config, name, None)
+
+    def _params(self, mode: str, is_program: bool) -> Any:
+        """The params of a call, with what TPUEstimator adds to them."""
+        params = copy.deepcopy(self.params) if self.params is not None else {}
+        if isinstance(params, dict):
+            params["use_tpu"] = is_program
+            if self._batch_sizes[mode] is not None:
+                params["batch_size"] = self._batch_sizes[mode]
+        return params
+
+    def _checkpoint(self, path: str | None) -> str:
+        path = path or self.latest_checkpoint()
+        if not path:
+            raise ValueError(
+                f"There is no checkpoint in model_dir {self.model_dir!r}: train first, or give "
+                "checkpoint_path."
+            )
+        return path
+
+    def _step_saved(self) -> int:
+        path = self.latest_checkpoint()
+        return int(tf.train.load_variable(path, "global_step")) if path else 0
+
+    def _writers(self, hooks: Sequence[Any], scaffold: Any, is_program: bool) -> list[Any]:
+        """Hooks that write what no other hook writes: checkpoints and summaries."""
+        made: list[Any] = []
+        if not self.model_dir:
+            return made
+        steps = self._setting("save_checkpoints_steps")
+        seconds = None if steps else self._setting("save_checkpoints_secs")
+        has_saver = any(isinstance(hook, tf.train.CheckpointSaverHook) for hook in hooks)
+        if not has_saver and (steps or seconds):
+            restores = [hook for hook in hooks if isinstance(hook, mtf.MtfRestoreHook)]
+            made.append(
+                tf.train.CheckpointSaverHook(
+                    self.model_dir,
+                    save_secs=seconds,
+                    save_steps=steps,
+                    saver=(scaffold and scaffold.saver)
+                    or tf.get_collection(tf.GraphKeys.SAVERS)[0],
+                    listeners=[
+                        mtf.MtfCheckpointSaverListener(restored_lowering(hook)) for hook in restores
+                    ],
+                )
+            )
+        every = self._setting("log_step_count_steps")
+        if every:
+            made.append(tf.train.StepCounterHook(every, output_dir=self.model_dir))
+        every = self._setting("save_summary_steps")
+        # A program's summaries are part of it; host_call has those that leave it.
+        if every and not is_program and tf.get_collection(tf.GraphKeys.SUMMARIES):
+            made.append(
+                tf.train.SummarySaverHook(
+                    every, output_dir=self.model_dir, summary_op=tf.summary.merge_all()
+                )
+            )
+        return made
+
+
+def _with_model_dir(config: Any, model_dir: str) -> Any:
+    """A config for another directory."""
+    if hasattr(config, "replace"):
+        return config.replace(model_dir=model_dir)
+    config.model_dir = model_dir
+    return config
+
+
+def _listen(hooks: Sequence[Any], listeners: Sequence[Any] | None) -> None:
+    """Adds listeners to the first hook that saves checkpoints."""
+    if not listeners:
+        return
+    savers = [hook for hook in hooks if isinstance(hook, tf.train.CheckpointSaverHook)]
+    if not savers:
+        raise ValueError(
+            "saving_listeners need checkpoints: give config a model_dir and save_checkpoints_steps "
+            "or save_checkpoints_secs, or the spec a CheckpointSaverHook."
+        )
+    add_saving_listeners(savers[0], listeners)
+
+
+def _without_hooks(session: Any, fetches: Any) -> Any:
+    # The argument's name is prescribed.
+    return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
+
+
+def _chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
+    if keys is None:
+        return predictions
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    has = list(predictions) if isinstance(predictions, dict) else []
+    missing = [key for key in keys if key not in has]
+    if missing:
+        raise ValueError(f"predict_keys has {missing}; the model predicts {has}.")
+    return {key: predictions[key] for key in keys}
+
+
+def _examples(batch: Any) -> Iterator[Any]:
+    if not isinstance(batch, dict):
+        yield from batch
+        return
+    lengths = {name: len(values) for name, values in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"Predictions of a batch must have one row for each example, got {lengths}; "
+            "yield_single_examples=False yields batches as they are."
+        )
+    for number in range(next(iter(lengths.values()))):
+        yield {name: values[number] for name, values in batch.items()}
+
+
+def _write_summary(directory: str, result: dict[str, Any]) -> None:
+    """Writes the scalars of an evaluation for TensorBoard."""
+    values = [
+        tf.Summary.Value(tag=name, simple_value=float(value))
+        for name, value in sorted(result.items())
+        if name != "global_step" and np.ndim(value) == 0
+    ]
+    with tf.Graph().as_default(), tf.summary.FileWriter(directory) as writer:
+        writer.add_summary(tf.Summary(value=values), result["global_step"])

@@ -1,0 +1,79 @@
+"""The mesh of a model_fn: cores of a TPU where it was called for one, devices otherwise."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce import placement_mesh_impl
+
+# Bytes that the first host keeps free for each core's programs.
+_PROGRAM_BYTES = 300_000_000
+
+
+class ModelMesh(NamedTuple):
+    """What a model is lowered on.
+
+    Attributes:
+      impl: the mesh implementation.
+      variable_placer: places masters on hosts, for `mtf.Mesh`; None where the device is free.
+      is_simd: whether all processors run one program.
+    """
+
+    impl: mtf.MeshImpl
+    variable_placer: Any
+    is_simd: bool
+
+
+def model_mesh(
+    mesh_shape: Any, layout: Any, context: Any = None, devices: Sequence[str] | None = None
+) -> ModelMesh:
+    """Makes the mesh of a model_fn.
+
+    Args:
+      mesh_shape: Mesh-TF's mesh shape.
+      layout: Mesh-TF's layout rules.
+      context: what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
+        ``params["context"]``; None for a placement mesh.
+      devices: of a placement mesh, a device string for each processor; None for virtual CPU
+        devices.
+
+    Returns:
+      The mesh.
+
+    Raises:
+      ValueError: devices does not fit the mesh, or the mesh does not fit the cores.
+    """
+    shape = mtf.convert_to_shape(mesh_shape)
+    layout = mtf.convert_to_layout_rules(layout)
+    if context is None:
+        devices = devices or [f"/device:CPU:{number}" for number in range(shape.size)]
+        return ModelMesh(placement_mesh_impl(shape, layout, list(devices)), None, False)
+    if shape.size != context.num_replicas:
+        raise ValueError(
+            f"The mesh {shape.to_string} has {shape.size} processors, and the program runs on "
+            f"{context.num_replicas} cores: give mesh_shape as many processors as there are cores."
+        )
+    hosts = [
+        context.tpu_host_placement_function(host_id=number) for number in range(context.num_hosts)
+    ]
+    in_use = [_PROGRAM_BYTES * context.num_replicas] + [0] * (len(hosts) - 1)
+    physical = [int(size) for size in context.device_assignment.topology.mesh_shape]
+    if len(physical) == 4:
+        physical = mtf.simd_mesh_impl.physical_shape_3d_from_topology_proto_4d(physical)
+    order = mtf.simd_mesh_impl.auto_logical_to_physical_tpu(
+        shape.to_integer_list, physical, device_assignment=context.device_assignment
+    )
+    impl = mtf.simd_mesh_impl.SimdMeshImpl(
+        shape,
+        layout,
+        [""] * shape.size,
+        context.device_assignment,
+        logical_to_physical=order,
+    )
+    return ModelMesh(impl, mtf.utils.BalancedVariablePlacer(hosts, in_use), True)
+
+
+def outside_programs() -> Any:
+    """A context manager for what stands outside of a TPU program that is being built."""
+    return tf.control_dependencies(None)

@@ -1,0 +1,64 @@
+"""Scalars of a training step as TensorBoard summaries, on every kind of mesh."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+import tensorflow as tf2
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers import split_by_shard
+
+
+def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Scalars to be written: those given, and what `mtf.scalar_summary` collected in the graph.
+
+    Args:
+      lowering: exports mtf tensors.
+      values: mtf or tf tensors by name, scalars or one value for each shard.
+
+    Returns:
+      float32 scalars by name.
+    """
+    exported = {
+        name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
+        for name, x in values.items()
+    }
+    scalars = dict(tf.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY))
+    scalars.update(split_by_shard(exported))
+    return {name: tf.cast(tf.reshape(x, []), tf.float32) for name, x in scalars.items()}
+
+
+def write_in_graph(scalars: Mapping[str, tf.Tensor]) -> None:
+    """Adds summaries to the graph, for a `tf.train.SummarySaverHook`."""
+    for name, value in scalars.items():
+        tf.summary.scalar(name, value)
+
+
+def write_on_host(
+    scalars: Mapping[str, tf.Tensor], model_dir: str | None
+) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
+    """A host_call that writes summaries of what a TPU program computes.
+
+    Args:
+      scalars: float32 scalars of the program.
+      model_dir: where event files go; None writes nothing.
+
+    Returns:
+      A function and its tensors, as TPUEstimatorSpec takes them; None where there is nothing to
+      write, since TPUEstimator would wait for it.
+    """
+    if not scalars or not model_dir:
+        return None
+    names = list(scalars)
+
+    def write(step: tf.Tensor, *values: tf.Tensor) -> Any:
+        # A host gets the values of all its cores in a row; they are the same.
+        with tf2.summary.create_file_writer(model_dir).as_default():
+            for name, value in zip(names, values):
+                tf2.summary.scalar(name, value[0], step=tf.cast(step[0], tf.int64))
+            return tf.summary.all_v2_summary_ops()
+
+    # TPUs have no int64 outfeed.
+    step = tf.reshape(tf.cast(tf.train.get_global_step(), tf.int32), [1])
+    return write, [step] + [tf.reshape(scalars[name], [1]) for name in names]

@@ -1,0 +1,98 @@
+"""A model_fn for pictures of digits, as a user writes it with `SpecBuilder`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import mtf_gradsync as gs
+from mtf_gradsync import estimator
+from mtf_gradsync._private.libraries import mtf, tf
+
+MESH, LAYOUT, CORES = "rows:2;cols:2", "batch:rows;hidden:cols", 4
+BATCH, STEPS = 16, 6
+
+
+def adam():
+    return mtf.optimize.AdamWeightDecayOptimizer(0.01)
+
+
+OPTIMIZERS = {
+    "bare": adam,
+    "cross_shard": lambda: gs.CrossShardOptimizer(adam()),
+    "local": lambda: gs.GradientAccumulationOptimizer(gs.ClipByGlobalNormOptimizer(adam(), 1.0), 2),
+    "synced": lambda: gs.GradientAccumulationOptimizer(adam(), 2, accumulate="synced"),
+    "sync_replicas": lambda: gs.SyncReplicasOptimizer(adam(), 3),
+}
+
+
+def network(images):
+    """A hidden layer; returns the logits."""
+    pixel = images.shape[-1]
+    hidden, digit = mtf.Dimension("hidden", 8), mtf.Dimension("digit", 10)
+    h = mtf.layers.dense(images, hidden, [pixel], activation=mtf.relu, name="hidden")
+    return mtf.layers.dense(h, digit, [hidden], name="logits")
+
+
+def metrics(labels, logits):
+    found = tf.argmax(logits, -1, output_type=tf.int32)
+    return {"accuracy": tf.metrics.accuracy(labels, found)}
+
+
+def model_fn(features, labels, mode, params, config):
+    build = estimator.SpecBuilder(mode, params, config, mesh_shape=MESH, layout=LAYOUT)
+    batch = mtf.Dimension("batch", BATCH)
+    images = mtf.import_tf_tensor(
+        build.mesh, features["image"], mtf.Shape([batch, mtf.Dimension("pixel", 64)])
+    )
+    logits = network(images)
+    digit = logits.shape[-1]
+    if mode == tf.estimator.ModeKeys.PREDICT:
+        return build.predict({"digit": mtf.argmax(logits, digit), "logits": logits})
+    labels = mtf.import_tf_tensor(build.mesh, labels, mtf.Shape([batch]))
+    losses = mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, digit), digit)
+    loss = mtf.reduce_mean(losses)
+    if mode == tf.estimator.ModeKeys.EVAL:
+        return build.evaluate(loss, metrics, {"labels": labels, "logits": logits})
+    optimizer = OPTIMIZERS[params["optimizer"]]()
+    variables = build.graph.trainable_variables
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    shown = optimizer if isinstance(optimizer, gs.CrossShardOptimizer) else None
+    return build.train(loss, optimizer.apply_grads(grads, variables), shown)
+
+
+def input_fn(mode):
+    """The same batches in the same order: a noisy picture for each of ten digits."""
+    random = np.random.RandomState(0)
+    digits = random.randint(0, 10, BATCH * 2 * STEPS).astype(np.int32)
+    images = random.rand(10, 64)[digits] + 0.1 * random.randn(len(digits), 64)
+    images = images.astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices(({"image": images}, digits))
+    data = data.batch(BATCH, drop_remainder=True)
+    return data if mode == tf.estimator.ModeKeys.TRAIN else data.take(2)
+
+
+def skipping(batches):
+    """An input_fn that begins some batches later, as a restarted program's does."""
+    return lambda mode: input_fn(mode).skip(batches)
+
+
+def seen(losses):
+    """A hook that appends the loss of every step, under whatever name it has in the graph."""
+
+    class Loss(tf.train.SessionRunHook):
+        def begin(self):
+            (self.loss,) = tf.get_collection("loss to see")
+
+        def before_run(self, run_context):
+            return tf.train.SessionRunArgs(self.loss)
+
+        def after_run(self, run_context, run_values):
+            losses.append(run_values.results)
+
+    return Loss()
+
+
+def with_loss_seen(features, labels, mode, params, config):
+    spec = model_fn(features, labels, mode, params, config)
+    tf.add_to_collection("loss to see", spec.loss)
+    return spec

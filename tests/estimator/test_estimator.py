@@ -1,0 +1,280 @@
+"""Model functions train, evaluate, predict and restart alike, whatever runs them."""
+
+import functools
+import glob
+import os
+
+import numpy as np
+import pytest
+
+from mtf_gradsync import estimator, xla
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
+from tests.estimator import by_hand, digits
+
+# isort: split
+from tensorflow.python.tpu import tpu_config, tpu_estimator
+
+EPS = np.finfo(np.float32).eps
+# Sums of 64 products, of 16 examples, in any order, six times over; Adam divides by a root of them.
+TOLERANCE = digits.STEPS * 64 * 16 * EPS
+with_estimator = pytest.mark.skipif(
+    not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no Estimator"
+)
+RUNTIMES = [
+    "placement_mesh",
+    "cpu_replicas",
+    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
+        bool(xla.why_no_xla()), reason=xla.why_no_xla())]),
+]  # fmt: skip
+
+
+def config(**settings):
+    settings = {
+        "tf_random_seed": 1,
+        "save_checkpoints_steps": 3,
+        "save_summary_steps": 1,
+        **settings,
+    }
+    return estimator.run_config(mesh_shape=digits.MESH, **settings)
+
+
+def tpu_run_config(model_dir, **settings):
+    """As GPT-Neo's main has it."""
+    return estimator.run_config(
+        str(model_dir),
+        digits.MESH,
+        tpu_config.TPUConfig(
+            iterations_per_loop=1,
+            num_shards=digits.CORES,
+            num_cores_per_replica=1,
+            per_host_input_for_training=tpu_config.InputPipelineConfig.BROADCAST,
+        ),
+        **{
+            "tf_random_seed": 1,
+            "save_checkpoints_steps": None,
+            "save_checkpoints_secs": None,
+            **settings,
+        },
+    )
+
+
+def ours(directory, optimizer="cross_shard", runtime="placement_mesh", fn=digits.with_loss_seen):
+    return estimator.Estimator(
+        fn, str(directory), config(), {"optimizer": optimizer},
+        runtime=runtime, num_cores=digits.CORES,
+    )  # fmt: skip
+
+
+def train(runs, steps=digits.STEPS, input_fn=digits.input_fn):
+    """Trains; returns the losses."""
+    losses = []
+    runs.train(input_fn, hooks=[digits.seen(losses)], steps=steps)
+    return losses
+
+
+def variables(directory):
+    reader = tf.train.load_checkpoint(str(directory))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+def summaries(directory):
+    """Scalars by (tag, step) in all event files of a directory."""
+    found = {}
+    for path in glob.glob(os.path.join(str(directory), "events*")):
+        for event in tf.train.summary_iterator(path):
+            for value in event.summary.value:
+                number = value.simple_value
+                if value.HasField("tensor"):
+                    number = tf.make_ndarray(value.tensor)
+                found[value.tag, event.step] = (
+                    float(np.reshape(number, [-1])[0]) if np.size(number) else None
+                )
+    return found
+
+
+class OneProcessor:
+    """The model on one processor with a plain session and optimizer, without any of the glue."""
+
+    def __init__(self):
+        with tf.Graph().as_default() as self.graph:
+            tf.set_random_seed(1)
+            batches = digits.input_fn("train").repeat().make_one_shot_iterator()
+            features, labels = batches.get_next()
+            graph = mtf.Graph()
+            mesh = mtf.Mesh(graph, "mesh")
+            batch = mtf.Dimension("batch", digits.BATCH)
+            shape = mtf.Shape([batch, mtf.Dimension("pixel", 64)])
+            logits = digits.network(mtf.import_tf_tensor(mesh, features["image"], shape))
+            self.digit = logits.shape[-1]
+            labels = mtf.import_tf_tensor(mesh, labels, mtf.Shape([batch]))
+            loss = mtf.reduce_mean(mtf.layers.softmax_cross_entropy_with_logits(
+                logits, mtf.one_hot(labels, self.digit), self.digit))  # fmt: skip
+            trained = graph.trainable_variables
+            grads = mtf.gradients([loss], [v.value for v in trained])
+            updates = digits.adam().apply_grads(grads, trained)
+            mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
+                mtf.convert_to_shape("one:1"), mtf.convert_to_layout_rules(""), [""]
+            )
+            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+            self.loss = lowering.export_to_tf_tensor(loss)
+            with tf.control_dependencies([self.loss]):
+                self.update = [lowering.lowered_operation(op) for op in updates]
+
+    def run(self, start):
+        """The losses of training from given values of the variables."""
+        with self.graph.as_default(), tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            for variable in tf.global_variables():
+                variable.load(start[variable.op.name], session)
+            return [session.run([self.loss, self.update])[0] for _ in range(digits.STEPS)]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_trains_evaluates_and_predicts(runtime, tmp_path):
+    runs = ours(tmp_path, runtime=runtime)
+    losses = train(runs)
+    start = variables(tmp_path / "model.ckpt-0")
+    np.testing.assert_allclose(losses, OneProcessor().run(start), rtol=TOLERANCE)
+    end = variables(tmp_path)
+    assert end["global_step"] == digits.STEPS
+
+    result = runs.evaluate(digits.input_fn, name="held_out")
+    images, labels = zip(*batches(digits.input_fn("eval")))
+    logits = [forward(end, x) for x in images]
+    assert result["global_step"] == digits.STEPS
+    np.testing.assert_allclose(
+        result["loss"],
+        np.mean([cross_entropy(x, y) for x, y in zip(logits, labels)]),
+        rtol=TOLERANCE,
+    )
+    found = np.concatenate(logits).argmax(-1)
+    assert result["accuracy"] == pytest.approx(np.mean(found == np.concatenate(labels)))
+    assert summaries(tmp_path / "eval_held_out")["loss", digits.STEPS] == pytest.approx(
+        result["loss"]
+    )
+
+    predicted = list(runs.predict(digits.input_fn, predict_keys="logits"))
+    assert [list(one) for one in predicted[:1]] == [["logits"]]
+    np.testing.assert_allclose(
+        [one["logits"] for one in predicted], np.concatenate(logits), rtol=TOLERANCE, atol=TOLERANCE
+    )
+
+
+def batches(dataset):
+    """The batches of a dataset as arrays."""
+    features, labels = dataset.make_one_shot_iterator().get_next()
+    with tf.Session() as session:
+        while True:
+            try:
+                yield session.run((features["image"], labels))
+            except tf.errors.OutOfRangeError:
+                return
+
+
+def forward(values, images):
+    """The model in float64."""
+    v = {name: value.astype(np.float64) for name, value in values.items()}
+    h = np.maximum(images @ v["hidden/kernel"] + v["hidden/bias"], 0)
+    return h @ v["logits/kernel"] + v["logits/bias"]
+
+
+def cross_entropy(logits, labels):
+    largest = logits.max(-1, keepdims=True)
+    normal = largest[:, 0] + np.log(np.exp(logits - largest).sum(-1))
+    return np.mean(normal - logits[np.arange(len(labels)), labels])
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_run_in_two_pieces_is_the_same_run(runtime, tmp_path):
+    whole = train(ours(tmp_path / "whole", "local", runtime))
+    pieces = train(ours(tmp_path / "pieces", "local", runtime), 3)
+    pieces += train(ours(tmp_path / "pieces", "local", runtime), 3, digits.skipping(3))
+    assert pieces == whole
+    one, two = variables(tmp_path / "whole"), variables(tmp_path / "pieces")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, two[name], err_msg=name)
+
+
+@with_estimator
+def test_estimator_and_tpu_estimator_do_the_same(tmp_path):
+    wanted = ours(tmp_path / "ours")
+    losses = train(wanted)
+    result = wanted.evaluate(digits.input_fn)
+
+    def input_fn(params, mode=tf.estimator.ModeKeys.TRAIN):
+        return digits.input_fn(mode)
+
+    under_estimator = tf.estimator.Estimator(
+        digits.with_loss_seen, str(tmp_path / "estimator"), config(), {"optimizer": "cross_shard"}
+    )
+    under_tpu_estimator = tpu_estimator.TPUEstimator(
+        digits.with_loss_seen, config=tpu_run_config(tmp_path / "tpu", save_checkpoints_steps=3),
+        params={"optimizer": "cross_shard"}, use_tpu=False, train_batch_size=digits.BATCH,
+        eval_batch_size=digits.BATCH, predict_batch_size=digits.BATCH,
+    )  # fmt: skip
+    for runs, name in ((under_estimator, "estimator"), (under_tpu_estimator, "tpu")):
+        data = digits.input_fn if name == "estimator" else input_fn
+        assert train(runs, input_fn=data) == losses
+        evaluated = runs.evaluate(functools.partial(data, mode="eval"), steps=2)
+        assert {key: evaluated[key] for key in result} == result
+        scalars = summaries(tmp_path / name)
+        assert scalars["gradient_norm/applied", 3] > 0
+
+
+@with_estimator
+def test_an_exported_model_loads_without_the_mesh(tmp_path):
+    runs = tf.estimator.Estimator(
+        digits.with_loss_seen, str(tmp_path / "run"), config(), {"optimizer": "cross_shard"}
+    )
+    train(runs)
+
+    def serving():
+        image = tf.placeholder(tf.float32, [digits.BATCH, 64])
+        return tf.estimator.export.ServingInputReceiver({"image": image}, {"image": image})
+
+    path = runs.export_saved_model(str(tmp_path / "exported"), serving)
+    images, _ = next(batches(digits.input_fn("eval")))
+    with tf.Graph().as_default(), tf.Session() as session:
+        model = tf.saved_model.load(session, ["serve"], path.decode())
+        signature = model.signature_def["serving_default"]
+        logits = session.run(
+            signature.outputs["logits"].name, {signature.inputs["image"].name: images}
+        )
+    np.testing.assert_allclose(
+        logits, forward(variables(tmp_path / "run"), images), rtol=TOLERANCE, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_specs_made_by_hand(runtime, tmp_path):
+    params = {
+        "optimizer": "cross_shard",
+        "model_path": str(tmp_path),
+        "steps_per_checkpoint": 3,
+    }
+    # The one line that changes: tpu_estimator.TPUEstimator before.
+    runs = estimator.Estimator(
+        use_tpu=runtime != "placement_mesh",
+        runtime=runtime,
+        model_fn=by_hand.model_fn,
+        config=tpu_run_config(tmp_path),
+        train_batch_size=digits.BATCH,
+        eval_batch_size=digits.BATCH,
+        predict_batch_size=digits.BATCH,
+        params=params,
+    )
+    losses = train(runs)
+    start, end = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
+    np.testing.assert_allclose(losses, OneProcessor().run(start), rtol=TOLERANCE)
+    scalars = summaries(tmp_path)
+    written = [scalars["loss", step] for step in range(1, digits.STEPS)]
+    # A host_call sees the step before or after it is advanced, as on a TPU.
+    assert written in (losses[1:], losses[:-1])
+    result = runs.evaluate(digits.input_fn, steps=1)
+    (images, labels), _ = batches(digits.input_fn("eval"))
+    np.testing.assert_allclose(
+        result["loss"], cross_entropy(forward(end, images), labels), rtol=TOLERANCE
+    )
+    predicted = [one["digit"] for one in runs.predict(digits.input_fn)]
+    np.testing.assert_array_equal(predicted[: digits.BATCH], forward(end, images).argmax(-1))
