@@ -144,7 +144,7 @@ class SpecBuilder:
                     )
                 )
         if self._is_simd:
-            host_call = summaries_lib.write_on_host(scalars, model_dir)
+            host_call = summaries_lib.write_on_host({"loss": tf_loss, **scalars}, model_dir)
             # The program's summaries are not the host's.
             mtf.utils.remove_summaries()
             return tf.estimator.tpu.TPUEstimatorSpec(

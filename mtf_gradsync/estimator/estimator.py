@@ -139,7 +139,7 @@ class Estimator:
             all_hooks += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
-            all_hooks += self._writers(all_hooks, scaffold, runs.is_program)
+            all_hooks += self._writers(all_hooks, scaffold, spec.loss, runs.is_program)
             _listen(all_hooks, saving_listeners)
             sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
@@ -318,7 +318,9 @@ class Estimator:
         path = self.latest_checkpoint()
         return int(tf.train.load_variable(path, "global_step")) if path else 0
 
-    def _writers(self, hooks: Sequence[Any], scaffold: Any, is_program: bool) -> list[Any]:
+    def _writers(
+        self, hooks: Sequence[Any], scaffold: Any, loss: tf.Tensor, is_program: bool
+    ) -> list[Any]:
         """Hooks that write what no other hook writes: checkpoints and summaries."""
         made: list[Any] = []
         if not self.model_dir:
@@ -345,7 +347,9 @@ class Estimator:
             made.append(tf.train.StepCounterHook(every, output_dir=self.model_dir))
         every = self._setting("save_summary_steps")
         # A program's summaries are part of it; host_call has those that leave it.
-        if every and not is_program and tf.get_collection(tf.GraphKeys.SUMMARIES):
+        if every and not is_program:
+            if all(x.op.name != "loss" for x in tf.get_collection(tf.GraphKeys.SUMMARIES)):
+                tf.summary.scalar("loss", loss)
             made.append(
                 tf.train.SummarySaverHook(
                     every, output_dir=self.model_dir, summary_op=tf.summary.merge_all()

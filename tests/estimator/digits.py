@@ -8,7 +8,9 @@ import mtf_gradsync as gs
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import mtf, tf
 
-MESH, LAYOUT, CORES = "rows:2;cols:2", "batch:rows;hidden:cols", 4
+CORES, LAYOUT = 4, "batch:rows;hidden:cols"
+MESHES = {4: "rows:2;cols:2", 8: "rows:4;cols:2"}
+MESH = MESHES[CORES]
 BATCH, STEPS = 16, 6
 
 
@@ -39,7 +41,8 @@ def metrics(labels, logits):
 
 
 def model_fn(features, labels, mode, params, config):
-    build = estimator.SpecBuilder(mode, params, config, mesh_shape=MESH, layout=LAYOUT)
+    mesh = MESHES[params.get("cores", CORES)]
+    build = estimator.SpecBuilder(mode, params, config, mesh_shape=mesh, layout=LAYOUT)
     batch = mtf.Dimension("batch", BATCH)
     images = mtf.import_tf_tensor(
         build.mesh, features["image"], mtf.Shape([batch, mtf.Dimension("pixel", 64)])

@@ -53,6 +53,7 @@ def tpu_run_config(model_dir, **settings):
             "tf_random_seed": 1,
             "save_checkpoints_steps": None,
             "save_checkpoints_secs": None,
+            "save_summary_steps": 1,
             **settings,
         },
     )
@@ -184,7 +185,8 @@ def cross_entropy(logits, labels):
     return np.mean(normal - logits[np.arange(len(labels)), labels])
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+# CPU replicas restart as XLA devices do.
+@pytest.mark.parametrize("runtime", RUNTIMES[::2])
 def test_a_run_in_two_pieces_is_the_same_run(runtime, tmp_path):
     whole = train(ours(tmp_path / "whole", "local", runtime))
     pieces = train(ours(tmp_path / "pieces", "local", runtime), 3)
@@ -219,6 +221,7 @@ def test_estimator_and_tpu_estimator_do_the_same(tmp_path):
         evaluated = runs.evaluate(functools.partial(data, mode="eval"), steps=2)
         assert {key: evaluated[key] for key in result} == result
         scalars = summaries(tmp_path / name)
+        assert scalars["loss", 3] == pytest.approx(losses[2])
         assert scalars["gradient_norm/applied", 3] > 0
 
 
