@@ -74,7 +74,7 @@ def model_fn(features, labels, mode, params, config):
     mtf.scalar_summary("loss", loss)
     variables = graph.trainable_variables
     grads = mtf.gradients([loss], [v.outputs[0] for v in variables])
-    updates = digits.OPTIMIZERS[params["optimizer"]]().apply_grads(grads, variables)
+    updates = digits.OPTIMIZERS[params["optimizer"]](variables).apply_grads(grads, variables)
     lowering = mtf.Lowering(graph, {mesh: mesh_impl})
     tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
     tf.add_to_collection("loss to see", tf_loss)

@@ -18,12 +18,19 @@ def adam():
     return mtf.optimize.AdamWeightDecayOptimizer(0.01)
 
 
+# name -> what makes it for the variables that are trained.
 OPTIMIZERS = {
-    "bare": adam,
-    "cross_shard": lambda: gs.CrossShardOptimizer(adam()),
-    "local": lambda: gs.GradientAccumulationOptimizer(gs.ClipByGlobalNormOptimizer(adam(), 1.0), 2),
-    "synced": lambda: gs.GradientAccumulationOptimizer(adam(), 2, accumulate="synced"),
-    "sync_replicas": lambda: gs.SyncReplicasOptimizer(adam(), 3),
+    "bare": lambda _: adam(),
+    "cross_shard": lambda _: gs.CrossShardOptimizer(adam()),
+    "local": lambda _: gs.GradientAccumulationOptimizer(
+        gs.ClipByGlobalNormOptimizer(adam(), 1.0), 2, accumulate="local"
+    ),
+    "synced": lambda _: gs.GradientAccumulationOptimizer(adam(), 2, accumulate="synced"),
+    "sync_replicas": lambda _: gs.SyncReplicasOptimizer(adam(), 3),
+    "averaged": lambda variables: gs.SyncReplicasOptimizer(
+        adam(), 2, variable_averages=0.9, variables_to_average=variables
+    ),
+    "momentum": lambda _: gs.CrossShardOptimizer(mtf.optimize.MomentumOptimizer(0.1, 0.9)),
 }
 
 
@@ -56,8 +63,8 @@ def model_fn(features, labels, mode, params, config):
     loss = mtf.reduce_mean(losses)
     if mode == tf.estimator.ModeKeys.EVAL:
         return build.evaluate(loss, metrics, {"labels": labels, "logits": logits})
-    optimizer = OPTIMIZERS[params["optimizer"]]()
     variables = build.graph.trainable_variables
+    optimizer = OPTIMIZERS[params["optimizer"]](variables)
     grads = mtf.gradients([loss], [v.value for v in variables])
     shown = optimizer if isinstance(optimizer, gs.CrossShardOptimizer) else None
     return build.train(loss, optimizer.apply_grads(grads, variables), shown)
