@@ -163,3 +163,10 @@ class PredictOutput(NamedTuple):
     """What an exported model predicts."""
 
     outputs: Any
+
+
+class ServingInputReceiver(NamedTuple):
+    """The inputs of an exported model: what the model_fn gets, and what a server feeds."""
+
+    features: Any
+    receiver_tensors: Any

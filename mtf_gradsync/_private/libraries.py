@@ -161,11 +161,15 @@ def _estimator_stand_in() -> types.ModuleType:
     )
     members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
     members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
+    export = {
+        "PredictOutput": _data.PredictOutput,
+        "ServingInputReceiver": _data.ServingInputReceiver,
+    }
     tpu = {"TPUEstimator": _removed_class("TPUEstimator", f"{name}.tpu"), **_TPU_DATA}
     members.update(
         EstimatorSpec=_data.EstimatorSpec,
         RunConfig=_data.RunConfig,
-        export=_stand_in_module(f"{name}.export", {"PredictOutput": _data.PredictOutput}),
+        export=_stand_in_module(f"{name}.export", export),
         tpu=_stand_in_module(f"{name}.tpu", tpu),
     )
     return _stand_in_module(name, members)

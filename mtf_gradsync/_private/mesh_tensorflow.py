@@ -141,3 +141,9 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
         (shape.to_string, frozenset(layout._pairs)): (shape, layout) for shape, layout in made
     }
     return list(different.values())
+
+
+def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
+    """Takes a mesh out of those that were made in a graph."""
+    made = graph.get_collection_ref(_MESHES)
+    made[:] = [mesh for mesh in made if mesh[0] is not mesh_impl.shape]

@@ -12,8 +12,10 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import restored_lowering
 from mtf_gradsync._private.tensorflow import add_saving_listeners
+from mtf_gradsync.estimator.exporting import new_directory, write_saved_model
 from mtf_gradsync.estimator.host import HostCallHook, Metrics
 from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels
+from mtf_gradsync.estimator.meshes import outside_programs
 from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, check_runtime
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 
@@ -253,7 +255,37 @@ class Estimator:
                     break
                 yield from _examples(batch) if yield_single_examples else [batch]
 
-    # What the three have in common.
+    def export_saved_model(
+        self,
+        export_dir_base: str,
+        serving_input_receiver_fn: Callable[[], Any],
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Writes the model as a SavedModel, lowered onto devices whatever the runtime.
+
+        Args:
+          export_dir_base: where a directory is made, named by the time in seconds.
+          serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
+            feeds.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir.
+
+        Returns:
+          The directory.
+
+        Raises:
+          ValueError: there is no checkpoint.
+        """
+        path = self._checkpoint(checkpoint_path)
+        with self._graph():
+            received = serving_input_receiver_fn()
+            spec, scaffold = self._spec(received.features, None, _Modes.PREDICT, self._params(None))
+            inputs = received.receiver_tensors
+            inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
+            directory = new_directory(export_dir_base)
+            write_saved_model(directory, spec, scaffold, inputs, path)
+        return directory
+
+    # What they have in common.
 
     def _graph(self) -> Any:
         """The default graph of one call, as a context manager."""
@@ -276,16 +308,7 @@ class Estimator:
         with runs.building() as context:
             if context is not None:
                 params["context"] = context
-            spec = call_with_known(
-                self._model_fn,
-                features=features,
-                labels=labels,
-                mode=mode,
-                params=params,
-                config=self.config,
-            )
-        scaffold_fn = getattr(spec, "scaffold_fn", None)
-        scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
+            spec, scaffold = self._spec(features, labels, mode, params)
         has_saver = scaffold is not None and scaffold.saver is not None
         if mode == _Modes.TRAIN and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
             keep = self._setting("keep_checkpoint_max") or 0
@@ -293,16 +316,33 @@ class Estimator:
             tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         return spec, scaffold, runs
 
+    def _spec(self, features: Any, labels: Any, mode: str, params: Any) -> tuple[Any, Any]:
+        """Calls the model_fn; returns its spec and the spec's scaffold."""
+        tf.train.get_or_create_global_step()
+        spec = call_with_known(
+            self._model_fn,
+            features=features,
+            labels=labels,
+            mode=mode,
+            params=params,
+            config=self.config,
+        )
+        scaffold_fn = getattr(spec, "scaffold_fn", None)
+        with outside_programs():
+            scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
+        return spec, scaffold
+
     def _setting(self, name: str) -> Any:
         return getattr(self.config, name, None)
 
-    def _params(self, mode: str, is_program: bool) -> Any:
+    def _params(self, mode: str | None, is_program: bool = False) -> Any:
         """The params of a call, with what TPUEstimator adds to them."""
         params = copy.deepcopy(self.params) if self.params is not None else {}
         if isinstance(params, dict):
             params["use_tpu"] = is_program
-            if self._batch_sizes[mode] is not None:
-                params["batch_size"] = self._batch_sizes[mode]
+            batch_size = self._batch_sizes.get(mode)
+            if batch_size is not None:
+                params["batch_size"] = batch_size
         return params
 
     def _checkpoint(self, path: str | None) -> str:

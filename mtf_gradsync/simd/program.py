@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import forget_mesh
 from mtf_gradsync.simd import replicated
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
 from mtf_gradsync.simd.lowerings import lowerings_in
@@ -34,8 +35,10 @@ class Program:
     def tpu_context(self) -> TPUContext:
         """What to put into ``params["context"]`` of a model_fn that was written for TPUEstimator.
 
-        Such a model_fn makes its own ``SimdMeshImpl``, in place of `mesh_impl`.
+        Such a model_fn makes its own ``SimdMeshImpl``, in place of `mesh_impl`, which is then none
+        of the meshes that wrappers find by themselves.
         """
+        forget_mesh(self.graph, self.mesh_impl)
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:

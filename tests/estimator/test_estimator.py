@@ -225,21 +225,23 @@ def test_estimator_and_tpu_estimator_do_the_same(tmp_path):
         assert scalars["gradient_norm/applied", 3] > 0
 
 
-@with_estimator
-def test_an_exported_model_loads_without_the_mesh(tmp_path):
-    runs = tf.estimator.Estimator(
-        digits.with_loss_seen, str(tmp_path / "run"), config(), {"optimizer": "cross_shard"}
-    )
-    train(runs)
+@pytest.mark.parametrize("whose", ["ours", pytest.param("theirs", marks=with_estimator)])
+def test_an_exported_model_loads_without_the_mesh(whose, tmp_path):
+    runs = ours(tmp_path / "run")
+    train(runs, 1)
+    if whose == "theirs":
+        runs = tf.estimator.Estimator(
+            digits.model_fn, str(tmp_path / "run"), config(), {"optimizer": "cross_shard"}
+        )
 
     def serving():
         image = tf.placeholder(tf.float32, [digits.BATCH, 64])
         return tf.estimator.export.ServingInputReceiver({"image": image}, {"image": image})
 
-    path = runs.export_saved_model(str(tmp_path / "exported"), serving)
+    path = tf.compat.as_str(runs.export_saved_model(str(tmp_path / "exported"), serving))
     images, _ = next(batches(digits.input_fn("eval")))
     with tf.Graph().as_default(), tf.Session() as session:
-        model = tf.saved_model.load(session, ["serve"], path.decode())
+        model = tf.saved_model.load(session, ["serve"], path)
         signature = model.signature_def["serving_default"]
         logits = session.run(
             signature.outputs["logits"].name, {signature.inputs["image"].name: images}
