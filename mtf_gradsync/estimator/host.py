@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Callable, Mapping, Sequence, Union
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import summary_writers
+
+_logger = logging.getLogger(__name__)
 
 Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
@@ -101,19 +104,29 @@ class HostCallHook(tf.train.SessionRunHook):
 
     def begin(self) -> None:
         """Builds the function's graph."""
-        self._host = HostFunction(self._call)
+        try:
+            self._host = HostFunction(self._call)
+        except Exception as error:
+            if getattr(error.__cause__, "name", None) != "tensorboard":
+                raise
+            _logger.warning(
+                "host_call is left out: it writes summaries by tf.summary, which needs TensorBoard "
+                "(pip install tensorboard)."
+            )
 
-    def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
+    def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
         """Asks for the tensors."""
         del run_context
-        return tf.train.SessionRunArgs(self._host.tensors)
+        return self._host and tf.train.SessionRunArgs(self._host.tensors)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Calls the function."""
         del run_context
-        self._host.run(self._host.result, run_values.results)
+        if self._host:
+            self._host.run(self._host.result, run_values.results)
 
     def end(self, session: Any) -> None:
         """Frees the graph."""
         del session
-        self._host.close()
+        if self._host:
+            self._host.close()

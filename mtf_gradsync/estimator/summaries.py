@@ -9,6 +9,12 @@ import tensorflow as tf2
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import split_by_shard
 
+# What `tf.summary.scalar` says of its values. It needs TensorBoard itself, which TensorFlow 2.21
+# does not bring along.
+_SCALAR = tf.SummaryMetadata(
+    plugin_data=tf.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
+)
+
 
 def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     """Scalars to be written: those given, and what `mtf.scalar_summary` collected in the graph.
@@ -56,7 +62,7 @@ def write_on_host(
         # A host gets the values of all its cores in a row; they are the same.
         with tf2.summary.create_file_writer(model_dir).as_default():
             for name, value in zip(names, values):
-                tf2.summary.scalar(name, value[0], step=tf.cast(step[0], tf.int64))
+                tf2.summary.write(name, value[0], tf.cast(step[0], tf.int64), _SCALAR)
             return tf.summary.all_v2_summary_ops()
 
     # TPUs have no int64 outfeed.
