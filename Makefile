@@ -1,6 +1,7 @@
 # make train   the main job: trains a small language model on a CPU mesh
 # make test    the test suite
-# Both make .venv first, once, from pyproject.toml and the exact versions in constraints/.
+# make docs    the documentation site, in build/site
+# Each makes its environment first, once, from pyproject.toml and the exact versions in constraints/.
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -15,12 +16,16 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The site is made from sources alone: its environment has no TensorFlow, and is made in seconds.
+DOCS_VENV ?= .venv-docs
+DOCS_CONSTRAINTS := constraints/docs.txt
+DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: help venv train test test-matrix bench lint format clean
+.PHONY: help venv train test test-matrix bench docs docs-serve lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train | test | test-matrix | bench | lint | format | clean"
+	@echo "make train | test | test-matrix | bench | docs | docs-serve | lint | format | clean"
 
 venv: $(STAMP)
 
@@ -41,6 +46,17 @@ test-matrix: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+$(DOCS_STAMP): pyproject.toml $(DOCS_CONSTRAINTS)
+	@PYTHON="$(PYTHON)" flock $(DOCS_VENV).lock .ci/make_venv $(DOCS_VENV) $(DOCS_CONSTRAINTS)
+
+# Fails on broken links, pages outside the navigation and docstrings that do not fit their signature.
+docs: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
+
+docs-serve: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/mkdocs serve $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -51,5 +67,5 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv*.lock .nox build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv*.lock .nox build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -98,6 +98,7 @@ class CrossShardOptimizer(Wrapper):
         """Sums gradients over the shards and applies them.
 
         A gradient may be
+
         - pending or already summed, of its variable's shape: the all-reduce that it still needs
           runs here, together with the others';
         - per shard, of shape `[shard dims...] + var dims`: the shard dims are summed away;

@@ -11,15 +11,15 @@ import time
 import pytest
 
 from benchmarks.cluster import reserved_ports
+from tests import documents
 from tests.cluster.processes import ROOT, TIME_LIMIT
 
 pytestmark = pytest.mark.cluster
-GUIDE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 
 
 def block(language):
-    (code,) = re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
-    return code
+    (block,) = documents.blocks("docs/clusters.md", language)
+    return block.code
 
 
 def group_members(group):

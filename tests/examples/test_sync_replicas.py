@@ -9,6 +9,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.train import gin_files
+from tests import documents
 from tests.examples.test_examples import ROOT, run
 
 GUIDE = (ROOT / "docs" / "sync_replicas.md").read_text(encoding="utf-8")
@@ -46,15 +47,8 @@ def test_training_goes_on_without_a_replica(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_code_of_the_guide_runs(capsys):
-    names = {}
-    for block in re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE):
-        exec(compile(block, "docs/sync_replicas.md", "exec"), names)
-    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    shown = [line.strip() for line in GUIDE.splitlines()]
-    # What the guide says that its program prints.
-    assert printed[0].startswith("made")
-    assert printed == shown[shown.index(printed[0]) :][: len(printed)]
+def test_code_of_the_guide_runs():
+    names = documents.run("docs/sync_replicas.md")
     # Each update takes 0.1 of the mean's gradient, 2 w / 3; float32 rounds each of nine products.
     np.testing.assert_allclose(names["weights_now"], (1 - 0.1 * 2 / 3) ** 9, rtol=9 * 2**-23)
     assert names["average"].name == "w/ExponentialMovingAverage"
@@ -73,10 +67,10 @@ def test_the_guide_names_all_state():
 
 
 def test_gin_of_the_guide_makes_the_config_s_optimizer():
-    (block,) = re.findall(r"^```gin\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    (block,) = documents.blocks("docs/sync_replicas.md", "gin")
     config = str(ROOT / "configs" / "lm_sync_replicas.gin")
     made = []
-    for load in (lambda: gin.parse_config(block), lambda: gin_files.load([config], [])):
+    for load in (lambda: gin.parse_config(block.code), lambda: gin_files.load([config], [])):
         gin.clear_config()
         with gin.unlock_config():
             load()

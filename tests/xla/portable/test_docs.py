@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 
 import numpy as np
 import pytest
 
 from mtf_gradsync.xla.portable.runner import Step, command
+from tests import documents
 
 pytestmark = pytest.mark.xla
-GUIDE = (pathlib.Path(__file__).parents[3] / "docs" / "portable.md").read_text(encoding="utf-8")
+GUIDE = (documents.ROOT / "docs" / "portable.md").read_text(encoding="utf-8")
 
 
 def test_code_of_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "docs/portable.md", "exec"), {})
+    documents.run("docs/portable.md")
     step = Step.load("step")
     batch = np.ones([16, 8], np.float32)
     losses = [step({"batch": batch})["loss"] for _ in range(3)]

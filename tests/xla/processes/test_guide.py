@@ -5,16 +5,16 @@ import re
 import pytest
 
 from mtf_gradsync import xla
-from tests.cluster.processes import ROOT
+from tests import documents
 
 pytestmark = pytest.mark.xla
-GUIDE = (ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
+GUIDE = (documents.ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_s_program(jobs, tmp_path):
-    (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    (block,) = documents.blocks("docs/processes.md")
     script = tmp_path / "train.py"
-    script.write_text(code, encoding="utf-8")
+    script.write_text(block.code, encoding="utf-8")
     job = jobs.run(2, folder=tmp_path, script=str(script))
     losses = [re.search(r"process \d: loss (\d\.\d+)", m.output()).group(1) for m in job.members]
     assert losses[0] == losses[1]

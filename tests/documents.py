@@ -1,0 +1,84 @@
+"""The code in the README and the guides: found, run, and compared with what it is said to print."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from mtf_gradsync import xla
+from mtf_gradsync._private.libraries import tf
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# What the first line of a block may ask for: "# needs tf.estimator".
+_NEEDS = {
+    "tf.estimator": lambda: hasattr(tf, "estimator"),
+    "jax": lambda: not xla.why_no_xla(),
+}
+
+
+class Block(NamedTuple):
+    """A fenced block.
+
+    Attributes:
+      language: what stands behind the fence.
+      code: what stands inside.
+      printed: the text block right behind it, or None.
+      place: for error messages.
+    """
+
+    language: str
+    code: str
+    printed: str | None
+    place: str
+
+
+def blocks(path: str | Path, language: str = "python") -> list[Block]:
+    """The fenced blocks of a document, by its path in the repository."""
+    document = ROOT / path
+    text = document.read_text(encoding="utf-8")
+    found = list(_FENCE.finditer(text))
+    made = []
+    for block, behind in zip(found, [*found[1:], None]):
+        if block[1] != language:
+            continue
+        between = text[block.end() : behind.start()] if behind else ""
+        shown = behind and behind[1] == "text" and not between.strip()
+        line = text.count("\n", 0, block.start()) + 1
+        place = f"{document.relative_to(ROOT)}, line {line}"
+        made.append(Block(language, block[2], behind[2] if shown else None, place))
+    return made
+
+
+def run(path: str | Path) -> dict[str, object]:
+    """Runs a document's Python blocks one after the other, as a reader would type them.
+
+    Args:
+      path: the document's path in the repository.
+
+    Returns:
+      The names that the blocks leave behind.
+
+    Raises:
+      AssertionError: a block prints something else than the text block behind it.
+    """
+    names: dict[str, object] = {}
+    for block in blocks(path):
+        need = re.match(r"# needs (\S+)", block.code)
+        if need and not _NEEDS[need[1]]():
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.code, block.place, "exec"), names)
+        if block.printed is not None:
+            got = printed.getvalue()
+            same = doctest.OutputChecker().check_output(block.printed, got, _SAME)
+            assert same, f"{block.place}: printed\n{got}and not\n{block.printed}"
+    return names
