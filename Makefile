@@ -51,8 +51,7 @@ $(DOCS_STAMP): pyproject.toml $(DOCS_CONSTRAINTS)
 
 # Fails on broken links, pages outside the navigation and docstrings that do not fit their signature.
 docs: $(DOCS_STAMP)
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
-	@echo "build/site/index.html"
+	$(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
 
 docs-serve: $(DOCS_STAMP)
 	$(DOCS_VENV)/bin/mkdocs serve $(ARGS)
