@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtf_gradsync import xla
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # What the first line of a block may ask for: "# needs tf.estimator".
 _NEEDS = {
-    "tf.estimator": lambda: hasattr(tf, "estimator"),
+    "tf.estimator": lambda: ESTIMATOR_AVAILABLE,
     "jax": lambda: not xla.why_no_xla(),
 }
 
