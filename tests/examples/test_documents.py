@@ -9,7 +9,7 @@ import re
 import pytest
 
 import mtf_gradsync
-from mtf_gradsync import compat_v1, reduce, simd, xla
+from mtf_gradsync import compat_v1, estimator, reduce, simd, xla
 from tests import documents
 from tests.documents import DOCUMENTS, ROOT
 
@@ -97,7 +97,7 @@ def reference():
     return {path: found(path) for path in paths}
 
 
-@pytest.mark.parametrize("package", [mtf_gradsync, compat_v1, reduce, simd, xla])
+@pytest.mark.parametrize("package", [mtf_gradsync, compat_v1, estimator, reduce, simd, xla])
 def test_the_reference_has_every_public_name(package, reference):
     for name in package.__all__:
         public = getattr(package, name)
@@ -111,7 +111,7 @@ def test_the_reference_has_all_that_gin_binds(reference):
     page = (ROOT / "docs" / "api" / "gin.md").read_text(encoding="utf-8")
     shown = {path.rpartition(".")[2] for path in reference}
     binding = re.compile(
-        r'^@gin\.configurable\((?:"(\w+)", )?module="mtf_gradsync([.\w]*)"\)\n'
+        r'^@gin\.configurable\((?:"(\w+)", )?module="mtf_gradsync([.\w]*)"[^)]*\)\n'
         r"(?:@.*\n)*(?:class|def) (\w+)",
         re.MULTILINE,
     )

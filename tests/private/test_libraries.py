@@ -167,14 +167,14 @@ def test_reload_keeps_the_answer():
 
 
 @without_estimator
-@pytest.mark.parametrize("name", ["Estimator", "EstimatorSpec", "RunConfig", "train_and_evaluate"])
+@pytest.mark.parametrize("name", ["Estimator", "EvalSpec", "train_and_evaluate"])
 def test_estimator_classes_explain_themselves_when_used(name):
     stand_in = getattr(tf.estimator, name)
     with pytest.raises(EstimatorRemovedError, match=rf"estimator\.{name}.*left\s+TensorFlow") as e:
         stand_in("train", loss=None)
     assert tf2.__version__ in str(e.value)
     assert "tensorflow<2.16" in str(e.value)
-    assert "MonitoredTrainingSession" in str(e.value)
+    assert "mtf_gradsync.estimator.Estimator" in str(e.value)
 
 
 @without_estimator
@@ -182,19 +182,34 @@ def test_tpu_modules_explain_themselves_when_used():
     from tensorflow.python.tpu import tpu_config, tpu_estimator
 
     assert tpu_config.InputPipelineConfig.BROADCAST == 4
-    for used in (tpu_config.TPUConfig, tpu_config.RunConfig):
-        with pytest.raises(EstimatorRemovedError, match="tpu_config"):
-            used(iterations_per_loop=1)
-    for used in (tpu_estimator.TPUEstimator, tpu_estimator.TPUEstimatorSpec):
-        with pytest.raises(EstimatorRemovedError, match="tpu_estimator"):
-            used(mode="train")
+    with pytest.raises(EstimatorRemovedError, match="tpu_estimator"):
+        tpu_estimator.TPUEstimator(model_fn=None)
+
+
+@without_estimator
+def test_specs_and_configs_are_data():
+    from tensorflow.python.tpu import tpu_config, tpu_estimator
+
+    config = tpu_config.RunConfig(
+        model_dir="runs", tpu_config=tpu_config.TPUConfig(100, num_shards=8)
+    )
+    assert (config.model_dir, config.save_checkpoints_secs) == ("runs", 600)
+    assert (config.tpu_config.iterations_per_loop, config.tpu_config.num_shards) == (100, 8)
+    assert tf.estimator.RunConfig(save_checkpoints_steps=5).save_checkpoints_secs is None
+    spec = tpu_estimator.TPUEstimatorSpec("train", loss=1, train_op=2)
+    assert spec == tf.estimator.tpu.TPUEstimatorSpec("train", loss=1, train_op=2)
+    assert spec.training_hooks == ()
+    with pytest.raises(ValueError, match="EstimatorSpec of mode 'train' needs train_op"):
+        tf.estimator.EstimatorSpec("train", loss=1)
+    with pytest.raises(ValueError, match="mode of EstimatorSpec must be one of"):
+        tf.estimator.EstimatorSpec("predict")
 
 
 @without_estimator
 def test_probing_and_subclassing_a_stand_in_is_harmless():
     assert not hasattr(tf.estimator, "DNNClassifier")
     with pytest.raises(AttributeError, match=r"Estimator left TensorFlow after 2\.15"):
-        _ = tf.estimator.tpu
+        _ = tf.estimator.experimental
 
     class Mine(tf.estimator.Exporter):
         pass
@@ -214,14 +229,15 @@ def test_transformer_modules_import(module):
 
 
 @without_estimator
-def test_model_fn_without_estimator_says_so():
+def test_model_fn_without_estimator_says_so(monkeypatch):
     pytest.importorskip("tensorflow_datasets", reason="mesh_tensorflow.transformer needs [train]")
     from mesh_tensorflow.transformer import utils
 
-    with pytest.raises(EstimatorRemovedError, match="TPUConfig"):
+    monkeypatch.setattr(utils, "build_model", lambda **kwargs: None)
+    with pytest.raises(EstimatorRemovedError, match="TPUEstimator"):
         utils.get_estimator(
             model_type="lm",
-            vocabulary=None,
+            vocabulary=types.SimpleNamespace(vocab_size=8),
             mesh_shape=mtf.Shape([]),
             layout_rules="",
             model_dir="unused",

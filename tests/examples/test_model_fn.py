@@ -1,0 +1,20 @@
+"""examples/model_fn.py."""
+
+import re
+
+import pytest
+
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
+from tests.examples.test_examples import run
+
+
+@pytest.mark.parametrize("runtime", ["estimator", "placement_mesh"])
+def test_it_learns_and_predicts_as_it_evaluates(runtime):
+    if runtime == "estimator" and not ESTIMATOR_AVAILABLE:
+        pytest.skip("this TensorFlow has no Estimator")
+    output = run("model_fn.py", "--steps=60", f"--runtime={runtime}")
+    assert "exported:" in output
+    evaluated, predicted = re.findall(r"([0-9.]+)%", output)
+    assert evaluated == predicted, output
+    # A guess finds 10%.
+    assert float(evaluated) > 60, output
