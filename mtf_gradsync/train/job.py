@@ -30,6 +30,7 @@ class TrainingJob(NamedTuple):
       optimizer: called with ``learning_rate=``.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: which variables train.
+      reports: whether the step tells what its optimizers report.
     """
 
     model: ModelSettings
@@ -37,6 +38,7 @@ class TrainingJob(NamedTuple):
     optimizer: Callable[..., Any]
     learning_rate: LearningRate
     variable_filter: VariableFilter
+    reports: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -64,6 +66,7 @@ class TrainingJob(NamedTuple):
             self.learning_rate,
             self.variable_filter,
             mesh_block,
+            self.reports,
         )
 
 

@@ -11,7 +11,8 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.progress import MetricsFile, Progress
+from mtf_gradsync.train.metrics.recorder import Recorder
+from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.runners.runner import Runner
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -90,7 +91,7 @@ def train_loop(
     runner: Runner,
     optimizers: Sequence[Any],
     settings: LoopSettings,
-    metrics: MetricsFile,
+    recorder: Recorder,
     on_checkpoint: Callable[[str, int, Progress], None],
 ) -> LoopResult:
     """Trains from the newest checkpoint to train_steps, or to a signal.
@@ -99,7 +100,7 @@ def train_loop(
       runner: makes steps and checkpoints; it is entered here.
       optimizers: the optimizer and those inside it.
       settings: how long, and what to leave behind.
-      metrics: takes a line every log_steps.
+      recorder: takes what was measured every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
 
     Returns:
@@ -111,7 +112,7 @@ def train_loop(
         only if no update comes any more. Nothing is saved then.
     """
     with StopSignal() as stop, runner:
-        loop = _Loop(runner, optimizers, settings, metrics, on_checkpoint)
+        loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint)
         try:
             while loop.step < settings.train_steps and stop.received is None:
                 if runner.should_stop():
@@ -137,10 +138,10 @@ class _Loop:
         runner: Runner,
         optimizers: Sequence[Any],
         settings: LoopSettings,
-        metrics: MetricsFile,
+        recorder: Recorder,
         on_checkpoint: Callable[[str, int, Progress], None],
     ):
-        self._runner, self._settings, self._metrics = runner, settings, metrics
+        self._runner, self._settings, self._recorder = runner, settings, recorder
         self._on_checkpoint = on_checkpoint
         self._patience = Patience(optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
@@ -191,9 +192,9 @@ class _Loop:
         if step % settings.log_steps == 0 or step == settings.train_steps:
             # XLA leaves out the assertion by which a step on a placement mesh ends.
             self._check_waits()
-            self._metrics.write(
-                step, loss=loss, tokens_per_second=round(self.progress.tokens_per_second(), 1)
-            )
+            rate = round(self.progress.tokens_per_second(), 1)
+            measured = {"loss": loss, "tokens_per_second": rate, **values["reported"]}
+            self._recorder.write(step, measured)
 
     def _check_waits(self) -> None:
         """Raises TrainingError if an optimizer waits too long for its replicas."""

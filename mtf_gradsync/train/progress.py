@@ -1,15 +1,11 @@
-"""What a run shows while it trains, and the metrics that it leaves behind."""
+"""What a run shows while it trains."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any, TextIO
-
-from mtf_gradsync.train.files import write_text
 
 # Of a field with one number for each replica, say.
 _MOST_NUMBERS = 16
@@ -129,44 +125,6 @@ class _Rate:
 
     def tokens_per_second(self) -> float:
         return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
-
-
-class MetricsFile:
-    """A JSON object per line: ``step`` and what was measured there."""
-
-    def __init__(self, path: Path, first_step: int):
-        """Opens the file.
-
-        Args:
-          path: the file; a run that goes on adds to it.
-          first_step: where the run goes on. Lines of later steps are of a run that was killed
-            after its last checkpoint; those steps are made again, so their lines go.
-        """
-        self._path = path
-        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def write(self, step: int, **values: Any) -> None:
-        """Adds a line."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file; none if there is no file.
-
-    A last line that a killed process left half written is passed over.
-    """
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
-    return rows
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Callable, NamedTuple
 
 import gin
 
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.session import session_config
@@ -15,13 +16,18 @@ from mtf_gradsync.train import checkpoint
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data import datasets as data
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
 from mtf_gradsync.train.files import check_matplotlib, write_text
 from mtf_gradsync.train.job import TrainingJob, build_simd, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
-from mtf_gradsync.train.progress import MetricsFile
+from mtf_gradsync.train.metrics.file import read_metrics
+from mtf_gradsync.train.metrics.recorder import Recorder
+from mtf_gradsync.train.progress import Progress
+from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_facts
+from mtf_gradsync.train.report.page import Ended, check_jinja, write_page
+from mtf_gradsync.train.report.traffic import bytes_per_update, list_traffic
 from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
 from mtf_gradsync.train.runners.runner import Runner
 from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
@@ -68,8 +74,9 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
     """
     _check_schedule(config)
     check_matplotlib()
+    check_jinja()
     runtime = choose_runtime(config)
-    job = resolve_job(config)
+    job = resolve_job(config)._replace(reports=config.reports)
     directory = _make_directory(model_dir)
     path = checkpoint.latest_checkpoint(model_dir)
     begin = checkpoint.checkpoint_step(path) if path else None
@@ -80,9 +87,14 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
             config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
         )
     with evaluation:
-        result = _train(config, job, runtime, directory, begin, session, evaluation, say)
+        try:
+            result = _train(config, job, runtime, directory, begin, session, evaluation, say)
+        except TrainingError as error:
+            _write_report(config, directory, evaluation, None, f"ended by an error, {error}", say)
+            raise
         if result.stopped_by is not None:
             evaluation.plot()
+            _write_report(config, directory, evaluation, result.step, "stopped early", say)
             say(
                 f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
                 "the same command goes on from there"
@@ -96,7 +108,33 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
         held_out = evaluation.finish(
             checkpoint.latest_checkpoint(model_dir), step=result.step, **speed
         )
+        _write_report(config, directory, evaluation, result.step, "finished", say)
     return RunResult(result.step, None, held_out, evaluation.unigram)
+
+
+def _write_report(
+    config: RunConfig,
+    directory: Path,
+    evaluation: HeldOut,
+    step: int | None,
+    how: str,
+    say: Callable[[str], None],
+) -> None:
+    """Leaves the page behind; step None takes the newest that was logged."""
+    rows = read_metrics(directory / METRICS_FILE)
+    if step is None:
+        step = max((row["step"] for row in rows), default=0)
+    operative = directory / CONFIG_FILE
+    path = write_page(
+        directory,
+        rows,
+        Ended(step, config.train_steps, how, evaluation.result),
+        read_facts(directory),
+        unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
+        samples=evaluation.samples,
+        config=operative.read_text(encoding="utf-8") if operative.exists() else "",
+    )
+    say(f"report: {path}")
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -126,10 +164,9 @@ def _train(
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
     say(f"steps run on {runtime}")
-    metrics = MetricsFile(directory / METRICS_FILE, step)
     began = time.monotonic()
     with tf.Graph().as_default():
-        graph, make_runner = _training_graph(job, runtime)
+        graph, program, make_runner = _training_graph(job, runtime)
         if config.init_checkpoint and begin is None:
             count = checkpoint.initialize_from(config.init_checkpoint)
             say(f"{count} variables begin as in {config.init_checkpoint}")
@@ -142,24 +179,42 @@ def _train(
             f"built in {time.monotonic() - began:.0f} s)"
         )
         write_text(directory / CONFIG_FILE, gin.operative_config_str())
-        return train_loop(
-            make_runner(str(directory), config, session),
-            graph.optimizers,
-            LoopSettings(
-                train_steps=config.train_steps,
-                save_checkpoints_steps=config.save_checkpoints_steps,
-                log_steps=config.log_steps,
-                tokens_per_step=job.tokens_per_step,
-            ),
-            metrics,
-            lambda saved, at, progress: evaluation.point(saved, at, metrics, progress),
+        facts = Facts(
+            mesh=mesh_text(job.model.mesh.shape),
+            layout=str(config.layout_rules),
+            runtime=str(runtime),
+            optimizers=[type(opt).__name__ for opt in graph.optimizers],
+            parameters=graph.num_parameters,
+            tokens_per_step=job.tokens_per_step,
+            versions=versions(),
+            traffic=list_traffic(graph, program) if config.reports else None,
         )
+        write_facts(directory, facts)
+        with Recorder(directory, METRICS_FILE, step) as recorder:
+            recorder.write_once(step + 1, bytes_per_update(facts.traffic))
+
+            def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
+                evaluation.point(saved, at, recorder, progress)
+                recorder.flush()
+
+            return train_loop(
+                make_runner(str(directory), config, session),
+                graph.optimizers,
+                LoopSettings(
+                    train_steps=config.train_steps,
+                    save_checkpoints_steps=config.save_checkpoints_steps,
+                    log_steps=config.log_steps,
+                    tokens_per_step=job.tokens_per_step,
+                ),
+                recorder,
+                on_checkpoint,
+            )
 
 
 def _training_graph(
     job: TrainingJob, runtime: Runtime
-) -> tuple[TrainGraph, Callable[[str, RunConfig, tf.ConfigProto], Runner]]:
-    """Builds the training step for a runtime; returns it and what makes the runner."""
+) -> tuple[TrainGraph, simd.Program | None, Callable[[str, RunConfig, tf.ConfigProto], Runner]]:
+    """Builds the training step for a runtime; returns it, its program, what makes the runner."""
     global_step = tf.train.get_or_create_global_step()
     features = data.training_batches(
         job.dataset(),
@@ -174,7 +229,7 @@ def _training_graph(
             keep = config.keep_checkpoint_max
             return PlacementMeshRunner(graph, model_dir, keep, session, hooks)
 
-        return graph, on_devices
+        return graph, None, on_devices
     graph, program = build_simd(job, features)
 
     def on_cores(model_dir: str, config: RunConfig, session: tf.ConfigProto) -> Runner:
@@ -182,7 +237,7 @@ def _training_graph(
         keep = config.keep_checkpoint_max
         return SimdProgramRunner(graph, program, runtime.name, model_dir, keep)
 
-    return graph, on_cores
+    return graph, program, on_cores
 
 
 def _make_directory(model_dir: str) -> Path:

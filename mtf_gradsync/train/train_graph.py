@@ -7,7 +7,7 @@ import re
 from typing import Any, Callable, ContextManager, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.optimizers import Wrapper, reported
 from mtf_gradsync.train.config.bindings import VariableFilter
 from mtf_gradsync.train.config.settings import LearningRate
 from mtf_gradsync.train.errors import ConfigError
@@ -25,6 +25,8 @@ class TrainGraph(NamedTuple):
       step: int64 scalar tensor; fetching it makes a training step and returns the number of
         steps made.
       fields: tensors by the name that they are shown under, which the optimizers want shown.
+      reported: tensors by name, for summaries: the learning rate where the config has one, and what
+        the optimizers report (`mtf_gradsync.reported`).
       update_step: int scalar tensor, updates made, with the step that it is fetched with; None
         where every step is an update, as far as the optimizers tell.
       num_parameters: trainable parameters.
@@ -37,6 +39,7 @@ class TrainGraph(NamedTuple):
     updates: list[tf.Operation]
     step: tf.Tensor
     fields: dict[str, tf.Tensor]
+    reported: dict[str, tf.Tensor]
     update_step: tf.Tensor | None
     num_parameters: int
     gradients: list[Any]
@@ -50,6 +53,7 @@ def build_train_graph(
     learning_rate: LearningRate,
     variable_filter: VariableFilter = None,
     mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
+    reports: bool = False,
 ) -> TrainGraph:
     """Adds model, gradients and update to the default graph.
 
@@ -66,6 +70,7 @@ def build_train_graph(
       mesh_block: makes a context manager that gives the mesh to lower on; the program is built
         inside it, the step counter outside, as a TPU program wants it. Where it gives None, that
         is the placement mesh of the settings.
+      reports: whether to ask the optimizers what they report.
 
     Returns:
       The graph's handles.
@@ -92,6 +97,7 @@ def build_train_graph(
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Asked for before lowering, because answering may add mtf operations.
         fields, update_step = _facts(stack)
+        told = reported(opt) if reports else {}
 
         lowering = model.lower()
 
@@ -101,6 +107,9 @@ def build_train_graph(
         updates = [lowering.lowered_operation(op) for op in update_ops]
         tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
         tf_fields = {name: exported(x) for name, x in fields.items()}
+        tf_reported = {name: exported(x) for name, x in told.items()}
+        if rate is not None:
+            tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
         tf_update_step = exported(update_step)
     with tf.control_dependencies([*updates, step_now]):
         step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
@@ -110,6 +119,7 @@ def build_train_graph(
         updates=updates,
         step=step,
         fields=tf_fields,
+        reported=tf_reported,
         update_step=tf_update_step,
         num_parameters=sum(v.shape.size for _, v in pairs),
         gradients=[g for g, _ in pairs if g is not None],

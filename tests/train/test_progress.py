@@ -2,7 +2,8 @@ import io
 
 import numpy as np
 
-from mtf_gradsync.train.progress import MetricsFile, Progress, read_metrics
+from mtf_gradsync.train.metrics.file import MetricsFile, read_metrics
+from mtf_gradsync.train.progress import Progress
 
 
 class Terminal(io.StringIO):

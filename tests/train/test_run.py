@@ -15,7 +15,7 @@ from mtf_gradsync.train import checkpoint, gin_files
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.progress import read_metrics
+from mtf_gradsync.train.metrics.file import read_metrics
 from tests.train.conftest import TINY, train_tiny
 
 NO_EVAL = "train.run.eval_dataset_fn = None"

@@ -46,7 +46,8 @@ class RunConfig:
         variable; None for all.
       perplexity_eval_steps: evaluate on at most this many batches.
       init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
-      log_steps: a line in the metrics file every this many steps.
+      log_steps: what is measured is written every this many steps.
+      reports: whether to measure what the optimizers report, norms of gradients above all.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
       seed: of the initial values.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
@@ -75,6 +76,7 @@ class RunConfig:
     perplexity_eval_steps: int = 100
     init_checkpoint: str | None = None
     log_steps: int = 10
+    reports: bool = True
     hooks: Sequence[Any] = ()
     seed: int = 0
     runtime: str = "fastest"

@@ -12,8 +12,10 @@ from mtf_gradsync.train.evaluation.plot import plot_losses
 from mtf_gradsync.train.evaluation.sample import sample
 from mtf_gradsync.train.evaluation.scores import Evaluator, Score, unigram_score
 from mtf_gradsync.train.files import write_json, write_text
+from mtf_gradsync.train.metrics.file import read_metrics
+from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.model import ModelSettings
-from mtf_gradsync.train.progress import MetricsFile, Progress, read_metrics
+from mtf_gradsync.train.progress import Progress
 
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
@@ -25,7 +27,13 @@ _BASELINE_BATCHES = 100
 
 
 class HeldOut:
-    """The held-out side of a run; does little more than draw when nothing is held out."""
+    """The held-out side of a run; does little more than draw when nothing is held out.
+
+    Attributes:
+      unigram: the baseline's score.
+      result: what the result file holds, once the run is finished.
+      samples: what the model wrote then.
+    """
 
     def __init__(
         self,
@@ -49,6 +57,8 @@ class HeldOut:
         self._evaluator: Evaluator | None = None
         self._scored: tuple[str, Score] | None = None
         self.unigram: Score | None = None
+        self.result: dict[str, Any] = {}
+        self.samples = ""
 
     def prepare(
         self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
@@ -90,12 +100,12 @@ class HeldOut:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def point(self, path: str, step: int, metrics: MetricsFile, progress: Progress) -> None:
+    def point(self, path: str, step: int, recorder: Recorder, progress: Progress) -> None:
         """Evaluates a checkpoint while the run goes on."""
         if self._evaluator is None:
             return
         score = self._score(path)
-        metrics.write(step, held_out_nats=score.nats_per_token)
+        recorder.write(step, {"held_out_nats": score.nats_per_token})
         progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
 
     def plot(self) -> None:
@@ -129,6 +139,7 @@ class HeldOut:
                 self._say("the model has not learned more than how frequent each token is")
             if self._model.model_type == "lm":
                 self._write_samples()
+        self.result = content
         write_json(self._directory / RESULT_FILE, content)
         self.plot()
         self._say(f"loss curve: {self._directory / PLOT_FILE}")
@@ -149,8 +160,9 @@ class HeldOut:
                 f"--- sample {number}: prompt\n{one.prompt}\n--- continuation\n{one.continuation}\n"
             )
         if texts:
-            self._say("\n".join(texts))
-            write_text(self._directory / SAMPLES_FILE, "\n".join(texts))
+            self.samples = "\n".join(texts)
+            self._say(self.samples)
+            write_text(self._directory / SAMPLES_FILE, self.samples)
 
 
 def _score_text(score: Score) -> str:

@@ -33,8 +33,8 @@ class Runner(abc.ABC):
         """Begins a step.
 
         Returns:
-          A function that waits for the step and returns its values: "step", "loss", "fields", and
-          "update_step" where the optimizers count updates.
+          A function that waits for the step and returns its values: "step", "loss", "fields",
+          "reported", and "update_step" where the optimizers count updates.
         """
 
     @abc.abstractmethod
@@ -52,7 +52,12 @@ class Runner(abc.ABC):
 
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     """What a step fetches."""
-    fetches = {"step": graph.step, "loss": graph.loss, "fields": graph.fields}
+    fetches = {
+        "step": graph.step,
+        "loss": graph.loss,
+        "fields": graph.fields,
+        "reported": graph.reported,
+    }
     if graph.update_step is not None:
         fetches["update_step"] = graph.update_step
     return fetches

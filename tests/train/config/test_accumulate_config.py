@@ -9,7 +9,7 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.progress import read_metrics
+from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.run import run
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "lm_accumulate.gin")

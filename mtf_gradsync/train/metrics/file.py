@@ -1,0 +1,47 @@
+"""The metrics file of a run: lines of JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync.train.files import write_text
+
+
+class MetricsFile:
+    """A JSON object per line: ``step`` and what was measured there."""
+
+    def __init__(self, path: Path, first_step: int):
+        """Opens the file.
+
+        Args:
+          path: the file; a run that goes on adds to it.
+          first_step: where the run goes on. Lines of later steps are of a run that was killed
+            after its last checkpoint; those steps are made again, so their lines go.
+        """
+        self._path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Adds a line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a metrics file; none if there is no file.
+
+    A last line that a killed process left half written is passed over.
+    """
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows

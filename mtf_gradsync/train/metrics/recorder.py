@@ -1,0 +1,71 @@
+"""One place for all that a run measures: the metrics file and TensorBoard's event file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+
+from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.train.metrics.events import EventFile
+from mtf_gradsync.train.metrics.file import MetricsFile
+
+# Names in the metrics file, which are older, to tags.
+_TAGS = {"held_out_nats": "held_out/nats_per_token"}
+
+
+class Recorder:
+    """Writes what was measured at a step, to both files, as long as it is entered."""
+
+    def __init__(self, directory: Path, metrics_file: str, first_step: int):
+        """Begins a session of a run.
+
+        Args:
+          directory: the run's.
+          metrics_file: name of the metrics file there.
+          first_step: steps made before.
+        """
+        self._metrics = MetricsFile(directory / metrics_file, first_step)
+        self._events = EventFile(directory, first_step)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        self._events.close()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds what was measured at a step.
+
+        Args:
+          step: steps made.
+          values: numbers, or arrays with one for each shard, by name. What is no finite number is
+            left out, but for the loss.
+        """
+        scalars = split_by_shard(values)
+        self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
+        lines = {name: _plain(value) for name, value in values.items()}
+        self._metrics.write(step, **{k: v for k, v in lines.items() if v is not None})
+
+    def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds numbers that do not change while a run goes on to the event file alone."""
+        self._events.write(step, scalars)
+
+    def flush(self) -> None:
+        """Puts on disk what was written; before a checkpoint counts on it."""
+        self._events.flush()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: a number, or a list in the order of the shards; None for none."""
+    array = np.asarray(value)
+    if not array.shape:
+        return array.item()
+    if not np.all(np.isfinite(array)):
+        return None
+    return [_rounded(x) for x in array.ravel().tolist()]
+
+
+def _rounded(number: Any) -> Any:
+    return number if isinstance(number, int) else float(f"{number:.6g}")

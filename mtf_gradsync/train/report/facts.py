@@ -1,0 +1,73 @@
+"""What is known of a run once its graph is built, kept for the page and for later sessions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+from mtf_gradsync.train.files import write_json
+from mtf_gradsync.train.report.traffic import Traffic, TrafficRow
+
+FACTS_FILE = "facts.json"
+
+_LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
+
+
+class Facts(NamedTuple):
+    """A run, apart from how it went.
+
+    Attributes:
+      mesh: as in "batch:4;model:2".
+      layout: the layout rules.
+      runtime: what ran the newest steps.
+      optimizers: from the outside in.
+      parameters: trainable parameters.
+      tokens_per_step: tokens in a global batch.
+      versions: of libraries, by name.
+      traffic: what crosses the mesh; None where it could not be listed.
+    """
+
+    mesh: str
+    layout: str
+    runtime: str
+    optimizers: list[str]
+    parameters: int
+    tokens_per_step: int
+    versions: dict[str, str]
+    traffic: Traffic | None
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries underneath, of those that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_facts(directory: Path, facts: Facts) -> None:
+    """Leaves facts in a run's directory."""
+    content = facts._asdict()
+    if facts.traffic is not None:
+        rows = [row._asdict() for row in facts.traffic.rows]
+        content["traffic"] = {**facts.traffic._asdict(), "rows": rows}
+    write_json(directory / FACTS_FILE, content)
+
+
+def read_facts(directory: Path) -> Facts | None:
+    """What `write_facts` left behind; None where there is nothing, or nothing of this form."""
+    try:
+        content = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+        traffic = content["traffic"]
+        if traffic is not None:
+            rows = [TrafficRow(**row) for row in traffic["rows"]]
+            content["traffic"] = Traffic(**{**traffic, "rows": rows})
+        return Facts(**content)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,176 @@
+"""The page ``report.html``: one file, nothing to load."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.files import write_text
+from mtf_gradsync.train.report import plots
+from mtf_gradsync.train.report.facts import Facts
+from mtf_gradsync.train.report.series import series_of
+
+REPORT_FILE = "report.html"
+
+# What HTML does not allow in text, and what would turn the text around it.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
+)
+
+
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+      step: steps made, in all.
+      train_steps: steps that were asked for.
+      how: "finished", or in words why it ended before.
+      result: what the result file holds; empty for a run that ended before.
+    """
+
+    step: int
+    train_steps: int
+    how: str
+    result: dict[str, Any]
+
+
+def check_jinja() -> None:
+    """Checks that the page can be written; a command asks before its work.
+
+    Raises:
+      ConfigError: if jinja2 is not installed.
+    """
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f'writing {REPORT_FILE} needs jinja2 ({error}): pip install "mtf-gradsync[train]"'
+        ) from error
+
+
+def write_page(
+    directory: Path,
+    rows: Sequence[dict[str, Any]],
+    ended: Ended,
+    facts: Facts | None,
+    unigram_nats: float | None = None,
+    samples: str = "",
+    config: str = "",
+) -> Path:
+    """Writes the page of a run.
+
+    Args:
+      directory: the run's; the page is `REPORT_FILE` there.
+      rows: lines of the metrics file.
+      ended: how it ended.
+      facts: what is known of it; None where it ended before its graph was built.
+      unigram_nats: nats per token of the baseline.
+      samples: what the model wrote, any text.
+      config: the gin config, any text.
+
+    Returns:
+      The file.
+
+    Raises:
+      ConfigError: if jinja2 or matplotlib is not installed.
+    """
+    check_jinja()
+    import jinja2
+    import markupsafe
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
+
+    def as_markup(plot: plots.Plot) -> plots.Plot:
+        # The only text that is not escaped: it was when it was drawn.
+        return plot._replace(svg=markupsafe.Markup(plot.svg))
+
+    traffic = facts.traffic if facts else None
+    bars = plots.draw_traffic(traffic) if traffic else None
+    text = environment.from_string(template).render(
+        name=printable(directory.resolve().name),
+        ended=ended._replace(how=printable(ended.how)),
+        tiles=_tiles(rows, ended, facts),
+        plots=[as_markup(p) for p in plots.draw_plots(rows, unigram_nats)],
+        dropped=[as_markup(p) for p in plots.draw_dropped(rows)],
+        replicas=_replicas(rows),
+        traffic=traffic,
+        bars=as_markup(bars) if bars else None,
+        facts=_facts(facts),
+        samples=printable(samples),
+        config=printable(config),
+        written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
+    path = directory / REPORT_FILE
+    write_text(path, text)
+    return path
+
+
+def printable(text: str) -> str:
+    """A text whose characters a page may hold; others are shown as the replacement character."""
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def _tiles(
+    rows: Sequence[dict[str, Any]], ended: Ended, facts: Facts | None
+) -> list[tuple[str, str, str]]:
+    """The main numbers: what, how much, and a remark."""
+    result = ended.result
+    tiles = []
+    loss = series_of(rows, "loss")
+    if loss:
+        tiles.append(("training loss", f"{loss.last:.3f}", f"at step {loss.steps[-1]:,}"))
+    if "held_out" in result:
+        score, unigram = result["held_out"], result["unigram"]
+        remark = f"{score['bits_per_byte']:.3f} bits per byte"
+        tiles.append(("held-out perplexity", f"{score['perplexity']:.3f}", remark))
+        tiles.append(("unigram baseline", f"{unigram['perplexity']:.3f}", "perplexity"))
+    else:
+        points = series_of(rows, "held_out_nats")
+        if points:
+            remark = f"nats per token, at step {points.steps[-1]:,}"
+            tiles.append(("held-out loss", f"{points.last:.3f}", remark))
+    speed = series_of(rows, "tokens_per_second")
+    if "tokens_per_second" in result:
+        remark = f"over {result['seconds']:,.0f} s of training"
+        tiles.append(("tokens per second", f"{result['tokens_per_second']:,.0f}", remark))
+    elif speed:
+        tiles.append(("tokens per second", f"{speed.last:,.0f}", "at the end"))
+    if facts:
+        tiles.append(("parameters", f"{facts.parameters:,}", "trained"))
+        traffic = facts.traffic
+        if traffic and traffic.is_complete:
+            tiles.append(
+                ("bytes per update", f"{traffic.update_step:,}", "for each core, across the mesh")
+            )
+    return tiles
+
+
+def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """For each replica its number, contributions made, and steps on which it made none."""
+    made = series_of(rows, "sync_replicas/contributions")
+    dropped = series_of(rows, "sync_replicas/dropped")
+    if made is None or dropped is None or made.values.ndim != 2:
+        return []
+    pairs = zip(made.last, dropped.last)
+    return [(number, int(m), int(d)) for number, (m, d) in enumerate(pairs)]
+
+
+def _facts(facts: Facts | None) -> list[tuple[str, str]]:
+    if facts is None:
+        return []
+    shown = [
+        ("mesh", facts.mesh),
+        ("layout", facts.layout),
+        ("runtime", facts.runtime),
+        ("optimizers", " around ".join(facts.optimizers)),
+        ("parameters", f"{facts.parameters:,}"),
+        ("tokens per step", f"{facts.tokens_per_step:,}"),
+        *facts.versions.items(),
+    ]
+    return [(name, printable(str(value))) for name, value in shown]

@@ -1,0 +1,65 @@
+"""Series out of the lines of a metrics file."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+# More points than these are not to be seen in a plot, and make a large page.
+_MOST_POINTS = 400
+
+
+class Series(NamedTuple):
+    """What was measured at some steps.
+
+    Attributes:
+      steps: int array ``[points]``.
+      values: float array ``[points]``, or ``[points, shards]``.
+      steps_per_point: how many of the logged steps a point is the mean of.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+    steps_per_point: int = 1
+
+    @property
+    def last(self) -> Any:
+        """The newest value, or one for each shard."""
+        return self.values[-1]
+
+
+def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
+    """What lines of a metrics file hold under a name.
+
+    Args:
+      rows: the lines.
+      name: of a number, or of a list with one for each shard. Where the number of shards has
+        changed, the newest counts.
+
+    Returns:
+      The series; None where no line has a finite value.
+    """
+    found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
+    found = [(step, value) for step, value in found if np.all(np.isfinite(value))]
+    if not found:
+        return None
+    shape = found[-1][1].shape
+    found = [(step, value) for step, value in found if value.shape == shape]
+    return Series(np.array([s for s, _ in found]), np.stack([v for _, v in found]))
+
+
+def thinned(series: Series, is_count: bool = False) -> Series:
+    """A series with fewer points: means of neighbours, or every so many of a count."""
+    size = -(-len(series.steps) // _MOST_POINTS)
+    if size == 1:
+        return series
+    ends = np.append(np.arange(size, len(series.steps), size), len(series.steps))
+    steps = series.steps[ends - 1]
+    if is_count:
+        return Series(steps, series.values[ends - 1], 1)
+    starts = np.append(0, ends[:-1])
+    values = np.add.reduceat(series.values, starts) / (ends - starts).reshape(
+        [-1] + [1] * (series.values.ndim - 1)
+    )
+    return Series(steps, values, size)

@@ -1,0 +1,81 @@
+"""matplotlib figures as SVG that takes its colors and its font from the page."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from typing import Any
+
+from mtf_gradsync.train.files import new_figure
+
+# Colors that stand for the page's own: drawn in these, replaced in the file.
+INK, GRID = "#010203", "#010204"
+SERIES = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
+_ON_PAGE = {
+    INK: "currentColor",
+    GRID: "var(--grid)",
+    **{color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)},
+}
+_STYLE = {
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mtf_gradsync",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+# A page's column on a telephone, so that letters there have their own size.
+WIDTH = 5.2
+
+
+def style() -> Any:
+    """A context manager within which figures are drawn for `as_svg`.
+
+    Raises:
+      ConfigError: if matplotlib is not installed.
+    """
+    import matplotlib
+
+    return matplotlib.rc_context(_STYLE)
+
+
+def figure(height: float = 2.7) -> Any:
+    """An empty figure of the width of a column; height in inches."""
+    return new_figure(WIDTH, height)
+
+
+def as_svg(drawn: Any, prefix: str, description: str) -> str:
+    """A figure as an element of a page.
+
+    Args:
+      drawn: a matplotlib figure, made and drawn within `style`.
+      prefix: of the names that elements have; another one for each figure of a page.
+      description: what is to be seen, for who does not see it.
+
+    Returns:
+      An ``svg`` element.
+    """
+    content = io.StringIO()
+    drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    text = content.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{prefix}-", text)
+    for color, on_page in _ON_PAGE.items():
+        text = text.replace(color, on_page)
+    label = html.escape(description)
+    # The size is the page's business; the viewBox keeps the proportions.
+    return re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        rf'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" \1 '
+        rf'role="img" aria-label="{label}">',
+        text,
+        count=1,
+    )

@@ -1,0 +1,102 @@
+"""What crosses the mesh in a training step, summed up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.comparison.parts import parts_of
+from mtf_gradsync.train.train_graph import TrainGraph
+
+# One that is called is not looked into; what makes an update such a call says so by this.
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+class TrafficRow(NamedTuple):
+    """Collectives or copies of one kind, taken together.
+
+    Attributes:
+      operation: type of the collective; "transfer" for the copies of a placement mesh.
+      group: the mesh axes that they cross.
+      part: what they are for; "" where it is not known.
+      on_updates: whether only update steps have them.
+      runs: how often they run in one update step.
+      bytes_per_core: bytes that a core puts in, or a device receives, in one update step.
+    """
+
+    operation: str
+    group: str
+    part: str
+    on_updates: bool
+    runs: int
+    bytes_per_core: int
+
+
+class Traffic(NamedTuple):
+    """What crosses the mesh.
+
+    Attributes:
+      every_step: bytes per core in a step without an update.
+      update_step: bytes per core in a step with an update.
+      rows: what these are made of.
+      is_complete: whether nothing is missing: an update that is one function call is not looked
+        into.
+    """
+
+    every_step: int
+    update_step: int
+    rows: list[TrafficRow]
+    is_complete: bool = True
+
+
+def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
+    """Lists what crosses the mesh in a training step, without running it.
+
+    Args:
+      graph: the step, in the default graph.
+      program: what it was lowered into; None on a placement mesh.
+
+    Returns:
+      The totals; None where it cannot be told, as on a mesh whose processors share a device.
+    """
+    try:
+        if program is not None:
+            report = simd.list_collectives(program, lowering=graph.lowering)
+            return _summed_up(report, parts_of(graph, report))
+        (mesh_impl,) = graph.lowering.mesh_to_impl.values()
+        report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
+    except (simd.UnsupportedProgramError, ValueError):
+        return None
+    skips = any(getattr(opt, "skips_updates", False) for opt in graph.optimizers)
+    calls = any(op.type in _CALLS for op in tf.get_default_graph().get_operations())
+    return _summed_up(report, {}, is_complete=not (skips and calls))
+
+
+def _summed_up(
+    report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
+) -> Traffic:
+    """The totals of a report, the largest first."""
+    totals: dict[tuple[str, str, str, bool], list[int]] = {}
+    for row in report.rows:
+        key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)
+        total = totals.setdefault(key, [0, 0])
+        total[0] += 1 if row.turns is None else row.turns
+        total[1] += row.bytes_per_step or row.bytes_per_core or 0
+    rows = [TrafficRow(*key, runs, size) for key, (runs, size) in totals.items()]
+    return Traffic(
+        report.every_step.bytes_per_core,
+        report.update_step.bytes_per_core,
+        sorted(rows, key=lambda row: -row.bytes_per_core),
+        is_complete,
+    )
+
+
+def bytes_per_update(traffic: Traffic | None) -> dict[str, float]:
+    """Bytes for each core, by tag, as summaries have them; empty where they are not known."""
+    if traffic is None or not traffic.is_complete:
+        return {}
+    values: dict[str, float] = {"traffic/bytes_per_update": traffic.update_step}
+    if traffic.every_step != traffic.update_step:
+        values["traffic/bytes_without_update"] = traffic.every_step
+    return values
