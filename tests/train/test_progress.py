@@ -2,7 +2,6 @@ import io
 
 import numpy as np
 
-from mtf_gradsync.train.metrics.file import MetricsFile, read_metrics
 from mtf_gradsync.train.progress import Progress
 
 
@@ -34,16 +33,3 @@ def test_bar_on_a_terminal_shows_step_loss_and_rate():
     last = stream.getvalue().split("\r")[-1]
     for part in ("100%", "step 4/4", "loss=1.250", "tokens/s=", "norm=0.5"):
         assert part in last
-
-
-def test_metrics_of_steps_that_are_made_again_go(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, 0)
-    for step in (1, 2, 3):
-        metrics.write(step, loss=float(step))
-    with path.open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
-    MetricsFile(path, 2).write(3, loss=7.0)
-    assert [row["loss"] for row in read_metrics(path)] == [1.0, 2.0, 7.0]
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -16,7 +16,9 @@ from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
+from mtf_gradsync.train.report.page import REPORT_FILE
 from tests.train.conftest import TINY, train_tiny
+from tests.train.metrics.test_metrics import events_shown
 
 NO_EVAL = "train.run.eval_dataset_fn = None"
 in_main_thread = pytest.mark.skipif(
@@ -28,6 +30,11 @@ in_main_thread = pytest.mark.skipif(
 def losses(directory):
     rows = read_metrics(directory / held_out.METRICS_FILE)
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def applied_norms(directory):
+    rows = read_metrics(directory / held_out.METRICS_FILE)
+    return {row["step"]: row["gradient_norm/applied"] for row in rows}
 
 
 def variables(directory):
@@ -85,21 +92,31 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert "unigram baseline" in text
     points = [r for r in read_metrics(directory / held_out.METRICS_FILE) if "held_out_nats" in r]
     assert [row["step"] for row in points] == [6, 12, 18, 24, 30, 36, 40]
+    page = (directory / REPORT_FILE).read_text()
+    assert "40 of 40 steps: finished." in page
+    assert page.count("<svg") == 6  # nothing is left out here
+    assert f"report: {directory / REPORT_FILE}" in text
 
     again, _, said = train(four, "train.run.train_steps = 40")
     assert "has all 40 steps already" in said[0]
     assert again.held_out == result.held_out
+    # What it knows of the mesh is from before.
+    assert "CrossReplicaSum" in (directory / REPORT_FILE).read_text()
 
 
 def test_runtimes_train_alike_and_continue_each_other(train, plain):
     """Initial values and steps are those of every runtime, to rounding; so are checkpoints."""
-    curves = {"xla": losses(plain)}
+    curves, norms = {"xla": losses(plain)}, {"xla": applied_norms(plain)}
+    assert sorted(norms["xla"]) == list(range(1, 13))
     for runtime in ("cpu_replicas", "placement_mesh"):
         _, directory, said = train(NO_EVAL, f"train.run.runtime = '{runtime}'", model_dir=runtime)
         assert any(line.startswith("steps run on ") for line in said)
-        curves[runtime] = losses(directory)
+        curves[runtime], norms[runtime] = losses(directory), applied_norms(directory)
         np.testing.assert_allclose(
             list(curves[runtime].values()), list(curves["xla"].values()), rtol=1e-4
+        )
+        np.testing.assert_allclose(
+            list(norms[runtime].values()), list(norms["xla"].values()), rtol=1e-3
         )
         resumed, _, said = train(NO_EVAL, "train.run.train_steps = 14", model_dir=runtime)
         assert "XLA devices (the fastest that is installed)" in said[0]
@@ -129,10 +146,15 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after, 
     assert "stopped after step 5 of 12" in said[-1]
     # Not at a multiple of save_checkpoints_steps, so it is the stop that saved.
     assert checkpoint.checkpoint_step(checkpoint.latest_checkpoint(str(parts))) == 5
+    assert "5 of 12 steps: stopped early." in (parts / REPORT_FILE).read_text()
     stop_after(None)
     finished, _, _ = train(NO_EVAL, choice, model_dir="parts")
     assert finished.step == 12
     assert losses(parts) == losses(plain)
+    assert applied_norms(parts) == applied_norms(plain)
+    shown = events_shown(parts)["loss"]
+    assert [step for step, _ in shown] == list(range(1, 13))
+    np.testing.assert_array_equal([x for _, x in shown], np.float32([*losses(plain).values()]))
     expected, actual = variables(plain), variables(parts)
     assert sorted(expected) == sorted(actual)
     for name, value in expected.items():
@@ -223,9 +245,10 @@ def test_initial_values_come_from_another_run(train, plain):
     assert not any("SelfAttention/q" in name and "slot" not in name for name in changed)
 
 
-def test_loss_that_is_not_finite_ends_the_run(train):
+def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):
     with pytest.raises(TrainingError, match=r"the loss of step \d+ is nan"):
         train(NO_EVAL, "train.run.learning_rate_schedule = 1e30")
+    assert "ended by an error, the loss of step" in (tmp_path / "run" / REPORT_FILE).read_text()
 
 
 class LeavesOut(mtf.optimize.SgdOptimizer):

@@ -25,7 +25,12 @@ class EventFile:
         """
         # The writer needs graph mode, whatever the program's default is.
         with tf.Graph().as_default():
-            self._writer = tf.summary.FileWriter(str(directory), flush_secs=_FLUSH_SECONDS)
+            self._writer = tf.summary.FileWriter(
+                str(directory),
+                flush_secs=_FLUSH_SECONDS,
+                # TensorFlow names files by the second; a session may begin within the same one.
+                filename_suffix=f".from_step_{first_step:09d}",
+            )
         start = tf.SessionLog(status=tf.SessionLog.START)
         self._writer.add_session_log(start, first_step + 1)
 

@@ -45,8 +45,12 @@ class Recorder:
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
-        lines = {name: _plain(value) for name, value in values.items()}
-        self._metrics.write(step, **{k: v for k, v in lines.items() if v is not None})
+        plain = {name: _plain(value) for name, value in values.items()}
+        line = {name: value for name, value in plain.items() if value is not None}
+        if "loss" in values:
+            # To all of its digits, by which runs are compared.
+            line["loss"] = float(values["loss"])
+        self._metrics.write(step, **line)
 
     def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds numbers that do not change while a run goes on to the event file alone."""
@@ -60,12 +64,9 @@ class Recorder:
 def _plain(value: Any) -> Any:
     """A value as JSON has it: a number, or a list in the order of the shards; None for none."""
     array = np.asarray(value)
-    if not array.shape:
-        return array.item()
     if not np.all(np.isfinite(array)):
         return None
-    return [_rounded(x) for x in array.ravel().tolist()]
-
-
-def _rounded(number: Any) -> Any:
-    return number if isinstance(number, int) else float(f"{number:.6g}")
+    if array.dtype.kind != "f":
+        return array.ravel().tolist() if array.shape else array.item()
+    rounded = [float(f"{x:.6g}") for x in array.ravel().tolist()]
+    return rounded if array.shape else rounded[0]

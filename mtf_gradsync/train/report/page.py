@@ -146,7 +146,7 @@ def _tiles(
         traffic = facts.traffic
         if traffic and traffic.is_complete:
             tiles.append(
-                ("bytes per update", f"{traffic.update_step:,}", "for each core, across the mesh")
+                ("bytes across the mesh", f"{traffic.update_step:,}", "a core, in an update step")
             )
     return tiles
 

@@ -130,6 +130,7 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
         axes.invert_yaxis()
         axes.set_xlabel("kB for each core in an update step")
         axes.grid(axis="x")
+        axes.set_axisbelow(True)
         if len(parts) > 1 or parts[0] != rows[0].operation:
             from matplotlib.patches import Patch
 
@@ -168,7 +169,9 @@ def _over_steps(
             axes.axhline(
                 level, color=svg.INK, linestyle="--", linewidth=1, label="unigram baseline"
             )
-        if from_zero:
+        if is_count:
+            _count_from_zero(axes, present[0][1].series)
+        elif from_zero:
             axes.set_ylim(bottom=0)
         if len(present) > 1 or level is not None:
             axes.legend(fontsize=8)
@@ -204,7 +207,7 @@ def _by_shard(
             axes.plot(points.steps, middle, color=svg.SERIES[0], label="median", **style)
         axes.legend(fontsize=8, ncols=2)
         if is_count:
-            axes.set_ylim(bottom=0)
+            _count_from_zero(axes, series)
 
     newest = ", ".join(f"shard {n} {_short(x)}" for n, x in enumerate(series.last[:_MOST_LINES]))
     low, high = int(np.argmin(series.last)), int(np.argmax(series.last))
@@ -241,6 +244,11 @@ def _drawn(
             _use_log(axes)
         prefix = "".join(c if c.isalnum() else "-" for c in title.lower())
         return svg.as_svg(figure, prefix, f"{title} over steps. {words}.")
+
+
+def _count_from_zero(axes: Any, series: Series) -> None:
+    axes.set_ylim(0, max(1.0, 1.05 * series.values.max()))
+    axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def _use_log(axes: Any) -> None:

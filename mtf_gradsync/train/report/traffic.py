@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.comparison.parts import parts_of
+from mtf_gradsync.train.comparison.parts import PARTS, parts_of
 from mtf_gradsync.train.train_graph import TrainGraph
 
 # One that is called is not looked into; what makes an update such a call says so by this.
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+_PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer")))
 
 
 class TrafficRow(NamedTuple):
@@ -63,7 +65,8 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
     try:
         if program is not None:
             report = simd.list_collectives(program, lowering=graph.lowering)
-            return _summed_up(report, parts_of(graph, report))
+            parts = parts_of(graph, report)
+            return _summed_up(report, {row: _PART_LABELS[part] for row, part in parts.items()})
         (mesh_impl,) = graph.lowering.mesh_to_impl.values()
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
     except (simd.UnsupportedProgramError, ValueError):
@@ -92,11 +95,11 @@ def _summed_up(
     )
 
 
-def bytes_per_update(traffic: Traffic | None) -> dict[str, float]:
+def bytes_of_steps(traffic: Traffic | None) -> dict[str, float]:
     """Bytes for each core, by tag, as summaries have them; empty where they are not known."""
     if traffic is None or not traffic.is_complete:
         return {}
-    values: dict[str, float] = {"traffic/bytes_per_update": traffic.update_step}
+    values: dict[str, float] = {"traffic/bytes_of_update_step": traffic.update_step}
     if traffic.every_step != traffic.update_step:
-        values["traffic/bytes_without_update"] = traffic.every_step
+        values["traffic/bytes_of_other_step"] = traffic.every_step
     return values

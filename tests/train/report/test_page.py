@@ -1,0 +1,186 @@
+"""The page of a run, without a browser; `check_in_browser` has one."""
+
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from mtf_gradsync.train.report.facts import Facts, read_facts, write_facts
+from mtf_gradsync.train.report.page import REPORT_FILE, Ended, write_page
+from mtf_gradsync.train.report.series import Series, series_of, thinned
+from mtf_gradsync.train.report.traffic import Traffic, TrafficRow
+
+pytest.importorskip("jinja2")
+
+_VOID = {"meta", "link", "br"}
+_LOADS = {"src", "href", "xlink:href", "data", "poster", "action"}
+
+
+class Page(html.parser.HTMLParser):
+    """What a page holds; raises AssertionError for elements that are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.texts, self.references = [], [], {}, []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.references += [v for k, v in attributes if k in _LOADS]
+        self.references += re.findall(r"url\(([^)]*)\)", dict(attributes).get("style", ""))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in _VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts[self.open[-1]] = self.texts.get(self.open[-1], "") + data
+
+    def of(self, tag):
+        return [attributes for t, attributes in self.elements if t == tag]
+
+
+TRAFFIC = Traffic(
+    every_step=30,
+    update_step=130,
+    rows=[
+        TrafficRow("CrossReplicaSum", "batch", "gradients", True, 1, 100),
+        TrafficRow("CrossReplicaSum", "model", "forward and backward", False, 3, 30),
+    ],
+)
+FACTS = Facts(
+    mesh="batch:4",
+    layout="batch:batch",
+    runtime="XLA devices",
+    optimizers=["SyncReplicasOptimizer", "AdafactorOptimizer"],
+    parameters=1234567,
+    tokens_per_step=256,
+    versions={"Python": "3.11"},
+    traffic=TRAFFIC,
+)
+
+
+def rows_of(steps, shards=4):
+    return [
+        {
+            "step": step,
+            "loss": 5.0 / step,
+            "tokens_per_second": 100.0,
+            "learning_rate": 0.1,
+            "gradient_norm/before_clipping": 100.0 / step,
+            "gradient_norm/applied": 1.0,
+            "gradient_norm/of_shards": [1.0 + s for s in range(shards)],
+            "accumulation/skipped": step // 2,
+            "sync_replicas/contributions": [step] * shards,
+            "sync_replicas/dropped": [0] * (shards - 1) + [step],
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def page_of(directory, rows, ended=None, facts=FACTS, **kwargs):
+    ended = ended or Ended(len(rows), 10, "stopped early", {})
+    path = write_page(directory, rows, ended, facts, **kwargs)
+    assert path == directory / REPORT_FILE
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    identifiers = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(set(identifiers)) == len(identifiers)
+    # Inside the page, or nothing at all.
+    assert all(r.startswith("#") or r == "data:," for r in page.references), page.references
+    assert {r[1:] for r in page.references if r[0] == "#"} <= set(identifiers)
+    assert not page.of("script")
+    assert "@import" not in text
+    for plot in page.of("svg"):
+        assert plot["role"] == "img"
+        assert plot["aria-label"]
+    return page
+
+
+@pytest.mark.parametrize("shards", [4, 40])
+def test_all_of_a_run(tmp_path, shards):
+    result = {
+        "held_out": {"perplexity": 3.5, "bits_per_byte": 1.8},
+        "unigram": {"perplexity": 20.0},
+        "seconds": 12.0,
+        "tokens_per_second": 4321.0,
+    }
+    rows = [*rows_of(20, shards), {"step": 20, "held_out_nats": 1.25}]
+    page = page_of(tmp_path, rows, Ended(20, 20, "finished", result), unigram_nats=3.0)
+    assert page.texts["h3"] == (
+        "LossSpeedLearning rateNorm of the gradientNorms of the shards' gradients"
+        "Micro steps left outSteps without a contributionBytes by kind and mesh axis"
+    )
+    assert len(page.of("svg")) == 8
+    labels = " ".join(plot["aria-label"] for plot in page.of("svg"))
+    assert "training: 5 at step 1, 0.25 at step 20" in labels
+    assert f"{shards} shards" in labels
+    assert "CrossReplicaSum over batch for gradients: 100 bytes" in labels
+    for number in ("3.500", "1.800 bits per byte", "4,321", "1,234,567", "130"):
+        assert number in page.texts["dd"]
+
+
+@pytest.mark.parametrize("facts", [None, FACTS._replace(traffic=None)])
+def test_nothing_to_plot(tmp_path, facts):
+    page = page_of(tmp_path, [], Ended(0, 10, "ended by an error, no data", {}), facts)
+    assert not page.of("svg")
+    assert "0 of 10 steps: ended by an error, no data" in page.texts["p"]
+    assert "Nothing was measured yet" in page.texts["p"]
+
+
+def test_an_update_that_is_not_looked_into_is_no_number(tmp_path):
+    page = page_of(tmp_path, [], facts=FACTS._replace(traffic=TRAFFIC._replace(is_complete=False)))
+    assert "What an update sends is not in these numbers" in page.texts["strong"]
+    assert "130" not in page.texts["dd"]
+
+
+def test_samples_and_config_are_text_whatever_they_hold(tmp_path):
+    markup = "</pre><script>alert(1)</script>&amp;<img src=x onerror=y>{{ 7 * 7 }}"
+    hostile, shown = f"{markup}\x00\x1b\ud800\u202e\r\n", markup + 4 * "\ufffd" + "\n"
+    directory = tmp_path / "<b>&run"
+    ended = Ended(1, 2, hostile, {})
+    page = page_of(directory, rows_of(1), ended, samples=hostile, config=hostile)
+    assert not page.of("img")
+    assert page.texts["pre"] == shown * 2
+    assert page.texts["h1"] == "<b>&run"
+
+
+def test_facts_come_back(tmp_path):
+    assert read_facts(tmp_path) is None
+    for facts in (FACTS, FACTS._replace(traffic=None)):
+        write_facts(tmp_path, facts)
+        assert read_facts(tmp_path) == facts
+    (tmp_path / "facts.json").write_text('{"mesh": 3}')
+    assert read_facts(tmp_path) is None
+
+
+def test_series_of_lines():
+    rows = [{"step": 1, "x": [1, 2]}, {"step": 2}, {"step": 3, "x": [1, 2, 3]}]
+    found = series_of(rows, "x")
+    assert found.steps.tolist() == [3]
+    assert found.last.tolist() == [1, 2, 3]
+    assert series_of(rows, "y") is None
+    assert series_of([{"step": 1, "x": float("nan")}], "x") is None
+
+
+@pytest.mark.parametrize("shape", [[1001], [1001, 2]])
+def test_many_points_become_means_and_counts_do_not(shape):
+    values = np.arange(np.prod(shape), dtype=float).reshape(shape)
+    full = Series(np.arange(1, 1002), values)
+    fewer, counts = thinned(full), thinned(full, is_count=True)
+    assert len(fewer.steps) == len(counts.steps) == 334
+    assert fewer.steps_per_point == 3
+    np.testing.assert_allclose(fewer.values[0], values[:3].mean(axis=0))
+    np.testing.assert_allclose(fewer.values[-1], values[999:].mean(axis=0))
+    assert fewer.steps[-1] == counts.steps[-1] == 1001
+    np.testing.assert_array_equal(counts.last, values[-1])
