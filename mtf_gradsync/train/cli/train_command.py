@@ -11,7 +11,8 @@ from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_nam
 
 _DESCRIPTION = """\
 Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
-perplexity beside a unigram baseline, lets the model write, and draws the loss curve.
+perplexity beside a unigram baseline, lets the model write, and leaves a page with plots
+(report.html) and TensorBoard event files.
 
 Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there."""
 
