@@ -21,6 +21,7 @@ from tests.train.conftest import TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
 NO_EVAL = "train.run.eval_dataset_fn = None"
+REPORTS = "train.run.reports = True"
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),
     reason="only the main thread receives signals",
@@ -46,7 +47,7 @@ def variables(directory):
 def plain(tmp_path_factory):
     """The directory of a run of 12 steps, as tiny.gin has it; tests only read it."""
     enable_mesh_defaults()
-    _, directory, _ = train_tiny(tmp_path_factory.mktemp("plain"), NO_EVAL)
+    _, directory, _ = train_tiny(tmp_path_factory.mktemp("plain"), NO_EVAL, REPORTS)
     gin.clear_config()
     return directory
 
@@ -75,7 +76,8 @@ def stop_after(monkeypatch):
 
 def test_whole_run_learns_and_leaves_its_files(train):
     four = "train.run.mesh_shape = 'batch:2;model:2'"
-    result, directory, said = train(four, "train.run.train_steps = 40", "train.run.log_steps = 5")
+    more = [REPORTS, "train.run.train_steps = 40", "train.run.log_steps = 5"]
+    result, directory, said = train(four, *more)
     assert result.step == 40
     curve = losses(directory)
     assert sorted(curve) == list(range(5, 41, 5))
@@ -109,7 +111,9 @@ def test_runtimes_train_alike_and_continue_each_other(train, plain):
     curves, norms = {"xla": losses(plain)}, {"xla": applied_norms(plain)}
     assert sorted(norms["xla"]) == list(range(1, 13))
     for runtime in ("cpu_replicas", "placement_mesh"):
-        _, directory, said = train(NO_EVAL, f"train.run.runtime = '{runtime}'", model_dir=runtime)
+        _, directory, said = train(
+            NO_EVAL, REPORTS, f"train.run.runtime = '{runtime}'", model_dir=runtime
+        )
         assert any(line.startswith("steps run on ") for line in said)
         curves[runtime], norms[runtime] = losses(directory), applied_norms(directory)
         np.testing.assert_allclose(
@@ -137,10 +141,10 @@ def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
 def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after, runtime):
     choice = f"train.run.runtime = '{runtime}'"
     if runtime != "xla":
-        _, plain, _ = train(NO_EVAL, choice, model_dir="plain")
+        _, plain, _ = train(NO_EVAL, REPORTS, choice, model_dir="plain")
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop_after(5)
-    stopped, parts, said = train(NO_EVAL, choice, model_dir="parts")
+    stopped, parts, said = train(NO_EVAL, REPORTS, choice, model_dir="parts")
     assert stopped.stopped_by == signal.SIGINT
     assert stopped.step == 5
     assert "stopped after step 5 of 12" in said[-1]
@@ -148,7 +152,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after, 
     assert checkpoint.checkpoint_step(checkpoint.latest_checkpoint(str(parts))) == 5
     assert "5 of 12 steps: stopped early." in (parts / REPORT_FILE).read_text()
     stop_after(None)
-    finished, _, _ = train(NO_EVAL, choice, model_dir="parts")
+    finished, _, _ = train(NO_EVAL, REPORTS, choice, model_dir="parts")
     assert finished.step == 12
     assert losses(parts) == losses(plain)
     assert applied_norms(parts) == applied_norms(plain)

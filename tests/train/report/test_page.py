@@ -140,7 +140,7 @@ def test_nothing_to_plot(tmp_path, facts):
 
 def test_an_update_that_is_not_looked_into_is_no_number(tmp_path):
     page = page_of(tmp_path, [], facts=FACTS._replace(traffic=TRAFFIC._replace(is_complete=False)))
-    assert "What an update sends is not in these numbers" in page.texts["strong"]
+    assert page.texts["strong"] == "without what an update sends:"
     assert "130" not in page.texts["dd"]
 
 
