@@ -104,7 +104,8 @@ class SpecBuilder:
           loss: an mtf tensor; the mean is taken of one with several elements.
           updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
             advanced after them, unless they do so themselves.
-          optimizer: its `reported()` values become summaries, such as gradient norms.
+          optimizer: what it reports becomes summaries, such as gradient norms (`reported`), and so
+            does what crosses the mesh in a step, where that is known here.
           summaries: more mtf or tf tensors by name, scalars or one value for each shard.
 
         Returns:
@@ -155,6 +156,10 @@ class SpecBuilder:
                 training_hooks=[restore, *saving],
                 scaffold_fn=lambda: tf.train.Scaffold(saver=saver),
             )
+        if optimizer is not None:
+            step = [tf_loss, train_op]
+            traffic = summaries_lib.traffic_of_devices(step, self.mesh_impl, optimizer)
+            scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
         summaries_lib.write_in_graph(scalars)
         return tf.estimator.EstimatorSpec(
             self.mode,

@@ -143,6 +143,8 @@ class Estimator:
                 all_hooks.append(HostCallHook(spec.host_call))
             all_hooks += self._writers(all_hooks, scaffold, spec.loss, runs.is_program)
             _listen(all_hooks, saving_listeners)
+            if self.model_dir and runs.is_program and self._setting("save_summary_steps"):
+                _write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
             sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 while not session.should_stop():
@@ -212,7 +214,8 @@ class Estimator:
         result.update(metrics.result() if metrics else {})
         result.update(loss=np.float32(np.mean(losses)), global_step=int(global_step))
         if self.model_dir:
-            _write_summary(os.path.join(self.model_dir, f"eval_{name}" if name else "eval"), result)
+            directory = os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
+            _write_summary(directory, result, result["global_step"])
         return result
 
     def predict(
@@ -449,12 +452,14 @@ def _examples(batch: Any) -> Iterator[Any]:
         yield {name: values[number] for name, values in batch.items()}
 
 
-def _write_summary(directory: str, result: dict[str, Any]) -> None:
-    """Writes the scalars of an evaluation for TensorBoard."""
+def _write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
+    """Writes scalars for TensorBoard."""
     values = [
         tf.Summary.Value(tag=name, simple_value=float(value))
-        for name, value in sorted(result.items())
+        for name, value in sorted(scalars.items())
         if name != "global_step" and np.ndim(value) == 0
     ]
-    with tf.Graph().as_default(), tf.summary.FileWriter(directory) as writer:
-        writer.add_summary(tf.Summary(value=values), result["global_step"])
+    # The writer that hooks have too: another one of the same second would have the same file.
+    writer = tf.summary.FileWriterCache.get(directory)
+    writer.add_summary(tf.Summary(value=values), step)
+    writer.flush()

@@ -8,6 +8,7 @@ from typing import Any, Callable, ContextManager
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.estimator.sessions import ProgramSessionCreator
+from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.session import session_config
 
 RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
@@ -100,3 +101,7 @@ class OnCores:
             return program.session(spec)
 
         return ProgramSessionCreator(program.graph, make, scaffold, find_checkpoint)
+
+    def traffic(self, spec: Any) -> dict[str, float]:
+        """Bytes that a core puts into collectives in a step, by name."""
+        return traffic_of_program(self._program, spec)

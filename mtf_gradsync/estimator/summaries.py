@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 import tensorflow as tf2
 
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.simd.traffic.transfers import has_calls
 
 # What `tf.summary.scalar` says of its values. It needs TensorBoard itself, which TensorFlow 2.21
 # does not bring along.
@@ -33,6 +35,36 @@ def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf
     scalars = dict(tf.get_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY))
     scalars.update(split_by_shard(exported))
     return {name: tf.cast(tf.reshape(x, []), tf.float32) for name, x in scalars.items()}
+
+
+def traffic_of_devices(
+    fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any
+) -> dict[str, float]:
+    """Bytes that devices of a placement mesh receive in a step, by name.
+
+    Args:
+      fetches: of a step.
+      mesh_impl: the mesh.
+      optimizer: what makes its update.
+
+    Returns:
+      One or two numbers; none where they cannot be told.
+    """
+    skips = getattr(optimizer, "skips_updates", False)
+    if skips and has_calls(tf.get_default_graph()):
+        return {}
+    try:
+        return simd.list_transfers(fetches, mesh_impl).scalars()
+    except (simd.UnsupportedProgramError, ValueError):
+        return {}
+
+
+def traffic_of_program(program: simd.Program, spec: Any) -> dict[str, float]:
+    """Bytes that a core of a program puts into collectives in a step, by name."""
+    try:
+        return simd.list_collectives(program, lowering=spec).scalars()
+    except (simd.UnsupportedProgramError, TypeError, ValueError):
+        return {}
 
 
 def write_in_graph(scalars: Mapping[str, tf.Tensor]) -> None:

@@ -27,7 +27,7 @@ from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_facts
 from mtf_gradsync.train.report.page import Ended, check_jinja, write_page
-from mtf_gradsync.train.report.traffic import bytes_of_steps, list_traffic
+from mtf_gradsync.train.report.traffic import list_traffic
 from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
 from mtf_gradsync.train.runners.runner import Runner
 from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
@@ -191,7 +191,7 @@ def _train(
         )
         write_facts(directory, facts)
         with Recorder(directory, METRICS_FILE, step) as recorder:
-            recorder.write_once(step + 1, bytes_of_steps(facts.traffic))
+            recorder.write_once(step + 1, facts.traffic.scalars if facts.traffic else {})
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
                 evaluation.point(saved, at, recorder, progress)

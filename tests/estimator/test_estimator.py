@@ -224,6 +224,7 @@ def test_estimator_and_tpu_estimator_do_the_same(tmp_path):
         scalars = summaries(tmp_path / name)
         assert scalars["loss", 3] == pytest.approx(losses[2])
         assert scalars["gradient_norm/applied", 3] > 0
+        assert scalars["traffic/bytes_of_update_step", 3] >= 4 * (64 * 8 + 8 * 10) / 2
 
 
 @pytest.mark.parametrize("whose", ["ours", pytest.param("theirs", marks=with_estimator)])
@@ -280,6 +281,9 @@ def test_specs_made_by_hand(runtime, tmp_path):
     losses = train(runs)
     start, end = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
     np.testing.assert_allclose(losses, OneProcessor().run(start), rtol=TOLERANCE)
+    if runtime != "placement_mesh":
+        # At least the gradients of two layers, of which a core has halves.
+        assert summaries(tmp_path)["traffic/bytes_of_update_step", 0] >= 4 * (64 * 8 + 8 * 10) / 2
     if importlib.util.find_spec("tensorboard"):
         check_written(tmp_path, losses)
     result = runs.evaluate(digits.input_fn, steps=1)

@@ -107,6 +107,14 @@ class CommunicationReport:
         """What runs on a step that takes every branch, as an update step does."""
         return _total(self.rows)
 
+    def scalars(self) -> dict[str, float]:
+        """Bytes per core of a step by name, as summaries have them."""
+        other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
+        values: dict[str, float] = {"traffic/bytes_of_update_step": update}
+        if other != update:
+            values["traffic/bytes_of_other_step"] = other
+        return values
+
     def by_group(self) -> dict[str, Total]:
         """Totals of an update step for each group, in order of first appearance."""
         groups: dict[str, list[CommunicationRow]] = {}

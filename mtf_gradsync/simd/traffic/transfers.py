@@ -13,6 +13,17 @@ from mtf_gradsync.simd.graph.facts import Branch, Context, GraphFacts, Loop
 from mtf_gradsync.simd.graph.loops import loop_turns
 from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
 
+# What they do is not looked into.
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def has_calls(graph: tf.Graph) -> bool:
+    """Whether a graph calls functions, as an update that is not always due may be one.
+
+    `list_transfers` does not look into them.
+    """
+    return any(operation.type in _CALLS for operation in graph.get_operations())
+
 
 def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationReport:
     """Lists what crosses between the devices of a placement mesh.

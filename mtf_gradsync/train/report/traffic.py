@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.traffic.transfers import has_calls
 from mtf_gradsync.train.comparison.parts import PARTS, parts_of
 from mtf_gradsync.train.train_graph import TrainGraph
-
-# One that is called is not looked into; what makes an update such a call says so by this.
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer")))
 
@@ -42,6 +40,7 @@ class Traffic(NamedTuple):
       every_step: bytes per core in a step without an update.
       update_step: bytes per core in a step with an update.
       rows: what these are made of.
+      scalars: the totals by name, as summaries have them; empty where something is missing.
       is_complete: whether nothing is missing: an update that is one function call is not looked
         into.
     """
@@ -49,6 +48,7 @@ class Traffic(NamedTuple):
     every_step: int
     update_step: int
     rows: list[TrafficRow]
+    scalars: dict[str, float]
     is_complete: bool = True
 
 
@@ -72,8 +72,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
     except (simd.UnsupportedProgramError, ValueError):
         return None
     skips = any(getattr(opt, "skips_updates", False) for opt in graph.optimizers)
-    calls = any(op.type in _CALLS for op in tf.get_default_graph().get_operations())
-    return _summed_up(report, {}, is_complete=not (skips and calls))
+    return _summed_up(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
 
 
 def _summed_up(
@@ -91,15 +90,6 @@ def _summed_up(
         report.every_step.bytes_per_core,
         report.update_step.bytes_per_core,
         sorted(rows, key=lambda row: -row.bytes_per_core),
+        report.scalars() if is_complete else {},
         is_complete,
     )
-
-
-def bytes_of_steps(traffic: Traffic | None) -> dict[str, float]:
-    """Bytes for each core, by tag, as summaries have them; empty where they are not known."""
-    if traffic is None or not traffic.is_complete:
-        return {}
-    values: dict[str, float] = {"traffic/bytes_of_update_step": traffic.update_step}
-    if traffic.every_step != traffic.update_step:
-        values["traffic/bytes_of_other_step"] = traffic.every_step
-    return values

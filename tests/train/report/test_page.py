@@ -57,6 +57,7 @@ TRAFFIC = Traffic(
         TrafficRow("CrossReplicaSum", "batch", "gradients", True, 1, 100),
         TrafficRow("CrossReplicaSum", "model", "forward and backward", False, 3, 30),
     ],
+    scalars={"traffic/bytes_of_update_step": 130.0, "traffic/bytes_of_other_step": 30.0},
 )
 FACTS = Facts(
     mesh="batch:4",
