@@ -2,16 +2,12 @@
 
 import re
 
-import pytest
-
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
 from tests.examples.test_examples import run
 
 
-@pytest.mark.parametrize("runtime", ["estimator", "placement_mesh"])
-def test_it_learns_and_predicts_as_it_evaluates(runtime):
-    if runtime == "estimator" and not ESTIMATOR_AVAILABLE:
-        pytest.skip("this TensorFlow has no Estimator")
+def test_it_learns_and_predicts_as_it_evaluates():
+    runtime = "estimator" if ESTIMATOR_AVAILABLE else "placement_mesh"
     output = run("model_fn.py", "--steps=60", f"--runtime={runtime}")
     assert "exported:" in output
     evaluated, predicted = re.findall(r"([0-9.]+)%", output)
