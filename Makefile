@@ -21,11 +21,11 @@ DOCS_VENV ?= .venv-docs
 DOCS_CONSTRAINTS := constraints/docs.txt
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: help venv train test test-matrix bench docs docs-serve lint format clean
+.PHONY: help venv train test test-matrix test-t5 bench docs docs-serve lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train | test | test-matrix | bench | docs | docs-serve | lint | format | clean"
+	@echo "make train | test | test-matrix | test-t5 | bench | docs | docs-serve | lint | format | clean"
 
 venv: $(STAMP)
 
@@ -42,6 +42,10 @@ test: $(STAMP)
 # The suite on the oldest, the default and the newest TensorFlow, each in an environment of its own.
 test-matrix: $(STAMP)
 	$(BIN)/python -m nox --non-interactive $(ARGS)
+
+# T5's own pipeline, in an environment of its own (constraints/t5.txt).
+test-t5: $(STAMP)
+	$(BIN)/python -m nox --non-interactive -s t5 $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
