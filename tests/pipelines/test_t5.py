@@ -127,8 +127,9 @@ def test_finetuning_a_bare_model(bare, tmp_path):
         ("wrapped", 2, chosen("accumulate_clip/GradientAccumulationOptimizer")),
     ):
         # T5 reads the pretrained model's gin bindings over the given ones, but not over these.
-        extra = f"MtfModel.extra_gin_bindings = {ADAM.splitlines()}"
-        model = t5_model.mtf_model(tmp_path / name, t5_model.LANGUAGE_MODEL, choice, extra)
+        again = f"MtfModel.extra_gin_bindings = {ADAM.splitlines()}"
+        given = t5_model.LANGUAGE_MODEL, ADAM, choice, again
+        model = t5_model.mtf_model(tmp_path / name, *given)
         model.finetune(LM_TASK, 2 * passes, str(pretrained))
         losses[name] = np.repeat(model.losses, 2 // passes)
     np.testing.assert_allclose(losses["wrapped"], losses["bare"], rtol=TOLERANCE)

@@ -1,12 +1,11 @@
 """`utils.run` as its command line starts it: its own defaults, then the files of `--gin_file`.
 
 An encoder and a decoder with bfloat16 activations, which are the defaults, in microbatches, under
-stacks of wrappers that `test_utils_run.py` does not have.
+replicas that may sit out.
 """
 
 from __future__ import annotations
 
-import functools
 import textwrap
 
 import gin
@@ -25,7 +24,7 @@ from tests.pipelines.utils_run import Losses, Vocabulary
 # isort: split
 from mesh_tensorflow.transformer import utils
 
-UPDATES = 3
+UPDATES = 2
 MODEL = """
     num_layers = 1
     d_model = 16
@@ -38,8 +37,8 @@ MODEL = """
     utils.run.sequence_length = {"inputs": 8, "targets": 8}
     utils.run.batch_size = 8
     utils.run.iterations_per_loop = 1
-    utils.run.mesh_shape = "batch:2;model:2"
-    utils.run.mesh_devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+    utils.run.mesh_shape = "batch:2"
+    utils.run.mesh_devices = ["CPU:0", "CPU:1"]
     utils.run.learning_rate_schedule = 0.01
     utils.run.train_dataset_fn = @one_batch
     utils.run.train_model_fn = @train_with_a_seed
@@ -52,42 +51,22 @@ INNER = """
     AdamWeightDecayOptimizer.epsilon = 1e-3
 """
 # No norm reaches this: clipping by it changes nothing.
-CLIP = """
-    ClipByGlobalNormOptimizer.opt = @AdamWeightDecayOptimizer
-    ClipByGlobalNormOptimizer.clip_norm = 1e6
-"""
-# How many micro steps make an update, and the bindings.
-STACKS = {
-    "clip": (1, f"{CLIP}\n    utils.run.optimizer = @ClipByGlobalNormOptimizer"),
-    "accumulate (cross shard (clip))": (
-        2,
-        f"""{CLIP}
-    utils.run.optimizer = @GradientAccumulationOptimizer
-    GradientAccumulationOptimizer.opt = @CrossShardOptimizer
-    GradientAccumulationOptimizer.backward_passes_per_step = 2
-    GradientAccumulationOptimizer.average_aggregated_gradients = True
-    GradientAccumulationOptimizer.accumulate = "local"
-    CrossShardOptimizer.opt = @ClipByGlobalNormOptimizer
-    """,
-    ),
-    "sync replicas (clip)": (
-        1,
-        f"""{CLIP}
+SYNC_REPLICAS = """
     utils.run.optimizer = @SyncReplicasOptimizer
     SyncReplicasOptimizer.opt = @ClipByGlobalNormOptimizer
     SyncReplicasOptimizer.replicas_to_aggregate = 2
-    """,
-    ),
-}
-# Gradients are sums of rounded terms; the losses are printed in float32.
-TOLERANCE = 2.0**-8
+    ClipByGlobalNormOptimizer.opt = @AdamWeightDecayOptimizer
+    ClipByGlobalNormOptimizer.clip_norm = 1e6
+"""
+# The losses are bfloat16 numbers: by one unit in the last place.
+TOLERANCE = 2.0**-7
 
 
 @gin.configurable(module="tests.pipelines.gin_files")
 def train_with_a_seed(estimator, *args, **kwargs):
     """The pipeline's own `train_model`, with a seed and several CPU devices."""
     # The pipeline has no argument for either.
-    estimator._session_config.CopyFrom(session_config(num_cpu_devices=4))
+    estimator._session_config.CopyFrom(session_config(num_cpu_devices=2))
     estimator._config = estimator._config.replace(tf_random_seed=1)
     train = estimator.train
     estimator.train = lambda **given: train(**{**given, "hooks": [*given["hooks"], _hook]})
@@ -126,24 +105,12 @@ def run(folder, *files, **arguments):
     return _hook.values
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """Losses with the inner optimizer alone."""
-
-    @functools.lru_cache(maxsize=None)
-    def losses():
-        return run(tmp_path_factory.mktemp("bare"), MODEL, INNER, train_steps=UPDATES)
-
-    return losses
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_losses_are_those_of_the_bare_pipeline(bare, tmp_path, stack):
-    passes, bindings = STACKS[stack]
-    found = run(tmp_path, MODEL, INNER, bindings, train_steps=UPDATES * passes)
-    # Every micro step has the same batch.
-    np.testing.assert_allclose(found, np.repeat(bare(), passes), rtol=TOLERANCE)
-    assert found[-1] < 0.98 * found[0]
-    names = {name for name, _ in tf.train.list_variables(str(tmp_path / "model"))}
-    assert any(name.startswith("encoder/") for name in names)
-    assert any(name.startswith("decoder/") for name in names)
+@pytest.mark.slow
+def test_losses_are_those_of_the_bare_pipeline(tmp_path_factory):
+    bare, wrapped = (tmp_path_factory.mktemp(name) for name in ("bare", "wrapped"))
+    losses = run(bare, MODEL, INNER, train_steps=UPDATES)
+    found = run(wrapped, MODEL, INNER, SYNC_REPLICAS, train_steps=UPDATES)
+    np.testing.assert_allclose(found, losses, rtol=TOLERANCE)
+    assert losses[-1] < 0.98 * losses[0]
+    names = {name for name, _ in tf.train.list_variables(str(wrapped / "model"))}
+    assert {"sync_replicas/local_step", "shared/embedding"} <= names
