@@ -27,7 +27,7 @@ def values(tmp_path_factory):
     with reserved_ports(program.TASKS) as ports, Processes() as processes:
         spec = json.dumps({"worker": [f"127.0.0.1:{port}" for port in ports]})
         tasks = [
-            processes.start(program.__name__, spec, "worker", task, path)
+            processes.fork("-m", program.__name__, spec, "worker", task, path)
             for task in range(program.TASKS)
         ]
         processes.wait(tasks[0])

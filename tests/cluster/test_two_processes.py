@@ -25,7 +25,7 @@ def found(tmp_path_factory):
     """What the program writes."""
     path = tmp_path_factory.mktemp("two_processes") / "found.json"
     with Processes() as processes:
-        processes.wait(processes.start(program.__name__, path))
+        processes.wait(processes.fork("-m", program.__name__, path))
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.cluster.processes import ROOT, Processes
+
 pytest.importorskip("sklearn", reason="the examples need the extra 'examples'")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def run(name, *args):
     """Runs an example and returns what it printed."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *args],
-        env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    with Processes(time_limit=300) as processes:
+        process = processes.fork(ROOT / "examples" / name, *args)
+        return processes.wait(process)
 
 
 def test_every_example_has_a_test():

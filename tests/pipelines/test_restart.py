@@ -1,10 +1,6 @@
 """Accumulation and synchronous replicas across restarts."""
 
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,16 +8,9 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
+from tests.cluster.processes import Processes
 from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAM = [sys.executable, "-m", restart_program.__name__]
-
-
-def environment():
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def whole_run(wrapper, directory, steps):
@@ -37,14 +26,14 @@ def killed_after(steps, wrapper, directory):
     Returns:
       What it said, and the checkpoint's variables.
     """
-    with subprocess.Popen(
-        [*PROGRAM, wrapper, str(directory), str(steps), "--forever"],
-        env=environment(), stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    return line.strip(), variables(directory)
+    with Processes() as processes:
+        process = processes.fork(
+            "-m", restart_program.__name__, wrapper, directory, steps, "--forever"
+        )
+        processes.wait_for(process, "\n")
+        process.kill()
+    assert process.poll() == -signal.SIGKILL
+    return process.output().strip(), variables(directory)
 
 
 def variables(directory):
