@@ -1,13 +1,16 @@
 """A program that trains until it is killed: `python -m tests.pipelines.restart_program`.
 
-Restores the newest checkpoint of a directory, makes some steps, saves, says so, and goes on with
-steps that nobody will hear of.
+Builds the graph, and forks a process for each run, one after the other. It restores the newest
+checkpoint of a directory, makes some steps, saves, says so, and goes on with steps that nobody will
+hear of.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 from typing import Any, Callable
 
 import numpy as np
@@ -56,8 +59,8 @@ WRAPPERS: dict[str, Callable[[dict[str, tf.Tensor], list[mtf.Variable]], Any]] =
 }
 
 
-def main(wrapper: str, directory: str, steps: int, forever: bool) -> None:
-    """Trains."""
+def main(wrapper: str, directory: str, steps: list[int], forever: bool) -> None:
+    """Trains some steps in each run; forever: until killed, each in a process of its own."""
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)
@@ -78,31 +81,42 @@ def main(wrapper: str, directory: str, steps: int, forever: bool) -> None:
         step = steps_made.assign_add(1, read_value=True)
     to_slices, to_masters = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
     saver = tf.train.Saver()
-    with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
-        newest = tf.train.latest_checkpoint(directory)
-        if newest:
-            saver.restore(session, newest)
-        else:
-            session.run(tf.global_variables_initializer())
-        session.run(to_slices)
-        made = int(session.run(steps_made))
 
-        def train(number: int) -> None:
-            for feed in feeds[made : made + number]:
-                session.run(step, {inputs[name]: x for name, x in feed.items()})
+    def run(number: int) -> None:
+        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+            newest = tf.train.latest_checkpoint(directory)
+            if newest:
+                saver.restore(session, newest)
+            else:
+                session.run(tf.global_variables_initializer())
+            session.run(to_slices)
+            made = int(session.run(steps_made))
 
-        train(steps)
-        session.run(to_masters)
-        saver.save(session, os.path.join(directory, "model.ckpt"), made + steps)
-        print(f"saved {made + steps}", flush=True)
-        while forever:
-            train(1)
+            def train(number: int) -> None:
+                for feed in feeds[made : made + number]:
+                    session.run(step, {inputs[name]: x for name, x in feed.items()})
+
+            train(number)
+            session.run(to_masters)
+            saver.save(session, os.path.join(directory, "model.ckpt"), made + number)
+            print(f"saved {made + number} by {os.getpid()}", flush=True)
+            while forever:
+                train(1)
+
+    for number in steps:
+        pid = os.fork() if forever else 0
+        if pid:
+            os.waitpid(pid, 0)
+            continue
+        if forever:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: to end with its parent
+        run(number)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("wrapper", choices=sorted(WRAPPERS))
     parser.add_argument("directory")
-    parser.add_argument("steps", type=int)
+    parser.add_argument("steps", type=int, nargs="+")
     parser.add_argument("--forever", action="store_true", help="go on until killed")
     main(**vars(parser.parse_args()))

@@ -1,5 +1,8 @@
 """Accumulation and synchronous replicas across restarts."""
 
+import itertools
+import os
+import re
 import signal
 
 import numpy as np
@@ -16,24 +19,26 @@ from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
 def whole_run(wrapper, directory, steps):
     """Runs the program here from the first step to the last; returns the checkpoint's variables."""
     with tf.Graph().as_default():
-        restart_program.main(wrapper, str(directory), steps, forever=False)
+        restart_program.main(wrapper, str(directory), [steps], forever=False)
     return variables(directory)
 
 
-def killed_after(steps, wrapper, directory):
-    """Runs the program until it has saved after some steps, then kills it in the middle of others.
+def killed_runs(wrapper, directory, numbers):
+    """Kills each run when it has saved after some steps, in the middle of others.
 
-    Returns:
-      What it said, and the checkpoint's variables.
+    Yields:
+      How many steps are made in all, and the checkpoint's variables.
     """
     with Processes() as processes:
-        process = processes.fork(
-            "-m", restart_program.__name__, wrapper, directory, steps, "--forever"
+        program = processes.fork(
+            "-m", restart_program.__name__, wrapper, directory, *numbers, "--forever"
         )
-        processes.wait_for(process, "\n")
-        process.kill()
-    assert process.poll() == -signal.SIGKILL
-    return process.output().strip(), variables(directory)
+        for end in itertools.accumulate(numbers):
+            processes.wait_for(program, f"saved {end} by ")
+            pid = re.search(rf"^saved {end} by (\d+)$", program.output(), re.M).group(1)
+            os.kill(int(pid), signal.SIGKILL)
+            yield end, variables(directory)
+        processes.wait(program)
 
 
 def variables(directory):
@@ -50,15 +55,14 @@ def assert_same_bits(actual, expected):
 @pytest.mark.slow
 def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
     expected = whole_run("accumulation", tmp_path / "whole", 2 * K)
-    for step in range(1, 2 * K + 1):
-        line, actual = killed_after(1, "accumulation", tmp_path / "parts")
-        assert line == f"saved {step}"
+    runs = killed_runs("accumulation", tmp_path / "parts", [1] * 2 * K)
+    for step, actual in runs:
         assert actual["GradientAccumulationOptimizer/mini_step"] == step % K
         assert actual["GradientAccumulationOptimizer/update_step"] == step // K
         # Nothing of this test would fail if sums were never kept.
         assert np.any(actual["w1/gradient_accumulator"]) == (step % K > 0)
+    assert step == expected["global_step"] == 2 * K
     assert_same_bits(actual, expected)
-    assert expected["global_step"] == 2 * K
 
 
 @pytest.mark.slow
@@ -66,9 +70,10 @@ def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
     expected = whole_run("sync_replicas", tmp_path / "whole", len(CONTRIBUTES))
     # After one step one replica's contribution is pending, after two both, after four the
     # other's alone; the last run goes on for two steps, with an update.
-    for steps, end, count, updates in [(1, 1, 1, 0), (1, 2, 2, 0), (2, 4, 1, 1), (2, 6, 0, 2)]:
-        line, actual = killed_after(steps, "sync_replicas", tmp_path / "parts")
-        assert line == f"saved {end}"
+    runs = killed_runs("sync_replicas", tmp_path / "parts", [1, 1, 2, 2])
+    expected_counts = {1: (1, 0), 2: (2, 0), 4: (1, 1), 6: (0, 2)}
+    for end, actual in runs:
+        count, updates = expected_counts[end]
         assert actual["sync_replicas/count"] == count
         assert actual["global_step"] == actual["sync_replicas/update_step"] == updates
         made = CONTRIBUTES[:end].sum(0)
@@ -77,6 +82,7 @@ def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
         sums = actual["w1/gradient_accumulator"].reshape(2, -1)
         pending = {1: [True, False], 2: [True, True], 4: [False, True], 6: [False, False]}[end]
         assert list(np.any(sums, axis=1)) == pending
+    assert end == len(CONTRIBUTES)
     assert_same_bits(actual, expected)
     assert np.any(expected["w1/ExponentialMovingAverage"] != expected["w1"])
 
