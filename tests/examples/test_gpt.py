@@ -7,21 +7,25 @@ import numpy as np
 
 from tests.examples.test_examples import ROOT, run
 
-
-def test_it_learns():
-    output = run("gpt.py", "--steps=10")
-    first, last = (float(x) for x in re.findall(r"(?:step|tenth): ([0-9.]+)", output))
-    # 256 bytes: a uniform guess has 5.55.
-    assert first > 5 > last
+STEPS = 10
 
 
-def test_the_line_to_add_changes_no_loss(monkeypatch):
+def test_it_is_a_program():
+    assert "--steps" in run("gpt.py", "--help")
+
+
+def test_it_learns_and_the_line_to_add_changes_no_loss(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     import gpt
 
-    params = {**gpt.PARAMS, "n_embd": 16, "n_ctx": 16, "n_layer": 1, "warmup_steps": 1}
-    wrapped = gpt.train(params, 5)
+    # A smaller one is built sooner; the layout is the same.
+    monkeypatch.setattr(gpt, "PARAMS", {**gpt.PARAMS, "n_layer": 1, "mesh_shape": "x:2,y:2"})
+    wrapped = gpt.main(STEPS)
+    printed = capsys.readouterr().out
+    first, last = (float(x) for x in re.findall(r"(?:step|tenth): ([0-9.]+)", printed))
+    # 256 bytes: a uniform guess has 5.55.
+    assert first > 5 > last
+
     monkeypatch.setattr(gpt.gs, "CrossShardOptimizer", lambda optimizer: optimizer)
     # Sums in float32 of what is bfloat16, in another order.
-    np.testing.assert_allclose(wrapped, gpt.train(params, 5), rtol=2.0**-8)
-    assert wrapped[-1] < wrapped[0]
+    np.testing.assert_allclose(wrapped, gpt.train(gpt.PARAMS, STEPS), rtol=2.0**-8)
