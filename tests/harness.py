@@ -84,6 +84,7 @@ class Built(NamedTuple):
       init: initializes a session on a placement mesh.
       restore: then copies masters to slices.
       collect: copies slices back to masters.
+      grappler: as for `run`.
     """
 
     kind: str
@@ -96,6 +97,7 @@ class Built(NamedTuple):
     init: list[tf.Operation]
     restore: tf.Operation | None
     collect: tf.Operation | None
+    grappler: bool
 
     def run(self, feeds: Sequence[dict[str, np.ndarray]]) -> Result:
         """A session of its own, with one step for each feed."""
@@ -129,7 +131,19 @@ class Built(NamedTuple):
         if self.program:
             return self.program.session(self.lowering)
         (mesh_impl,) = self.lowering.mesh_to_impl.values()
-        return tf.Session(config=session_config(num_cpu_devices=mesh_impl.size))
+        return tf.Session(config=placement_config(mesh_impl.size, self.grappler))
+
+
+def placement_config(size: int, grappler: bool = False) -> tf.ConfigProto:
+    """Session options for a placement mesh of some CPU devices.
+
+    Grappler rewrites the graph before the first step, which takes longer than the steps of most
+    tests. test_cross_shard_trajectories, test_accumulation and test_reads have it, as the
+    examples and the training runs do; the others go without.
+    """
+    config = session_config(num_cpu_devices=size)
+    config.graph_options.rewrite_options.disable_meta_optimizer = not grappler
+    return config
 
 
 def built(
@@ -140,6 +154,7 @@ def built(
     feed: dict[str, np.ndarray],
     autostack: bool = True,
     logical_to_physical: Sequence[int] | None = None,
+    grappler: bool = False,
 ) -> Built:
     """Builds a program in a graph of its own; arguments as for `run`."""
     with tf.Graph().as_default() as tf_graph:
@@ -167,7 +182,8 @@ def built(
             restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
             init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
     return Built(
-        kind, tf_graph, lowering, program, inputs, fetched, updates, init, restore, collect
+        kind, tf_graph, lowering, program, inputs, fetched, updates,
+        init, restore, collect, grappler,
     )  # fmt: skip
 
 
@@ -180,6 +196,7 @@ def run(
     autostack: bool = True,
     logical_to_physical: Sequence[int] | None = None,
     repeats: int = 1,
+    grappler: bool = False,
 ) -> Any:
     """Builds a program in a graph of its own and runs one step for each feed.
 
@@ -193,10 +210,13 @@ def run(
       autostack: as for `mtf.Lowering`.
       logical_to_physical: core order of a SIMD mesh.
       repeats: run the whole session that often, and return a list of results.
+      grappler: whether a placement mesh's graph is rewritten as in a user's session.
 
     Returns:
       A `Result`, or a list of them if repeats is not 1.
     """
-    made = built(kind, mesh_shape, layout, build, feeds[0], autostack, logical_to_physical)
+    made = built(
+        kind, mesh_shape, layout, build, feeds[0], autostack, logical_to_physical, grappler
+    )
     results = [made.run(feeds) for _ in range(repeats)]
     return results[0] if repeats == 1 else results

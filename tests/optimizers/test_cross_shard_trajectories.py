@@ -29,7 +29,7 @@ def program(kind, mesh, optimizer):
     make = models.OPTIMIZERS[optimizer]
     build = models.train(lambda: gs.CrossShardOptimizer(make()), batch_dims)
     (feed,) = models.mlp_batches(1)
-    return harness.built(kind, mesh_shape, layout, build, feed)
+    return harness.built(kind, mesh_shape, layout, build, feed, grappler=True)
 
 
 @functools.lru_cache(maxsize=None)

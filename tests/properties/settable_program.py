@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from mtf_gradsync import session_config, simd
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
@@ -94,7 +94,7 @@ def program(
         def session() -> Any:
             if cores:
                 return cores.session(lowering)
-            return tf.Session(config=session_config(num_cpu_devices=mesh_impl.size))
+            return tf.Session(config=harness.placement_config(mesh_impl.size))
 
         running = Program(session, lowering, inputs, step)
         with contextlib.closing(running):

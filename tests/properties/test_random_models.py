@@ -202,7 +202,7 @@ def check(kind, mesh, plan, setup):
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
 def test_training_is_that_of_numpy(kind):
-    @profile(7 if kind == "placement" else 10)
+    @profile(7)
     @given(st.data())
     def agrees(data):
         mesh = data.draw(st.sampled_from(["4x2", "4x2", "2x2x2", "8"]), "mesh")

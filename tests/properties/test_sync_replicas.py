@@ -135,7 +135,7 @@ def test_all_state_is_the_models_at_every_step(setup):
             deadline=None,
             derandomize=True,
             database=None,
-            max_examples=30,
+            max_examples=20,
         )
         @given(random)
         def agrees(schedule):

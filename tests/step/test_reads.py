@@ -36,6 +36,7 @@ def test_momentum_uses_the_velocity_of_the_step_before(mesh_kind):
         "batch:all",
         models.train(lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())),
         feeds,
+        grappler=True,
     )
     for name, value in models.mlp_values().items():
         np.testing.assert_array_equal(result.variables[name], value)  # the first one is 0
@@ -61,7 +62,7 @@ def test_variables_that_the_program_assigns_itself_are_read_where_they_are_used(
 
         feeds = [{"x": np.zeros(1, "f")}]
         runs = harness.run(
-            "placement", "all:2", "batch:all", build, feeds, autostack=False, repeats=9
+            "placement", "all:2", "batch:all", build, feeds, False, repeats=9, grappler=True
         )
         # Mesh-TF's loop races now and then, about once in sixty runs, with and without a wrapper.
         return statistics.mode(float(run.fetched[0]["count"]) for run in runs)

@@ -28,7 +28,12 @@ WHERE = [("4", LOCAL), ("4x2", LOCAL), ("2x2x2", LOCAL), ("4", SYNCED), ("4x2", 
 @pytest.mark.parametrize(
     ("kind", "where", "optimizer"),
     harness.on_both(
-        itertools.product(WHERE, sorted(models.OPTIMIZERS)),
+        [
+            *itertools.product([("4x2", LOCAL), ("4x2", SYNCED)], sorted(models.OPTIMIZERS)),
+            *harness.pairs(
+                [("4", LOCAL), ("2x2x2", LOCAL), ("4", SYNCED)], sorted(models.OPTIMIZERS)
+            ),
+        ],
         harness.pairs(WHERE, sorted(models.OPTIMIZERS)),
     ),
 )
@@ -41,6 +46,7 @@ def test_mean_equals_one_batch_of_all_micro_batches(kind, where, optimizer):
         mesh,
         lambda: accumulate(make(), mesh, place=place, average_aggregated_gradients=True),
         feeds,
+        grappler=True,
     )
     assert_close(result.variables, reference.train(optimizer, joined(feeds)))
 
