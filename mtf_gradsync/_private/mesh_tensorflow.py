@@ -40,6 +40,32 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
     )
 
 
+def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
+    """Initializes a variable that stands for another one and has another value.
+
+    It stands in none of the graph's lists and has no master of its own; name and dtypes are those
+    of the other one.
+    """
+    vars(stand_in).update(vars(variable))
+    stand_in._inputs = []
+    stand_in._outputs = [value]
+
+
+def reassign(
+    operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
+) -> None:
+    """Makes an assignment one of other values to other variables, and the last operation."""
+    operation._variables, operation._inputs = list(variables), list(values)
+    operations = operation.graph.operations
+    operations.remove(operation)
+    operations.append(operation)
+
+
+def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
+    """Names of dimensions that an optimizer treats in a way of their own, as Adafactor can."""
+    return tuple(getattr(optimizer, "_stacked_dim_names", ()))
+
+
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:

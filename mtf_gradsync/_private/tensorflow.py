@@ -307,6 +307,63 @@ def xla_custom_call(
     return result
 
 
+def cross_replica_scatter(
+    tensor: tf.Tensor, groups: Sequence[Sequence[int]], dimension: int
+) -> tf.Tensor:
+    """A sum over groups of the cores of a TPU program, of which each core gets its own part.
+
+    ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tensor: what this core adds.
+      groups: lists of physical core numbers; the member at a position gets the part there.
+      dimension: the dimension that is cut, which the size of a group divides.
+
+    Returns:
+      The part of the sum.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    return gen_xla_ops.xla_reduce_scatter(
+        input=tensor,
+        group_assignment=tf.constant(groups, tf.int32),
+        scatter_dimension=tf.constant(dimension, tf.int32),
+        reduce_op="Add",
+    )
+
+
+# On an AllToAll in which each core sends the same to all.
+GATHERS = "_mtf_gradsync_gathers"
+
+
+def cross_replica_gather(row: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
+    """The rows of all cores of a group of a TPU program, on each of them.
+
+    TensorFlow has no all-gather for TPUs: each core sends its row to each other by ``AllToAll``,
+    which is the same number of bytes. The operation says by an attribute that it is one.
+
+    Args:
+      row: ``[1, elements]``.
+      groups: lists of physical core numbers.
+
+    Returns:
+      ``[size of a group, elements]``, in the order of the group.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    size = len(groups[0])
+    sent = tf.broadcast_to(row, [size, row.shape[1]])
+    received = tpu_ops.all_to_all(
+        sent,
+        concat_dimension=0,
+        split_dimension=0,
+        split_count=size,
+        group_assignment=[list(group) for group in groups],
+    )
+    set_attr(received.op, GATHERS, tf.AttrValue(b=True))
+    return received
+
+
 def with_own_types(value: np.ndarray) -> np.ndarray:
     """The same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
 

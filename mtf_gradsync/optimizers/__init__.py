@@ -8,6 +8,7 @@ from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, sk
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.report import reported, split_by_shard
+from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.sync_replicas.averages import moving_average
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -16,6 +17,7 @@ __all__ = [
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
+    "ShardedUpdateOptimizer",
     "SyncReplicasOptimizer",
     "Wrapper",
     "get_update_step",

@@ -23,6 +23,8 @@ class ClipByGlobalNormOptimizer(Wrapper):
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
 
+    takes_parts = True
+
     def __init__(
         self,
         opt: Any,
@@ -57,6 +59,16 @@ class ClipByGlobalNormOptimizer(Wrapper):
         opt = given_optimizer(opt, learning_rate, type(self).__name__)
         super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._clip_norm = clip_norm
+
+    def _check_inner_stack(self) -> None:
+        super()._check_inner_stack()
+        if self._inner_apply_unsummed is not None:
+            raise ValueError(
+                "ClipByGlobalNormOptimizer around ShardedUpdateOptimizer would send whole "
+                "gradients for their norm: turn them round, "
+                "ShardedUpdateOptimizer(ClipByGlobalNormOptimizer(opt, ...), ...), which makes the "
+                "same norm of the parts."
+            )
 
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]

@@ -157,7 +157,10 @@ class CrossShardOptimizer(Wrapper):
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
     ) -> list[mtf.Operation]:
         own = [g is not None and self._has_own_copy(v) for g, v in zip(grads, variables)]
-        summed = self._summed([None if o else g for o, g in zip(own, grads)], variables)
+        shared = [None if o else g for o, g in zip(own, grads)]
+        # An inner optimizer that sums by itself gets what is not summed.
+        apply = self._inner_apply_unsummed
+        summed = self._summed(shared, variables) if apply is None else shared
         copies = [g if o else None for o, g in zip(own, grads)]
 
         def sum_copies(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -166,7 +169,7 @@ class CrossShardOptimizer(Wrapper):
 
         copies = on_present(copies, sum_copies)
         whole = [c if o else s for o, c, s in zip(own, copies, summed)]
-        return self._apply_inner(whole, variables)
+        return self._apply_inner(whole, variables, apply)
 
 
 def _size(dims: Sequence[mtf.Dimension]) -> int:

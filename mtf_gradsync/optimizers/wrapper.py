@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import is_v1
@@ -41,7 +41,10 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
       came: the gradients that it was given last; None before.
       handed_on: those that it gave the inner optimizer.
       shards: the same as came, per shard, where it has told the shards apart.
+      takes_parts: whether it may be given parts of variables, as inside ShardedUpdateOptimizer.
     """
+
+    takes_parts = False
 
     def __init__(
         self,
@@ -175,14 +178,14 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
 
         return on_present(grads, add_up)
 
-    def _totals(
+    def _apply_totals(
         self,
         sums: Sequence[mtf.Tensor | None],
         dtypes: Sequence[tf.DType | None],
         variables: Sequence[mtf.Variable],
         divisor: mtf.Tensor | None,
-    ) -> list[mtf.Tensor | None]:
-        """What the inner optimizer gets of accumulated gradients.
+    ) -> list[mtf.Operation]:
+        """Sums accumulated gradients over the mesh and applies them.
 
         Args:
           sums: what the accumulators hold.
@@ -191,18 +194,28 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
           divisor: a scalar to divide by, or None.
 
         Returns:
-          Whole gradients in the dtypes that the inner optimizer takes.
+          What the inner optimizer returned.
         """
-        totals = self._summed(sums, variables)
-        for index, total in enumerate(totals):
-            if total is None:
-                continue
+
+        def finish(index: int, total: mtf.Tensor) -> mtf.Tensor:
             if divisor is not None:
                 wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
                 total = mtf.divide(wide, mtf.cast(divisor, wide.dtype))
             dtype = self._inner_dtype(dtypes[index])
-            totals[index] = total if total.dtype == dtype else mtf.cast(total, dtype)
-        return totals
+            return total if total.dtype == dtype else mtf.cast(total, dtype)
+
+        apply_unsummed = self._inner_apply_unsummed
+        if apply_unsummed is not None:
+            return self._apply_inner(sums, variables, lambda g, v: apply_unsummed(g, v, finish))
+        totals = self._summed(sums, variables)
+        return self._apply_inner(
+            [None if x is None else finish(i, x) for i, x in enumerate(totals)], variables
+        )
+
+    @property
+    def _inner_apply_unsummed(self) -> Callable[..., list[mtf.Operation]] | None:
+        """How the inner optimizer takes gradients that are not summed, if it sums by itself."""
+        return getattr(self.opt, "apply_unsummed", None)
 
     def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
         """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
@@ -213,15 +226,27 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         return tf.float32
 
     def _apply_inner(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        apply: Callable[..., list[mtf.Operation]] | None = None,
     ) -> list[mtf.Operation]:
-        """Applies the inner optimizer behind a gate, and remembers the slots that it makes."""
+        """Applies the inner optimizer behind a gate, and remembers the slots that it makes.
+
+        Args:
+          grads: what it gets.
+          variables: their variables.
+          apply: what to call in place of its `apply_grads`.
+
+        Returns:
+          What it returned.
+        """
         self.handed_on = seen_now(grads)
         graph = variables[0].graph
         before = set(graph.all_variables)
 
         def make() -> list[mtf.Operation]:
-            update = self.opt.apply_grads(list(grads), list(variables))
+            update = (apply or self.opt.apply_grads)(list(grads), list(variables))
             if update is None:
                 raise TypeError(
                     f"apply_grads of {self.opt!r} must return a list of mtf operations, got None."

@@ -17,6 +17,7 @@ from mtf_gradsync.reduce.destinations import (
     copies,
     spread,
 )
+from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
 
@@ -38,6 +39,30 @@ class Strategy(abc.ABC):
         Returns:
           `LaidOutTensor`s with the shapes and dtypes of `values`, in the same order.
         """
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """Sums each tensor over each group; each processor gets its part of the sum only.
+
+        Strategies without a way of their own sum whole tensors and cut the sums, which gives the
+        same numbers.
+
+        Args:
+          mesh_impl: as for `all_reduce`.
+          values: likewise.
+          groups: the processors that sum with each other, along mesh axes.
+          cuts: for each value how it is cut, along some of the axes of the groups.
+
+        Returns:
+          `LaidOutTensor`s of the dtypes of `values`, in the same order.
+        """
+        sums = self.all_reduce(mesh_impl, values, groups)
+        return [take_parts(mesh_impl, x, cut) for x, cut in zip(sums, cuts)]
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
         """Checks, before anything is built, that this strategy can sum so.

@@ -231,6 +231,7 @@ class _Lowering(PartLowering):
             value = once("wholes", lambda: self._lowered(operation, self._wholes(operation)))
             return value[number].to_laid_out_tensor()
 
+        sources = [] if use.is_new_sum else [self._tensors[t] for t in operation.inputs]
         for number, tensor in enumerate(operation.outputs):
             whole = self._sum_for(tensor) if use.is_new_sum else lambda _, n=number: wholes(n)
             self._tensors[tensor] = PendingSum(
@@ -239,6 +240,7 @@ class _Lowering(PartLowering):
                 mesh_impl.slice_shape(tensor.shape),
                 lambda n=number: parts(n),
                 whole,
+                sources=sources,
             )
 
     def _wholes(self, operation: mtf.Operation) -> dict[mtf.Tensor, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import kept_sum
 from mtf_gradsync._private.tensorflow import control_flow_context
 
 
@@ -30,6 +31,7 @@ class PendingSum(mtf.LazyAllreduceSum):
         make_whole: Callable[[PendingSum], Any],
         add_counter_fn: Callable[[], None] | None = None,
         context: Any = None,
+        sources: Sequence[Any] = (),
     ):
         """Describes the sum; makes nothing.
 
@@ -42,6 +44,7 @@ class PendingSum(mtf.LazyAllreduceSum):
             called with it, and returns None.
           add_counter_fn: see the attribute.
           context: see the attribute; None takes what is being built.
+          sources: the lowered tensors that the whole is made of, where it is no sum of its own.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -52,6 +55,7 @@ class PendingSum(mtf.LazyAllreduceSum):
         self._make_whole = make_whole
         self._part: Any = None
         self._whole: Any = None
+        self._sources = tuple(sources)
 
     @property
     def slice_shape(self) -> list[int]:
@@ -69,6 +73,11 @@ class PendingSum(mtf.LazyAllreduceSum):
     def is_whole(self) -> bool:
         """Whether the whole has been made."""
         return self._whole is not None
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether the whole is there, or can be made without sending anything."""
+        return self.is_whole or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
 
     def set_whole(self, value: Any) -> None:
         """Gives it the whole, a `LaidOutTensor`."""
@@ -98,7 +107,14 @@ class PendingSum(mtf.LazyAllreduceSum):
             self._make_whole,
             self.add_counter_fn,
             self.context,
+            self._sources,
         )
+
+
+def _sends_nothing(lowered: Any) -> bool:
+    if isinstance(lowered, PendingSum):
+        return lowered.sends_nothing
+    return not isinstance(lowered, mtf.LazyAllreduceSum) or kept_sum(lowered) is not None
 
 
 def current_context() -> Any:

@@ -231,8 +231,7 @@ class GradientAccumulationOptimizer(Wrapper):
         divisor = count if self._average else None
 
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            totals = self._totals(sums, accumulators.dtypes, variables, divisor)
-            return self._apply_inner(totals, variables)
+            return self._apply_totals(sums, accumulators.dtypes, variables, divisor)
 
         gate, updates = accumulators.when_due(due, update)
         updated = mtf.cast(due, tf.int32)

@@ -405,8 +405,7 @@ class SyncReplicasOptimizer(Wrapper):
         def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
             # The terms are 1/num_shards of what replicas contribute.
             divisor = mtf.cast(count, tf.float32) / self.axes.num_shards
-            mean = self._totals(sums, accumulators.dtypes, variables, divisor)
-            operations = self._apply_inner(mean, variables)
+            operations = self._apply_totals(sums, accumulators.dtypes, variables, divisor)
             return [*operations, *self._move_averages(operations)]
 
         gate, updates = accumulators.when_due(due, update, bypass)

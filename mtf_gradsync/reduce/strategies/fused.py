@@ -8,9 +8,11 @@ import gin
 
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
-from mtf_gradsync.reduce.checks import check_count
+from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs.packed import packed_all_reduce
 from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole, plan_buckets
+from mtf_gradsync.reduce.parts.cuts import Cuts, one_memory
+from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
@@ -68,3 +70,24 @@ class FusedAllReduce(Strategy):
             return packs_of_whole(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
 
         return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl), buckets)
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """See `Strategy.reduce_scatter`.
+
+        On a SIMD mesh each bucket is one reduce-scatter. On devices of one memory a sum is made on
+        one device, and cut there; elsewhere each device adds up its own part.
+        """
+        self.check(mesh_impl, groups)
+        check_values(values)
+        if not is_simd(mesh_impl) and one_memory(mesh_impl):
+            return super().reduce_scatter(mesh_impl, values, groups, cuts)
+        bucket_bytes = self.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
+        return reduce_scatter(mesh_impl, values, groups, cuts, bucket_bytes)

@@ -230,8 +230,31 @@ class _Rewriter:
                 op = "Identity" if core in source_of else "ZerosLike"
                 received = sent[source_of.get(core, core)]
                 self._add(self._name(node.name, core), op, [received] + control[core], T=kind)
+        elif node.op == "XlaReduceScatter":
+            self._reduce_scatter(node, collective, sent, control)
         else:
             self._all_to_all(node, collective, sent, control)
+
+    def _reduce_scatter(
+        self,
+        node: tf.NodeDef,
+        collective: Collective,
+        sent: dict[int, str],
+        control: dict[int, list[str]],
+    ) -> None:
+        kind = node.attr["T"].type
+        dimension = int(self._facts.constant(self._facts.inputs(node.name)[2][0]))
+        for group in collective.groups:
+            for core in group:
+                name, beside = self._name(node.name, core), split_input(sent[core])[0]
+                axis = self._add_int(name + "/split_axis", dimension, beside)
+                split = self._add(name + "/split", "Split", [axis, sent[core]], T=kind)
+                split.attr["num_split"].i = len(group)
+            waits = [text for c in group for text in control[c]]
+            for position, core in enumerate(group):
+                parts = [join_input(self._name(node.name, c) + "/split", position) for c in group]
+                add = self._add(self._name(node.name, core), "AddN", parts + waits, T=kind)
+                add.attr["N"].i = len(group)
 
     def _all_to_all(
         self,

@@ -1,4 +1,4 @@
-"""The three operations through which the cores of a TPU program talk, and who talks to whom."""
+"""The operations through which the cores of a TPU program talk, and who talks to whom."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Iterable, NamedTuple, Sequence
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.facts import Context, GraphFacts
 
-COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute")
+COLLECTIVE_TYPES = ("CrossReplicaSum", "AllToAll", "CollectivePermute", "XlaReduceScatter")
 
 
 class Collective(NamedTuple):

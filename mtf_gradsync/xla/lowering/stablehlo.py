@@ -12,6 +12,21 @@ from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
 
+_STABLEHLO = {
+    "AllGather": "stablehlo.all_gather",
+    "AllToAll": "stablehlo.all_to_all",
+    "CollectivePermute": "stablehlo.collective_permute",
+    "CrossReplicaSum": "stablehlo.all_reduce",
+    "XlaReduceScatter": "stablehlo.reduce_scatter",
+}
+_INTEGERS = (
+    "split_count",
+    "split_dimension",
+    "concat_dimension",
+    "scatter_dimension",
+    "all_gather_dim",
+)
+
 
 def to_stablehlo(hlo: Hlo) -> str:
     """Turns a core's program into StableHLO.
@@ -74,19 +89,16 @@ def _put_collective(op: Any) -> None:
     if target not in COLLECTIVE_TARGETS:
         return
     settings = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
-    groups = settings["groups"]
-    attributes: dict[str, Any] = {}
-    if COLLECTIVE_TARGETS[target] == "CollectivePermute":
-        name = "stablehlo.collective_permute"
-        attributes["source_target_pairs"] = _matrix(groups)
-    else:
-        attributes["replica_groups"] = _matrix(groups)
-        name = "stablehlo.all_reduce"
-    if COLLECTIVE_TARGETS[target] == "AllToAll":
-        name = "stablehlo.all_to_all"
-        for key in ("split_count", "split_dimension", "concat_dimension"):
+    collective = COLLECTIVE_TARGETS[target]
+    name = _STABLEHLO[collective]
+    who = "source_target_pairs" if collective == "CollectivePermute" else "replica_groups"
+    attributes: dict[str, Any] = {who: _matrix(settings["groups"])}
+    if collective == "AllGather":
+        settings["all_gather_dim"] = 0
+    for key in _INTEGERS:
+        if key in settings:
             attributes[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), settings[key])
-    regions = 1 if name == "stablehlo.all_reduce" else 0
+    regions = 1 if collective in ("CrossReplicaSum", "XlaReduceScatter") else 0
     with ir.InsertionPoint(op):
         made = ir.Operation.create(
             name,

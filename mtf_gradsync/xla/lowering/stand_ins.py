@@ -1,6 +1,6 @@
 """What stands in a core's program for operations that TensorFlow's bridge to XLA gets wrong.
 
-The three collectives become custom calls that say which they were; `stablehlo` puts XLA's own in
+The collectives become custom calls that say which they were; `stablehlo` puts XLA's own in
 their place. (The bridge knows collectives on a TPU only, and before TensorFlow 2.18 not even the
 sum.) Random operations draw from a counter that every core has for itself, so that numbers differ
 by core and by step, and follow the seeds.
@@ -14,13 +14,13 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import xla_custom_call
+from mtf_gradsync._private.tensorflow import GATHERS, xla_custom_call
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph.functional import StandIn
 
 # Target of a custom call -> the collective that it stands for.
-COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in COLLECTIVE_TYPES}
+COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in (*COLLECTIVE_TYPES, "AllGather")}
 
 # Random operations that XLA would draw from one state that all cores and all steps share.
 RANDOM_TYPES = frozenset(
@@ -42,21 +42,29 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     Args:
       node: the collective.
-      data: what is sent, and who talks to whom, a constant.
+      data: what is sent, and who talks to whom, a constant; for a reduce-scatter also the
+        dimension, likewise.
 
     Returns:
       What is received.
     """
-    sent, groups = data
+    sent, groups = data[:2]
     shape = sent.shape.as_list()
     settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
-    if node.op == "AllToAll":
+    op = node.op
+    if op == "AllToAll" and node.attr[GATHERS].b:
+        # All rows are the same: one is sent to all.
+        op, sent = "AllGather", sent[:1]
+    elif op == "XlaReduceScatter":
+        dimension = settings["scatter_dimension"] = int(tf.get_static_value(data[2]))
+        shape[dimension] //= len(settings["groups"][0])
+    elif op == "AllToAll":
         for name in ("split_count", "split_dimension", "concat_dimension"):
             settings[name] = node.attr[name].i
         parts = settings["split_count"]
         shape[settings["split_dimension"]] //= parts
         shape[settings["concat_dimension"]] *= parts
-    return [xla_custom_call(sent, f"mtf_gradsync.{node.op}", json.dumps(settings), shape)]
+    return [xla_custom_call(sent, f"mtf_gradsync.{op}", json.dumps(settings), shape)]
 
 
 class Randomness:

@@ -1,0 +1,60 @@
+"""Which dimensions of a variable are cut over the replica axes."""
+
+from __future__ import annotations
+
+from typing import Collection
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+
+
+def shape_of_part(
+    shape: mtf.Shape, axes: ReplicaAxes, kept: Collection[str] = (), min_size: int = 0
+) -> mtf.Shape:
+    """The shape of a variable whose processors hold parts.
+
+    For each replica axis that the variable is not split over, the first dimension that can be cut
+    gets the name of the shard dim, by which the layout splits it over that axis. First, because
+    parts along the first dimension lie in one piece of memory. Sizes and order stay.
+
+    Args:
+      shape: of the variable.
+      axes: the replica axes.
+      kept: names of dimensions that have to keep their names.
+      min_size: variables of fewer elements are not cut.
+
+    Returns:
+      The shape; the same one where nothing can be cut.
+    """
+    if shape.size < min_size:
+        return shape
+    dims = list(shape.dims)
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    is_free = [layout[i] is None and d.name not in kept for i, d in enumerate(dims)]
+    for shard_dim in sorted(axes.free_shard_dims(shape), key=lambda d: -d.size):
+        for number, dim in enumerate(dims):
+            if is_free[number] and shard_dim.size > 1 and dim.size % shard_dim.size == 0:
+                dims[number] = mtf.Dimension(shard_dim.name, dim.size)
+                is_free[number] = False
+                break
+    return mtf.Shape(dims)
+
+
+def why_whole(
+    shape: mtf.Shape, axes: ReplicaAxes, kept: Collection[str] = (), min_size: int = 0
+) -> str:
+    """Why a variable is not cut, for people to read."""
+    if not shape.dims:
+        return "is a scalar"
+    free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
+    if not free:
+        return "is split over the replica axes already"
+    if shape.size < min_size:
+        return f"has fewer than {min_size} elements"
+    sizes = " or ".join(str(d.size) for d in free)
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    if all(layout[i] is not None for i in range(len(shape.dims))):
+        return "has no dimension that is not split already"
+    names = [d.name for i, d in enumerate(shape.dims) if layout[i] is None and d.name in kept]
+    also = f", and the optimizer knows {names} by name" if names else ""
+    return f"has no dimension left that {sizes} divides{also}"

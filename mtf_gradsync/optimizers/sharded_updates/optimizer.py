@@ -1,0 +1,196 @@
+"""ShardedUpdateOptimizer: each replica updates its part of every variable."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
+from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
+from mtf_gradsync.gradients import on_present
+from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, why_whole
+from mtf_gradsync.optimizers.sharded_updates.stages import ScatterGradients
+from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
+
+#: What is still to be done to a sum: takes its position in the list, and returns it.
+Finish = Callable[[int, mtf.Tensor], mtf.Tensor]
+
+
+@gin.configurable(module="mtf_gradsync")
+class ShardedUpdateOptimizer(Wrapper):
+    """Splits the update of each variable over its replicas, and with it the slots.
+
+    Processors that hold the same values otherwise all make the same update. Here each gets its
+    part of the summed gradient (a reduce-scatter), the inner optimizer updates that part, and the
+    parts are gathered. Each core holds 1/num_shards of the slots.
+
+    The inner optimizer is given stand-ins: variables of the same names whose first dimension that
+    can be split is laid out over the replica axes. It may be any that acts on one variable at a
+    time. A variable stays whole where no dimension can be split, and where it is too small.
+
+    It adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their whole
+    shapes: sharded and unsharded runs, on any mesh, continue each other.
+
+    References:
+      Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
+      2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        min_size: int = 128,
+        name: str = "ShardedUpdateOptimizer",
+        learning_rate: Any = NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          min_size: variables of fewer elements stay whole.
+          name: name of the wrapper.
+          learning_rate: only with a class or factory as opt: passed on untouched.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
+            those of the mesh that the program has made for this graph.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+        Raises:
+          ValueError: the mesh has a single shard, so that there is nothing to split; an argument
+            is out of range, or arguments contradict each other.
+          TypeError: an argument has the wrong type.
+        """
+        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+            raise ValueError(f"min_size must be a whole number of 0 or more, got {min_size!r}.")
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        if self.axes is None:
+            self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
+        if self.axes.num_shards == 1:
+            raise ValueError(
+                "ShardedUpdateOptimizer splits updates over the replicas of a batch, but the mesh "
+                f"{self.axes.mesh_shape.to_string} with {self.axes.layout} splits none of the "
+                f"batch dims {list(self.axes.batch_dims)}: there is one replica. Leave the "
+                "wrapper out, checkpoints stay the same."
+            )
+        self._min_size = min_size
+        self._parts: dict[mtf.Variable, PartOfVariable] = {}
+
+    def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
+        """See `Wrapper.get_slot`."""
+        return super().get_slot(self._parts.get(var, var), name)
+
+    def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
+        """The shape of a variable's part: dimensions that are named after the batch are split.
+
+        Args:
+          var: a variable.
+
+        Returns:
+          The shape; None for a variable that stays whole.
+        """
+        shape = shape_of_part(var.shape, self.axes, self._kept(), self._min_size)
+        return None if shape == var.shape else shape
+
+    def apply_unsummed(
+        self,
+        grads: list[mtf.Tensor | None],
+        variables: list[mtf.Variable],
+        finish: Finish = lambda _, total: total,
+    ) -> list[mtf.Operation]:
+        """Applies gradients that an outer wrapper has not summed.
+
+        Args:
+          grads: as for `apply_grads`, checked, at least one not None.
+          variables: their variables.
+          finish: what is to be done to each sum before it goes to the inner optimizer, element by
+            element.
+
+        Returns:
+          As `apply_grads`.
+        """
+        shapes = [self.part_of(v) for v in variables]
+        present = [(v, s or v.shape) for g, v, s in zip(grads, variables, shapes) if g is not None]
+
+        def scatter(given: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+            owners, to = zip(*present)
+            return ScatterGradients(given, owners, to, self.axes, self.reducer).outputs
+
+        sums = on_present(grads, scatter)
+        totals = [None if x is None else finish(i, x) for i, x in enumerate(sums)]
+        parts: dict[mtf.Variable, PartOfVariable] = {}
+        inner = list(variables)
+        for index, (total, variable, shape) in enumerate(zip(totals, variables, shapes)):
+            if total is not None and shape is not None:
+                inner[index] = parts[variable] = self._part(variable, shape)
+        return self._apply_to_parts(totals, variables, inner, parts)
+
+    def _to_inner(
+        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        return self.apply_unsummed(grads, variables)
+
+    def _apply_to_parts(
+        self,
+        totals: Sequence[mtf.Tensor | None],
+        variables: list[mtf.Variable],
+        inner: list[mtf.Variable],
+        parts: dict[mtf.Variable, PartOfVariable],
+    ) -> list[mtf.Operation]:
+        updates = self._apply_inner(totals, inner)
+        assign_whole(updates, parts)
+        return updates
+
+    def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
+        """The stand-in, the same one for each update, so that optimizers find their slots."""
+        made = PartOfVariable(variable, shape)
+        known = self._parts.setdefault(variable, made)
+        vars(known).update(vars(made))
+        return known
+
+    def _kept(self) -> set[str]:
+        return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
+
+    def _check_shapes(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        super()._check_shapes(grads, variables)
+        given = [v for g, v in zip(grads, variables) if g is not None]
+        if not given or any(self.part_of(v) is not None for v in given):
+            return
+        kept = self._kept()
+        lines = [
+            f"{v.name!r} of shape {v.shape.to_string} "
+            f"{why_whole(v.shape, self.axes, kept, self._min_size)}"
+            for v in given[:5]
+        ]
+        more = f"\n  and {len(given) - 5} more" if len(given) > 5 else ""
+        raise ValueError(
+            "ShardedUpdateOptimizer has nothing to split over the replica axes "
+            f"{[d.name for d in self.axes.shard_dims]} of the mesh "
+            f"{self.axes.mesh_shape.to_string}:\n  " + "\n  ".join(lines) + more + "\nLeave the "
+            "wrapper out, checkpoints stay the same, or use a mesh whose sizes divide a dimension."
+        )
+
+    def _check_inner_stack(self) -> None:
+        for inner in self.inner_stack():
+            if isinstance(inner, Wrapper) and not inner.takes_parts:
+                kind = type(inner).__name__
+                raise ValueError(
+                    f"{kind} cannot stand inside ShardedUpdateOptimizer, whose inner optimizer "
+                    f"sees parts of variables: turn them round, {kind}(ShardedUpdateOptimizer("
+                    "opt), ...)."
+                )
+        super()._check_inner_stack()

@@ -1,0 +1,163 @@
+"""Gradients to parts of sums, variables to their parts, and new values to whole ones."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.gradients import StageOperation
+from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
+from mtf_gradsync.gradients.pending import PendingSum, PendingSums
+from mtf_gradsync.gradients.stages import local_sum
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.parts.all_gather import all_gather
+from mtf_gradsync.reduce.parts.cuts import Cut, Cuts, take_parts
+from mtf_gradsync.reduce.strategies.fused import PLACEMENT_BUCKET_BYTES, SIMD_BUCKET_BYTES
+
+
+def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
+    """How a tensor is cut that has the layout of one shape and is to have that of another."""
+    before, after = mesh_impl.tensor_layout(whole), mesh_impl.tensor_layout(part)
+    return tuple(
+        sorted(
+            Cut(after[axis], axis)
+            for axis, (old, new) in enumerate(zip(whole.dims, part.dims))
+            if old.name != new.name and before[axis] is None and after[axis] is not None
+        )
+    )
+
+
+class ScatterGradients(StageOperation):
+    """Pending and per-shard gradients -> sums, of which each processor has its part."""
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        variables: Sequence[mtf.Variable],
+        shapes: Sequence[mtf.Shape],
+        axes: ReplicaAxes,
+        strategy: Strategy,
+    ):
+        """Adds the operation.
+
+        Args:
+          grads: pending, whole or per-shard gradients.
+          variables: their variables.
+          shapes: for each the shape of its part, or the variable's own.
+          axes: the replica axes.
+          strategy: how sums cross the mesh.
+        """
+        self._wholes = [v.shape for v in variables]
+        self._axes, self._strategy = axes, strategy
+        self._sum_dims = [
+            [d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)
+        ]
+        # Those that are not cut are wanted whole, and cross together.
+        for whole in (True, False):
+            wanted = [
+                g
+                for g, dims, old, new in zip(grads, self._sum_dims, self._wholes, shapes)
+                if not dims and (old == new) is whole
+            ]
+            if wanted:
+                PendingSums.want(wanted, whole, axes.batch_dims, strategy)
+        super().__init__(grads, shapes, name="scatter_gradients")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        self._axes.check_mesh_impl(mesh_impl)
+        sums, cuts = [], []
+        for grad, dims, whole, output in zip(
+            self.inputs, self._sum_dims, self._wholes, self.outputs
+        ):
+            lowered = lowering.tensors[grad]
+            if isinstance(lowered, PendingSum) and lowered.sends_nothing:
+                # Somebody needed the sum already: it is not sent again.
+                one = PartialSum(lowered.to_laid_out_tensor(), ())
+            else:
+                one = partial_sum(lowering, grad)
+            if dims:
+                value, summed = local_sum(mesh_impl, one.value, grad.shape, dims)
+                one = PartialSum(value, tuple(sorted({*one.mesh_axes, *summed})))
+            sums.append(one)
+            cuts.append(cuts_between(mesh_impl, whole, output.shape))
+        self.set_outputs(lowering, scatter_partial_sums(mesh_impl, sums, cuts, self._strategy))
+
+
+def scatter_partial_sums(
+    mesh_impl: Any, sums: Sequence[PartialSum], cuts: Sequence[Cuts], strategy: Strategy
+) -> list[Any]:
+    """Sums over the remaining mesh axes; each processor gets its part.
+
+    Args:
+      mesh_impl: the mesh that the sums lie on.
+      sums: what to sum.
+      cuts: for each how the sum is cut; not at all for one that is wanted whole.
+      strategy: how.
+
+    Returns:
+      A `LaidOutTensor` for each sum, in order.
+    """
+    results: list[Any] = [None] * len(sums)
+    on_the_way = [tuple(c for c in cut if c.mesh_axis in s.mesh_axes) for s, cut in zip(sums, cuts)]
+    whole = [i for i, some in enumerate(on_the_way) if not some]
+    for index, value in zip(
+        whole, reduce_partial_sums(mesh_impl, [sums[i] for i in whole], strategy)
+    ):
+        results[index] = value
+    by_axes: dict[tuple[int, ...], list[int]] = {}
+    for index, some in enumerate(on_the_way):
+        if some:
+            by_axes.setdefault(sums[index].mesh_axes, []).append(index)
+    scatter = getattr(strategy, "reduce_scatter", None)
+    for mesh_axes, indices in by_axes.items():
+        groups = ProcessorGroups.along(mesh_impl, mesh_axes)
+        values, some = [sums[i].value for i in indices], [on_the_way[i] for i in indices]
+        if scatter is None:
+            added = strategy.all_reduce(mesh_impl, values, groups)
+            parts = [take_parts(mesh_impl, x, cut) for x, cut in zip(added, some)]
+        else:
+            parts = scatter(mesh_impl, values, groups, some)
+        for index, part in zip(indices, parts):
+            results[index] = part
+    return [
+        take_parts(mesh_impl, result, [c for c in cut if c not in some])
+        for result, cut, some in zip(results, cuts, on_the_way)
+    ]
+
+
+class TakePart(StageOperation):
+    """A tensor that processors share -> the part of each processor. Nothing is sent."""
+
+    def __init__(self, whole: mtf.Tensor, shape: mtf.Shape):
+        super().__init__([whole], [shape], name="take_part")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        (whole,), (part,) = self.inputs, self.outputs
+        value = lowering.tensors[whole].to_laid_out_tensor()
+        cuts = cuts_between(mesh_impl, whole.shape, part.shape)
+        self.set_outputs(lowering, [take_parts(mesh_impl, value, cuts)])
+
+
+class GatherParts(StageOperation):
+    """Parts -> the whole on each processor; all of them cross the mesh together."""
+
+    def __init__(self, parts: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
+        super().__init__(parts, shapes, name="gather_parts")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        parts = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
+        cuts = [
+            cuts_between(mesh_impl, whole.shape, part.shape)
+            for part, whole in zip(self.inputs, self.outputs)
+        ]
+        bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
+        self.set_outputs(lowering, all_gather(mesh_impl, parts, cuts, bucket_bytes))

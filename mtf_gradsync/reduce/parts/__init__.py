@@ -1,0 +1,1 @@
+"""Parts of sums: each processor gets its own, and parts are put together again."""

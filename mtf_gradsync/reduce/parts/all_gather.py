@@ -1,0 +1,110 @@
+"""Parts of tensors, put together on every processor."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import cross_replica_gather
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.mesh.topology import memories
+from mtf_gradsync.reduce.packs import packing
+from mtf_gradsync.reduce.packs.planning import plan_buckets
+from mtf_gradsync.reduce.parts import by_part
+from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, joined, mesh_axes_of, one_memory
+
+
+def all_gather(
+    mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
+) -> list[Any]:
+    """Gives each processor whole slices.
+
+    On a SIMD mesh parts are sent in buckets. On a placement mesh each memory puts slices together
+    once; between memories small parts are sent in buckets.
+
+    Args:
+      mesh_impl: the mesh.
+      parts: `LaidOutTensor`s; each processor's slice is the part of its coordinates.
+      cuts: for each how the whole was cut.
+      bucket_bytes: most bytes per processor that a bucket of several parts holds.
+
+    Returns:
+      `LaidOutTensor`s of the dtypes of parts, in the same order.
+    """
+    results: list[Any] = [None] * len(parts)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, part in enumerate(parts):
+        dtype = part.tensor_list[0].dtype.base_dtype
+        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
+    turn = 0
+    for (_, dtype), indices in alike.items():
+        num_bytes = [mtf.list_product(parts[i].slice_shape) * dtype.size for i in indices]
+        pack = is_simd(mesh_impl) or not one_memory(mesh_impl)
+        for bucket in plan_buckets(num_bytes, bucket_bytes if pack else 0, None):
+            members = [indices[i] for i in bucket]
+            bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
+            if is_simd(mesh_impl):
+                wholes = _on_simd(mesh_impl, bucket_parts, bucket_cuts)
+            else:
+                wholes = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
+            turn += 1
+            for index, whole in zip(members, wholes):
+                results[index] = whole
+    return results
+
+
+def whole_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
+    """The shape of a slice of which a part has a shape."""
+    result = list(shape)
+    for axis, tensor_axis in cuts:
+        result[tensor_axis] *= mesh_impl.shape.dims[axis].size
+    return result
+
+
+def _on_simd(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
+    shapes = [whole_shape(mesh_impl, p.slice_shape, c) for p, c in zip(parts, cuts)]
+    widths = [mtf.list_product(p.slice_shape) for p in parts]
+    along = groups_of(mesh_impl, cuts[0])
+    physical = [[mesh_impl.l2p(p) for p in group] for group in along.groups]
+
+    def gather(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        flat = [tf.reshape(x, [1, -1]) for x in xs]
+        rows = cross_replica_gather(tf.concat(flat, 1) if len(flat) > 1 else flat[0], physical)
+        pieces = tf.split(rows, widths, 1) if len(widths) > 1 else [rows]
+        return tuple(
+            by_part.from_rows(mesh_impl, piece, shape, c)
+            for piece, shape, c in zip(pieces, shapes, cuts)
+        )
+
+    return list(mesh_impl.slicewise(gather, *parts))
+
+
+def _on_devices(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], turn: int) -> list[Any]:
+    shapes = [part.slice_shape for part in parts]
+    packed = [part.tensor_list for part in parts]
+    if len(parts) > 1:
+        packs = mesh_impl.slicewise(lambda *xs: packing.pack(xs), *parts).tensor_list
+    results: list[list[Any]] = [[None] * mesh_impl.size for _ in parts]
+    memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
+    made: dict[tuple[Any, ...], list[Any]] = {}
+    for number, group in enumerate(groups_of(mesh_impl, cuts[0]).groups):
+        homes: dict[int, list[int]] = {}
+        for processor in group:
+            homes.setdefault(memory[processor], []).append(processor)
+        for home, members in homes.items():
+            key = (home, *(id(slices[p]) for slices in packed for p in group))
+            if key not in made:
+                with tf.device(mesh_impl.devices[members[(turn + number) % len(members)]]):
+                    by_member = (
+                        [packing.unpack(packs[p], shapes) for p in group]
+                        if len(parts) > 1
+                        else [[packed[0][p]] for p in group]
+                    )
+                    made[key] = [
+                        joined(mesh_impl, [one[i] for one in by_member], c)
+                        for i, c in enumerate(cuts)
+                    ]
+            for processor in members:
+                for result, whole in zip(results, made[key]):
+                    result[processor] = whole
+    return [mesh_impl.LaidOutTensor(result) for result in results]

@@ -1,0 +1,124 @@
+"""How tensors that processors share are cut into parts, one for each processor along mesh axes."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.mesh.topology import memories
+
+
+class Cut(NamedTuple):
+    """One axis of a tensor is split over one axis of the mesh.
+
+    Attributes:
+      mesh_axis: by number.
+      tensor_axis: by number.
+    """
+
+    mesh_axis: int
+    tensor_axis: int
+
+
+#: The cuts of one tensor, sorted, each along another mesh axis and another axis of the tensor.
+Cuts = Sequence[Cut]
+
+
+def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
+    """The mesh axes of cuts, sorted."""
+    return tuple(sorted(cut.mesh_axis for cut in cuts))
+
+
+def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
+    """The shape of a part of a slice."""
+    result = list(shape)
+    for axis, tensor_axis in cuts:
+        result[tensor_axis] //= mesh_impl.shape.dims[axis].size
+    return result
+
+
+def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
+    """Cuts slices; each processor keeps the part of its own coordinates. Nothing is sent.
+
+    Args:
+      mesh_impl: the mesh.
+      value: a `LaidOutTensor` that is the same for all processors along the axes of the cuts.
+      cuts: of it.
+
+    Returns:
+      A `LaidOutTensor`.
+    """
+    if not cuts:
+        return value
+    if is_simd(mesh_impl):
+        for mesh_axis, tensor_axis in cuts:
+            value = mesh_impl.allsplit(value, mesh_axis, tensor_axis)
+        return value
+    # What processors share is cut once, where it is.
+    slices = value.tensor_list
+    holders: dict[int, list[int]] = collections.defaultdict(list)
+    for processor, x in enumerate(slices):
+        holders[id(x)].append(processor)
+    result: list[Any] = [None] * len(slices)
+    for processors in holders.values():
+        wanted = {p: part_number(mesh_impl, cuts, p) for p in processors}
+        if len(set(wanted.values())) == 1:
+            parts = {next(iter(wanted.values())): _slice(mesh_impl, value, cuts, processors[0])}
+        else:
+            with tf.device(slices[processors[0]].device):
+                parts = dict(enumerate(all_parts(mesh_impl, slices[processors[0]], cuts)))
+        for p in processors:
+            result[p] = parts[wanted[p]]
+    return mesh_impl.LaidOutTensor(result)
+
+
+def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
+    """All parts of one slice, in the order of `part_number`."""
+    parts = [tensor]
+    for mesh_axis, tensor_axis in sorted(cuts):
+        size = mesh_impl.shape.dims[mesh_axis].size
+        parts = [piece for x in parts for piece in tf.split(x, size, tensor_axis)]
+    return parts
+
+
+def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
+    """The slice that `all_parts` cut."""
+    pieces = list(parts)
+    for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
+        size = mesh_impl.shape.dims[mesh_axis].size
+        pieces = [tf.concat(pieces[i : i + size], tensor_axis) for i in range(0, len(pieces), size)]
+    return pieces[0]
+
+
+def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
+    """The number of a processor's part: row-major in the coordinates along the sorted axes."""
+    coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
+    number = 0
+    for axis in mesh_axes_of(cuts):
+        number = number * mesh_impl.shape.dims[axis].size + coordinates[axis]
+    return number
+
+
+def groups_of(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
+    """The groups whose members hold the parts of one slice, in the order of `part_number`."""
+    return ProcessorGroups.along(mesh_impl, mesh_axes_of(cuts))
+
+
+def one_memory(mesh_impl: Any) -> bool:
+    """Whether all devices of a placement mesh share a memory."""
+    return len(memories(mesh_impl.devices)) == 1
+
+
+def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
+    """One processor's part."""
+    x = value.tensor_list[processor]
+    coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
+    size = part_shape(mesh_impl, x.shape.as_list(), cuts)
+    begin = [0] * len(size)
+    for mesh_axis, tensor_axis in cuts:
+        begin[tensor_axis] = size[tensor_axis] * coordinates[mesh_axis]
+    with tf.device(mesh_impl.devices[processor]):
+        return tf.slice(x, begin, size)

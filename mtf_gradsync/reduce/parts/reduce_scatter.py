@@ -1,0 +1,136 @@
+"""Sums of which each processor gets its own part."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import cross_replica_scatter
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.mesh.kind import is_simd
+from mtf_gradsync.reduce.packs import packing
+from mtf_gradsync.reduce.packs.planning import plan_buckets
+from mtf_gradsync.reduce.parts import by_part
+from mtf_gradsync.reduce.parts.cuts import (
+    Cuts,
+    all_parts,
+    groups_of,
+    mesh_axes_of,
+    part_number,
+    part_shape,
+)
+from mtf_gradsync.reduce.sums.algorithms import sum_on_one_device
+from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
+
+
+def reduce_scatter(
+    mesh_impl: Any,
+    values: Sequence[Any],
+    groups: ProcessorGroups,
+    cuts: Sequence[Cuts],
+    bucket_bytes: int,
+) -> list[Any]:
+    """Sums values over groups, in buckets; each processor gets its part of each sum only.
+
+    On a SIMD mesh each bucket is one reduce-scatter. On a placement mesh each processor adds up
+    its part of a bucket.
+
+    Args:
+      mesh_impl: the mesh.
+      values: `LaidOutTensor`s.
+      groups: the processors that sum with each other, along mesh axes.
+      cuts: for each value how it is cut, along some of the axes of the groups.
+      bucket_bytes: most bytes per processor that a bucket of several values holds.
+
+    Returns:
+      `LaidOutTensor`s of the dtypes of values, in the same order.
+    """
+    results: list[Any] = [None] * len(values)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, value in enumerate(values):
+        dtype = value.tensor_list[0].dtype.base_dtype
+        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
+    turns = itertools.count()
+    for (_, dtype), indices in alike.items():
+        num_bytes = [mtf.list_product(values[i].slice_shape) * dtype.size for i in indices]
+        for bucket in plan_buckets(num_bytes, bucket_bytes, None):
+            members = [indices[i] for i in bucket]
+            bucket_values, bucket_cuts = [values[i] for i in members], [cuts[i] for i in members]
+            if is_simd(mesh_impl):
+                parts = _on_simd(mesh_impl, bucket_values, groups, bucket_cuts)
+            else:
+                parts = _on_devices(mesh_impl, bucket_values, groups, bucket_cuts, next(turns))
+            for index, part in zip(members, parts):
+                results[index] = part
+    return results
+
+
+def _on_simd(
+    mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
+) -> list[Any]:
+    shapes = [value.slice_shape for value in values]
+    rows = [
+        mesh_impl.slicewise(lambda x, c=c: by_part.to_rows(mesh_impl, x, c), value)
+        for value, c in zip(values, cuts)
+    ]
+    widths = [row.slice_shape[1] for row in rows]
+    packed = rows[0]
+    if len(rows) > 1:
+        packed = mesh_impl.slicewise(lambda *xs: tf.concat(xs, 1), *rows)
+    along = groups_of(mesh_impl, cuts[0])
+    physical = [[mesh_impl.l2p(p) for p in group] for group in along.groups]
+    dtype = packed.tensor_list[0].dtype
+    wire = simd_wire_dtype(mesh_impl, dtype, along)
+
+    def scatter(x: tf.Tensor) -> tf.Tensor:
+        total = cross_replica_scatter(x if x.dtype == wire else tf.cast(x, wire), physical, 0)
+        return total if wire == dtype else tf.cast(total, dtype)
+
+    mine = mesh_impl.slicewise(scatter, packed)
+    rest = [axis for axis in groups.mesh_axes if axis not in along.mesh_axes]
+    if rest:
+        mine = mesh_impl.allreduce(mine, rest, "SUM")
+
+    def unpack(row: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        pieces = tf.split(row, widths, 1) if len(widths) > 1 else [row]
+        return tuple(
+            by_part.part_of_row(mesh_impl, piece, shape, c)
+            for piece, shape, c in zip(pieces, shapes, cuts)
+        )
+
+    return list(mesh_impl.slicewise(unpack, mine))
+
+
+def _on_devices(
+    mesh_impl: Any,
+    values: Sequence[Any],
+    groups: ProcessorGroups,
+    cuts: Sequence[Cuts],
+    turn: int,
+) -> list[Any]:
+    shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
+    results: list[list[Any]] = [[None] * mesh_impl.size for _ in values]
+    for group in groups.groups:
+        packs = {}
+        for processor in group:
+            # Cut where it is, so that only the parts are sent.
+            with tf.device(mesh_impl.devices[processor]):
+                pieces = [
+                    all_parts(mesh_impl, v.tensor_list[processor], c) for v, c in zip(values, cuts)
+                ]
+                packs[processor] = [
+                    packing.pack(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces)
+                ]
+        wanted: dict[int, list[int]] = {}
+        for processor in group:
+            wanted.setdefault(part_number(mesh_impl, cuts[0], processor), []).append(processor)
+        for number, processors in wanted.items():
+            device = mesh_impl.devices[processors[turn % len(processors)]]
+            total = sum_on_one_device([packs[p][number] for p in group], device)
+            with tf.device(device):
+                parts = packing.unpack(total, shapes) if len(shapes) > 1 else [total]
+            for processor in processors:
+                for result, part in zip(results, parts):
+                    result[processor] = part
+    return [mesh_impl.LaidOutTensor(result) for result in results]
