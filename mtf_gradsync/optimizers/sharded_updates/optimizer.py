@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Sequence
 
 import gin
@@ -12,7 +13,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
 from mtf_gradsync.gradients import on_present
 from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, why_whole
-from mtf_gradsync.optimizers.sharded_updates.stages import ScatterGradients
+from mtf_gradsync.optimizers.sharded_updates.stages import ScatterGradients, undone
 from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -126,7 +127,9 @@ class ShardedUpdateOptimizer(Wrapper):
 
         def scatter(given: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
             owners, to = zip(*present)
-            return ScatterGradients(given, owners, to, self.axes, self.reducer).outputs
+            sources, redo = zip(*map(undone, given))
+            parts = ScatterGradients(sources, owners, to, self.axes, self.reducer).outputs
+            return [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
 
         sums = on_present(grads, scatter)
         totals = [None if x is None else finish(i, x) for i, x in enumerate(sums)]

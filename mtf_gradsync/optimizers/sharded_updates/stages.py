@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import scalar_multiplied, slice_function
 from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSum, PendingSums
+from mtf_gradsync.gradients.pending.linear import linear_positions
 from mtf_gradsync.gradients.stages import local_sum
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.groups import ProcessorGroups
@@ -75,8 +77,10 @@ class ScatterGradients(StageOperation):
             self.inputs, self._sum_dims, self._wholes, self.outputs
         ):
             lowered = lowering.tensors[grad]
-            if isinstance(lowered, PendingSum) and lowered.sends_nothing:
-                # Somebody needed the sum already: it is not sent again.
+            stays_whole = not dims and whole == output.shape
+            # Where somebody needed the sum already it is not sent again.
+            made = isinstance(lowered, PendingSum) and lowered.sends_nothing
+            if stays_whole or made:
                 one = PartialSum(lowered.to_laid_out_tensor(), ())
             else:
                 one = partial_sum(lowering, grad)
@@ -128,6 +132,47 @@ def scatter_partial_sums(
         take_parts(mesh_impl, result, [c for c in cut if c not in some])
         for result, cut, some in zip(results, cuts, on_the_way)
     ]
+
+
+def undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[Callable[[mtf.Tensor], mtf.Tensor]]]:
+    """Goes back from a gradient to what was cast or scaled to make it.
+
+    Done after the sum, casts and scales give the bits that they give without parts, and what is
+    sent is in the dtype that Mesh-TF sends.
+
+    Args:
+      grad: a gradient.
+
+    Returns:
+      What it was made of, and what to do to that again, in order.
+    """
+    redo: list[Callable[[mtf.Tensor], mtf.Tensor]] = []
+    while True:
+        operation = grad.operation
+        if _is_linear_by_element(operation):
+            redo.append(lambda x, op=operation, dtype=grad.dtype: _by_element(op, x, dtype))
+        elif isinstance(operation, mtf.ScalarMultiplyOperation):
+            redo.append(lambda x, op=operation: x * scalar_multiplied(op))
+        else:
+            return grad, redo[::-1]
+        (grad,) = operation.inputs
+
+
+def _is_linear_by_element(operation: mtf.Operation) -> bool:
+    """Whether an operation is a cast, a negation or the like."""
+    return (
+        isinstance(operation, mtf.SlicewiseOperation)
+        and len(operation.inputs) == len(operation.outputs) == 1
+        and operation.inputs[0].shape == operation.outputs[0].shape
+        and not operation.unsplittable_dims
+        and linear_positions(operation, [0]) is not None
+    )
+
+
+def _by_element(operation: mtf.Operation, x: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
+    """What an operation makes of another tensor."""
+    fn = slice_function(operation)
+    return mtf.slicewise(fn, [x], output_dtype=dtype, splittable_dims=x.shape.dims)
 
 
 class TakePart(StageOperation):
