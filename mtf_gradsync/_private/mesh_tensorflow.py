@@ -54,11 +54,8 @@ def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Ten
 def reassign(
     operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
 ) -> None:
-    """Makes an assignment one of other values to other variables, and the last operation."""
+    """Makes an assignment one of other values to other variables, as Mesh-TF's autostack does."""
     operation._variables, operation._inputs = list(variables), list(values)
-    operations = operation.graph.operations
-    operations.remove(operation)
-    operations.append(operation)
 
 
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:

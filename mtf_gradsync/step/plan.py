@@ -116,6 +116,16 @@ class Plan:
                 self._branch_of.setdefault(operation, branch)
         return updates
 
+    def arrange(self, operations: Sequence[mtf.Operation]) -> None:
+        """Moves operations to the end of the graph's list, in an order of the caller's.
+
+        Args:
+          operations: mtf operations of which nothing else in the graph depends.
+        """
+        moved = set(operations)
+        listed = self.graph.operations
+        listed[:] = [op for op in listed if op not in moved] + list(operations)
+
     def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
         """What a wrapper keeps in this graph, made at its first use.
 

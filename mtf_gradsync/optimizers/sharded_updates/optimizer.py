@@ -15,6 +15,7 @@ from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, why_whole
 from mtf_gradsync.optimizers.sharded_updates.stages import ScatterGradients, undone
 from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
+from mtf_gradsync.optimizers.sharded_updates.waves import sum_together
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -152,8 +153,12 @@ class ShardedUpdateOptimizer(Wrapper):
         inner: list[mtf.Variable],
         parts: dict[mtf.Variable, PartOfVariable],
     ) -> list[mtf.Operation]:
+        graph = variables[0].graph
+        before = set(graph.operations)
         updates = self._apply_inner(totals, inner)
         assign_whole(updates, parts)
+        made = [op for op in graph.operations if op not in before]
+        sum_together(made, self.axes, self.reducer)
         return updates
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:

@@ -7,6 +7,7 @@ from typing import Mapping, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import init_stand_in, reassign
 from mtf_gradsync.optimizers.sharded_updates.stages import GatherParts, TakePart
+from mtf_gradsync.step import Plan
 
 
 class PartOfVariable(mtf.Variable):
@@ -75,3 +76,5 @@ def assign_whole(
         variables = [v.whole if isinstance(v, PartOfVariable) else v for v in update.variables]
         values = [gathered.get((update, i), value) for i, value in enumerate(update.inputs)]
         reassign(update, variables, values)
+    # Behind what they assign.
+    Plan.of(found[0].graph).arrange(found)
