@@ -51,6 +51,36 @@ def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Ten
     stand_in._outputs = [value]
 
 
+def give_value(variable: mtf.Variable, shape: mtf.Shape, dtype: mtf.VariableDType) -> mtf.Tensor:
+    """Gives a variable that is not lowered yet a value of another shape with as many elements.
+
+    Its master, and so what checkpoints hold, keeps its shape.
+
+    Args:
+      variable: the variable.
+      shape: of the new value.
+      dtype: the variable's dtype, perhaps one that autostack takes for different.
+
+    Returns:
+      The new value. The old one is to become the output of another operation (`take_over`).
+    """
+    variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
+    variable._dtype = dtype
+    master_shape = variable.get_master().shape
+    if shape.to_integer_list != master_shape.as_list():
+        master, assign = variable.get_master, variable.assign_to_master
+        variable.get_master = lambda: tf.reshape(master(), shape.to_integer_list)
+        variable.assign_to_master = lambda value: assign(tf.reshape(value, master_shape))
+    return variable._outputs[0]
+
+
+def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
+    """Makes tensors outputs of a new operation, as Mesh-TF's autostack does."""
+    for tensor in tensors:
+        tensor._operation = operation
+    give_outputs(operation, tensors)
+
+
 def reassign(
     operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
 ) -> None:
@@ -151,17 +181,22 @@ def note_meshes() -> None:
     @functools.wraps(made)
     def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        tf.add_to_collection(_MESHES, (self.shape, self.layout_rules))
+        tf.add_to_collection(_MESHES, self)
 
     mtf.MeshImpl.__init__ = make_and_note
 
 
+def mesh_impls_made() -> list[mtf.MeshImpl]:
+    """The meshes that were made in TensorFlow's default graph."""
+    return list(tf.get_collection(_MESHES))
+
+
 def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
     """The different meshes that were made in TensorFlow's default graph, as shapes and layouts."""
-    made = tf.get_collection(_MESHES)
     # Layout rules are not compared by their pairs, which are a set.
     different = {
-        (shape.to_string, frozenset(layout._pairs)): (shape, layout) for shape, layout in made
+        mesh_key(impl.shape, impl.layout_rules): (impl.shape, impl.layout_rules)
+        for impl in mesh_impls_made()
     }
     return list(different.values())
 
@@ -170,3 +205,8 @@ def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
     """Takes a mesh out of those that were made in a graph."""
     made = graph.get_collection_ref(_MESHES)
     made[:] = [mesh for mesh in made if mesh[0] is not mesh_impl.shape]
+
+
+def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
+    """What is equal for meshes of one shape and layout."""
+    return shape.to_string, frozenset(layout._pairs)

@@ -43,6 +43,12 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
     return result
 
 
+def shares_all(mesh_impl: Any) -> bool:
+    """Whether a mesh has everything that processors hold in common once, for all of them."""
+    shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
+    return shares and len(memories(mesh_impl.devices)) == 1
+
+
 def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
     """Finds groups that would combine the very same tensors in the same memories.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Collection
+from typing import Collection, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -38,6 +38,54 @@ def shape_of_part(
                 is_free[number] = False
                 break
     return mtf.Shape(dims)
+
+
+class Splitting(NamedTuple):
+    """How a dimension that is split over one mesh axis is split over the replica axes as well.
+
+    Attributes:
+      apart: the shape with the dimension as several ones: that of the mesh axis, of its size; one
+        for each replica axis, that nothing splits; the rest. A reshape moves nothing.
+      part: the same, with the names of the shard dims.
+    """
+
+    apart: mtf.Shape
+    part: mtf.Shape
+
+
+def split_twice(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> Splitting | None:
+    """Splits the first dimension that can be over the replica axes and its own mesh axis.
+
+    Mesh-TF splits a dimension over one mesh axis only, so that it takes several. A variable that
+    an optimizer reads the shape of cannot have them; a slot that is gathered for the update can.
+
+    Args:
+      shape: of the slot.
+      axes: the replica axes.
+      min_size: slots of fewer elements are not split.
+
+    Returns:
+      The shapes, None where no dimension can be split so.
+    """
+    free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
+    if not free or shape.size < min_size:
+        return None
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    for number, dim in enumerate(shape.dims):
+        if layout[number] is None:
+            continue
+        split = axes.mesh_shape.dims[layout[number]].size
+        rest, left = divmod(dim.size, split * mtf.Shape(free).size)
+        if left:
+            continue
+        before, after = shape.dims[:number], shape.dims[number + 1 :]
+        own, end = mtf.Dimension(dim.name, split), mtf.Dimension(f"{dim.name}_rest", rest)
+        whole = [mtf.Dimension(f"{dim.name}_{d.name}", d.size) for d in free]
+        return Splitting(
+            mtf.Shape([*before, own, *whole, end, *after]),
+            mtf.Shape([*before, own, *free, end, *after]),
+        )
+    return None
 
 
 def why_whole(

@@ -8,14 +8,17 @@ from typing import Any, Callable, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
+from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
 from mtf_gradsync.gradients import on_present
 from mtf_gradsync.mesh.axes import axes_of_pipeline
-from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, why_whole
+from mtf_gradsync.mesh.shared_copies import shares_all
+from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, split_twice, why_whole
+from mtf_gradsync.optimizers.sharded_updates.slots import keep_in_parts
 from mtf_gradsync.optimizers.sharded_updates.stages import ScatterGradients, undone
 from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
 from mtf_gradsync.optimizers.sharded_updates.waves import sum_together
+from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -89,6 +92,8 @@ class ShardedUpdateOptimizer(Wrapper):
             )
         self._min_size = min_size
         self._parts: dict[mtf.Variable, PartOfVariable] = {}
+        # Variables with slots that are gathered for the update.
+        self._gathered: set[mtf.Variable] = set()
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
         """See `Wrapper.get_slot`."""
@@ -103,8 +108,25 @@ class ShardedUpdateOptimizer(Wrapper):
         Returns:
           The shape; None for a variable that stays whole.
         """
-        shape = shape_of_part(var.shape, self.axes, self._kept(), self._min_size)
+        shape = self._shape_of_part(var.shape)
         return None if shape == var.shape else shape
+
+    def _is_made_once(self) -> bool:
+        """Whether the program's mesh makes the update of what replicas share once for all.
+
+        So does `placement_mesh_impl` on the devices of one memory, and keeps slots once: parts
+        would only be more operations.
+        """
+        key = mesh_key(self.axes.mesh_shape, self.axes.layout)
+        impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
+        return bool(impls) and all(map(shares_all, impls))
+
+    def _is_cut(self, shape: mtf.Shape) -> bool:
+        """Whether the layout splits a shape over the replica axes."""
+        return len(self.axes.free_shard_dims(shape)) < len(self.axes.shard_dims)
+
+    def _shape_of_part(self, shape: mtf.Shape) -> mtf.Shape:
+        return shape_of_part(shape, self.axes, self._kept(), self._min_size)
 
     def apply_unsummed(
         self,
@@ -123,7 +145,8 @@ class ShardedUpdateOptimizer(Wrapper):
         Returns:
           As `apply_grads`.
         """
-        shapes = [self.part_of(v) for v in variables]
+        splits = not self._is_made_once()
+        shapes = [self.part_of(v) if splits else None for v in variables]
         present = [(v, s or v.shape) for g, v, s in zip(grads, variables, shapes) if g is not None]
 
         def scatter(given: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -156,9 +179,19 @@ class ShardedUpdateOptimizer(Wrapper):
         graph = variables[0].graph
         before = set(graph.operations)
         updates = self._apply_inner(totals, inner)
+        slots = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
+        # A slot of its variable's shape lies in parts already, if the variable is cut.
+        names = [v.name for v in parts]
+        factored = [s for s in slots if owner_of(s.name, names) and not self._is_cut(s.shape)]
+        first = keep_in_parts(
+            factored, updates, lambda shape: split_twice(shape, self.axes, self._min_size)
+        )
+        owners = {owner_of(s.name, names) for s in factored} if first else set()
+        self._gathered.update(v for v in parts if v.name in owners)
         assign_whole(updates, parts)
-        made = [op for op in graph.operations if op not in before]
-        sum_together(made, self.axes, self.reducer)
+        early = [*slots, *first]
+        late = [op for op in graph.operations if op not in before and op not in early]
+        sum_together([*early, *late], self.axes, self.reducer)
         return updates
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
@@ -176,6 +209,13 @@ class ShardedUpdateOptimizer(Wrapper):
     ) -> None:
         super()._check_shapes(grads, variables)
         given = [v for g, v in zip(grads, variables) if g is not None]
+        again = [v.name for v in given if v in self._gathered]
+        if again:
+            raise ValueError(
+                f"ShardedUpdateOptimizer has applied gradients to {again[:5]} in this graph "
+                "already, and keeps factored statistics of theirs in parts, which one update can "
+                "use: apply gradients once, or take another graph."
+            )
         if not given or any(self.part_of(v) is not None for v in given):
             return
         kept = self._kept()

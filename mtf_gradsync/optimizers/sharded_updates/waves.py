@@ -24,15 +24,13 @@ def sum_together(
     """Makes sums over the mesh cross it together that do not need each other.
 
     Args:
-      operations: of one graph, in its order; nothing else in the graph uses what they make.
+      operations: of one graph, each after what it needs, with all uses of what they make.
       axes: the replica axes.
       strategy: how the sums cross.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     flow = Flow(types.SimpleNamespace(operations=list(operations)), sums, _layout(axes))
     pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
-    if not pending:
-        return
     wave: dict[mtf.Tensor, int] = {}
     wave_of: dict[mtf.Operation, int] = {}
     for operation in operations:
@@ -49,7 +47,8 @@ def sum_together(
     # Assignments are made last in any case, and keep the place that Mesh-TF gives them.
     order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else wave_of[op])
     Plan.of(operations[0].graph).arrange(order)
-    PendingSums.want(pending, True, axes.batch_dims, strategy)
+    if pending:
+        PendingSums.want(pending, True, axes.batch_dims, strategy)
 
 
 def _layout(axes: ReplicaAxes) -> Layout:

@@ -31,7 +31,7 @@ class SlotBook:
             name = variable.name
             if scope and name.startswith(scope + "/"):
                 name = name[len(scope) + 1 :]
-            owner = _owner(name, owners)
+            owner = owner_of(name, owners)
             if owner is not None:
                 slot = name[len(owner) :].lstrip("/_")
                 self._slots[(owners[owner], slot)] = variable
@@ -59,7 +59,7 @@ class SlotBook:
         return list(self._variables)
 
 
-def _owner(name: str, owners: Collection[str]) -> str | None:
+def owner_of(name: str, owners: Collection[str]) -> str | None:
     """The longest of the names that `name` extends by a "/" or "_"."""
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:
