@@ -15,6 +15,7 @@ from benchmarks import (
     repeatability,
     report,
     runtimes,
+    sharded_updates,
     simd_collectives,
     sync_replicas,
     training_step,
@@ -24,6 +25,7 @@ from benchmarks import (
 TABLES = (
     training_step,
     runtimes,
+    sharded_updates,
     accumulation,
     graph_building,
     mesh_optimizer,

@@ -12,7 +12,13 @@ class StageOperation(mtf.Operation):
     """An operation on a list of tensors, all of which are lowered at once.
 
     Subclasses give the shapes of their outputs.
+
+    Attributes:
+      takes_pending: whether it takes pending sums as they are, and makes none of them whole that
+        it did not say it wants whole.
     """
+
+    takes_pending = False
 
     def __init__(
         self,

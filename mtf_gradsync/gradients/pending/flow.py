@@ -172,7 +172,7 @@ class Flow:
         if use is not None:
             self.uses[operation] = use
             own = own | use.axes
-        elif pending:
+        elif pending and not getattr(operation, "takes_pending", False):
             self.forced[operation] = [t for t in operation.inputs if t in self.axes]
         if own:
             self.axes.update((t, own) for t in outputs)

@@ -35,6 +35,8 @@ def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
 class ScatterGradients(StageOperation):
     """Pending and per-shard gradients -> sums, of which each processor has its part."""
 
+    takes_pending = True
+
     def __init__(
         self,
         grads: Sequence[mtf.Tensor],
