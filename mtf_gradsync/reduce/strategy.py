@@ -18,6 +18,7 @@ from mtf_gradsync.reduce.destinations import (
     spread,
 )
 from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
+from mtf_gradsync.reduce.parts.reduce_scatter import SIMD_BUCKET_BYTES, reduce_scatter
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
 
@@ -49,8 +50,8 @@ class Strategy(abc.ABC):
     ) -> list[Any]:
         """Sums each tensor over each group; each processor gets its part of the sum only.
 
-        Strategies without a way of their own sum whole tensors and cut the sums, which gives the
-        same numbers.
+        A SIMD mesh has one way for all strategies that send the dtypes that it does. Elsewhere a
+        strategy without a way of its own sums whole tensors and cuts the sums: the same numbers.
 
         Args:
           mesh_impl: as for `all_reduce`.
@@ -61,8 +62,21 @@ class Strategy(abc.ABC):
         Returns:
           `LaidOutTensor`s of the dtypes of `values`, in the same order.
         """
+        if is_simd(mesh_impl) and self._sends_as_simd_does(mesh_impl, values, groups):
+            self.check(mesh_impl, groups)
+            check_values(values)
+            return reduce_scatter(mesh_impl, values, groups, cuts, SIMD_BUCKET_BYTES)
         sums = self.all_reduce(mesh_impl, values, groups)
         return [take_parts(mesh_impl, x, cut) for x, cut in zip(sums, cuts)]
+
+    def _sends_as_simd_does(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> bool:
+        dtypes = {x.tensor_list[0].dtype.base_dtype for x in values}
+        return all(
+            self.wire_dtype(mesh_impl, dtype, groups) == simd_wire_dtype(mesh_impl, dtype, groups)
+            for dtype in dtypes
+        )
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
         """Checks, before anything is built, that this strategy can sum so.

@@ -23,6 +23,9 @@ from mtf_gradsync.reduce.parts.cuts import (
 from mtf_gradsync.reduce.sums.algorithms import sum_on_one_device
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
+# As for sums: every collective pays a latency, and the bucket bounds the extra memory.
+SIMD_BUCKET_BYTES = 32 * 1024 * 1024
+
 
 def reduce_scatter(
     mesh_impl: Any,

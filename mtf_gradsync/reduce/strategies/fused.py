@@ -12,7 +12,7 @@ from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs.packed import packed_all_reduce
 from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole, plan_buckets
 from mtf_gradsync.reduce.parts.cuts import Cuts, one_memory
-from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
+from mtf_gradsync.reduce.parts.reduce_scatter import SIMD_BUCKET_BYTES, reduce_scatter
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
@@ -21,9 +21,6 @@ from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 # to copy than to launch are packed, and at least four of them.
 PLACEMENT_BUCKET_BYTES = 64 * 1024
 PLACEMENT_PACKED_BYTES = 16 * 1024
-# On TPU every collective pays a latency, while packing costs one copy in HBM; the bucket bounds
-# the extra memory.
-SIMD_BUCKET_BYTES = 32 * 1024 * 1024
 
 
 @gin.configurable(module="mtf_gradsync")
