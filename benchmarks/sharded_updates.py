@@ -147,15 +147,15 @@ class _SimdStep:
             sent[row] = passes * (row.bytes_per_core or 0) * (group - 1) // group
         replica = "+".join(self._axes.mesh_shape[a].name for a in self._axes.mesh_axes)
         operations = ("CrossReplicaSum", "XlaReduceScatter", "AllToAll")
-        most = {
-            operation: max(
-                (s for r, s in sent.items() if (r.operation, r.group) == (operation, replica)),
-                default=0,
-            )
-            for operation in operations
+        of = {
+            operation: [
+                s for r, s in sent.items() if (r.operation, r.group) == (operation, replica)
+            ]
+            for name in operations
         }
-        scattered = most["XlaReduceScatter"] + most["AllToAll"]
-        return scattered or most["CrossReplicaSum"], sum(sent.values())
+        # The largest ones: others are of an update's statistics.
+        scattered = sum(of["XlaReduceScatter"]) + max(of["AllToAll"], default=0)
+        return scattered or max(of["CrossReplicaSum"]), sum(sent.values())
 
 
 def _saved_by_compiler(built: dict[str, _SimdStep], slots: dict[str, int]) -> float | None:

@@ -25,6 +25,10 @@ from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
 # As for sums: every collective pays a latency, and the bucket bounds the extra memory.
 SIMD_BUCKET_BYTES = 32 * 1024 * 1024
+# The TPU compiler (libtpu 0.0.17, v5e and v6e) keeps a reduce-scatter of whole tiles of its memory,
+# 8 sublanes of 128 lanes, and makes an all-reduce of any other, which sends twice as much.
+_LANES = 128
+_TILE = 8 * _LANES
 
 
 def reduce_scatter(
@@ -36,8 +40,8 @@ def reduce_scatter(
 ) -> list[Any]:
     """Sums values over groups, in buckets; each processor gets its part of each sum only.
 
-    On a SIMD mesh each bucket is one reduce-scatter. On a placement mesh each processor adds up
-    its part of a bucket.
+    On a SIMD mesh each bucket is one reduce-scatter, and a small one of what fills no tile. On a
+    placement mesh each processor adds up its part of a bucket.
 
     Args:
       mesh_impl: the mesh.
@@ -87,7 +91,17 @@ def _on_simd(
     wire = simd_wire_dtype(mesh_impl, dtype, along)
 
     def scatter(x: tf.Tensor) -> tf.Tensor:
-        total = cross_replica_scatter(x if x.dtype == wire else tf.cast(x, wire), physical, 0)
+        x = x if wire == dtype else tf.cast(x, wire)
+        parts, width = x.shape.as_list()
+        tiled = width // _TILE * _TILE
+        rows = []
+        if tiled:
+            main = x if tiled == width else x[:, :tiled]
+            main = tf.reshape(main, [parts, tiled // _LANES, _LANES])
+            rows.append(tf.reshape(cross_replica_scatter(main, physical, 0), [1, tiled]))
+        if tiled < width:
+            rows.append(cross_replica_scatter(x[:, tiled:] if tiled else x, physical, 0))
+        total = tf.concat(rows, 1) if len(rows) > 1 else rows[0]
         return total if wire == dtype else tf.cast(total, dtype)
 
     mine = mesh_impl.slicewise(scatter, packed)

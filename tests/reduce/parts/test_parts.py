@@ -10,7 +10,8 @@ from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut
 from tests.reduce import on_mesh
 
-SHAPES = [(8, 6), (3, 4), (4,)]
+# The first fills a tile of a TPU's memory and more.
+SHAPES = [(8, 600), (3, 4), (4,)]
 # Mesh, axes that are summed over, and how each value is cut.
 CASES = [
     ("4x2", [0], [[Cut(0, 0)], [Cut(0, 1)], [Cut(0, 0)]]),
