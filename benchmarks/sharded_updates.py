@@ -148,9 +148,7 @@ class _SimdStep:
         replica = "+".join(self._axes.mesh_shape[a].name for a in self._axes.mesh_axes)
         operations = ("CrossReplicaSum", "XlaReduceScatter", "AllToAll")
         of = {
-            operation: [
-                s for r, s in sent.items() if (r.operation, r.group) == (operation, replica)
-            ]
+            name: [s for r, s in sent.items() if (r.operation, r.group) == (name, replica)]
             for name in operations
         }
         # The largest ones: others are of an update's statistics.
