@@ -7,6 +7,7 @@ test of each that fails where a version means something else.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 import numpy as np
@@ -249,10 +250,12 @@ def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     return tpu_ops.tpu_replicated_input(list(tensors), name=name)
 
 
+@functools.lru_cache(maxsize=None)
 def kernel_devices(op_type: str) -> frozenset[str]:
     """The kinds of devices that TensorFlow can run a type of operation on.
 
-    Read on TensorFlow 2.12 to 2.21.
+    Kept, because TensorFlow looks through thousands of kernels for each answer. Read on
+    TensorFlow 2.12 to 2.21.
 
     Args:
       op_type: a type that TensorFlow itself registers.
