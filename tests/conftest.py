@@ -31,6 +31,8 @@ def pytest_collection_finish():
     """Takes what was imported out of garbage collection: there is much of it, and it stays."""
     gc.collect()
     gc.freeze()
+    # Building a graph makes many objects and no garbage.
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
