@@ -35,6 +35,11 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 20)
 
 
+def pytest_sessionfinish():
+    """Pytest has the last word, not TensorFlow about operations that nobody ran."""
+    tf.logging.set_verbosity(tf.logging.FATAL)
+
+
 @pytest.fixture(autouse=True)
 def fresh_graph():
     """Each test builds in a graph of its own and sees warnings anew."""

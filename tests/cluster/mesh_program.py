@@ -20,15 +20,15 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import models
 from tests.reduce import on_mesh
 
-TASKS, EACH = 2, 4
-MESH, LAYOUT = "rows:2;cols:4", "batch:rows;hidden:cols"
+TASKS, EACH = 2, 2
+MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 DEVICES = [f"/job:worker/task:{t}/device:CPU:{d}" for t in range(TASKS) for d in range(EACH)]
 LEADER = "/job:worker/task:0"
 STEPS, K = 4, 2
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "fused": lambda: reduce.FusedAllReduce(),
-    "one_device": lambda: reduce.ReductionToOneDevice(DEVICES[6]),
+    "one_device": lambda: reduce.ReductionToOneDevice(DEVICES[-1]),
     "ring": lambda: reduce.RingAllReduce(),
     "packs": lambda: reduce.AllReduce("add_n", num_packs=3),
     "ring_packs": lambda: reduce.AllReduce("ring", num_packs=2),

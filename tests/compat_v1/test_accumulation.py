@@ -2,14 +2,13 @@
 
 import contextlib
 import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+from tests.cluster.processes import Processes
 from tests.compat_v1 import optimizers
 
 PASSES = 3
@@ -304,8 +303,9 @@ def test_eager_execution_is_refused():
         "    try: run()\n"
         "    except RuntimeError as error: print(error)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.count("makes operations for sessions") == 2
+    with Processes() as processes:
+        printed = processes.wait(processes.fork("-c", code))
+    assert printed.count("makes operations for sessions") == 2
 
 
 def test_a_schedule_of_the_global_step_gets_a_hint(caplog):

@@ -245,7 +245,7 @@ def test_scalars_of_every_dtype(rate, make):
         update = [lowering.lowered_operation(op) for op in updates]
         back = lowering.copy_slices_to_masters()
         master = next(v for v in tf.global_variables() if v.op.name == "a")
-        with tf.Session(config=gs.session_config(num_cpu_devices=2)) as session:
+        with tf.Session(config=harness.placement_config(2)) as session:
             session.run(tf.global_variables_initializer())
             session.run(lowering.copy_masters_to_slices())
             session.run(update)
@@ -301,7 +301,7 @@ def test_slots_have_the_dtype_of_the_master(dtype):
         update = [lowering.lowered_operation(op) for op in updates]
         back = lowering.copy_slices_to_masters()
         masters = {v.op.name: v for v in tf.global_variables()}
-        with tf.Session(config=gs.session_config(num_cpu_devices=2)) as session:
+        with tf.Session(config=harness.placement_config(2)) as session:
             session.run(tf.global_variables_initializer())
             session.run(lowering.copy_masters_to_slices())
             session.run(update)

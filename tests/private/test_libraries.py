@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import textwrap
 import types
@@ -23,6 +21,7 @@ from tensorflow.python.framework import ops
 import mtf_gradsync
 from mtf_gradsync._private import libraries
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, EstimatorRemovedError, mtf, tf
+from tests.cluster.processes import Processes
 
 TF_VERSION = tuple(int(part) for part in tf2.__version__.split(".")[:2])
 
@@ -36,16 +35,10 @@ without_estimator = pytest.mark.skipif(
 
 
 def run_fresh(code: str) -> dict:
-    """Runs code in a new interpreter and returns the dict that it prints as JSON."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    """Runs code where only TensorFlow is imported and returns the dict that it prints as JSON."""
+    with Processes() as processes:
+        process = processes.fork("-c", textwrap.dedent(code))
+        return json.loads(processes.wait(process).splitlines()[-1])
 
 
 def test_estimator_available_matches_version():

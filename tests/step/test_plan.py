@@ -137,7 +137,7 @@ def test_two_graphs_at_once():
         mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)}) for mesh in meshes
     ]
     steps = [[lo.lowered_operation(op) for op in ops] for lo, ops in zip(lowerings, operations)]
-    with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+    with tf.Session(config=harness.placement_config(4)) as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
         session.run([lo.copy_masters_to_slices() for lo in lowerings])
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_two_lowerings_of_one_graph():
     results = []
     for lowering in lowerings:
         step = [lowering.lowered_operation(op) for op in operations]
-        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+        with tf.Session(config=harness.placement_config(4)) as session:
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
             session.run(lowering.copy_masters_to_slices())
             session.run(step)

@@ -191,7 +191,7 @@ def test_unchecked_state_has_no_host_master(fresh_graph):
     assert any("update_step" in name for name in saved)
     masters = [v for v in tf.local_variables() if "accumulator" in v.name]
     assert all(v.shape.num_elements() == 1 for v in masters)
-    with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
+    with tf.Session(config=harness.placement_config(8)) as session:
         for _ in range(2):  # the second time as a restart of the session's state would
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
             session.run(lowering.copy_masters_to_slices())

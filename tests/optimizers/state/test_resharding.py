@@ -110,7 +110,7 @@ class Program:
 
     def run(self, feeds, restore=None, save=None, saver=None):
         """Makes steps from a checkpoint, writes another; returns the variables at the end."""
-        config = gs.session_config(num_cpu_devices=self.size)
+        config = harness.placement_config(self.size)
         with tf.Session(graph=self.graph, config=config) as session:
             if restore:
                 (saver or self.saver).restore(session, restore)

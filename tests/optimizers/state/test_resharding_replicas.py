@@ -54,7 +54,7 @@ class Program:
 
     def run(self, feeds, restore=None, save=None):
         """Makes steps, perhaps from a checkpoint and to one; returns the variables at the end."""
-        config = gs.session_config(num_cpu_devices=self.size)
+        config = harness.placement_config(self.size)
         with tf.Session(graph=self.graph, config=config) as session:
             if restore:
                 self.saver.restore(session, restore)

@@ -59,7 +59,7 @@ def opened(kind):
     def placement_session():
         copy = lowering.copy_masters_to_slices()
         initialize = tf.global_variables_initializer()
-        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+        with tf.Session(config=harness.placement_config(4)) as session:
             session.run(initialize)
             session.run(copy)
             yield session

@@ -269,7 +269,7 @@ def test_an_average_is_not_there_where_applying_gradients_failed():
 
 def test_a_graph_that_only_evaluates_restores_the_average(tmp_path):
     def session(lowering, restore=None):
-        session = tf.Session(config=gs.session_config(num_cpu_devices=4))
+        session = tf.Session(config=harness.placement_config(4))
         if restore:
             tf.train.Saver().restore(session, restore)
         else:

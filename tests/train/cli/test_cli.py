@@ -1,7 +1,5 @@
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 
 from mtf_gradsync.train import checkpoint
 from mtf_gradsync.train.cli import main as cli
+from tests.cluster.processes import Processes
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
 
@@ -104,24 +103,22 @@ def test_debug_verbosity_shows_the_traceback(capsys, tmp_path):
 @pytest.mark.slow
 def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
     command = [
-        sys.executable, "-m", "mtf_gradsync.train.cli.main", "train", f"--gin_file={TINY}",
+        "-m", "mtf_gradsync.train.cli.main", "train", f"--gin_file={TINY}",
         f"--model_dir={tmp_path}", "--gin_param=train.run.train_steps = 100000",
         "--gin_param=train.run.save_checkpoints_steps = 100000",
         "--gin_param=train.run.eval_dataset_fn = None",
     ]  # fmt: skip
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     metrics = tmp_path / "metrics.jsonl"
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with Processes(time_limit=240) as processes:
+        process = processes.fork(*command)
         deadline = time.monotonic() + 120
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
-            assert process.poll() is None, process.stderr.read()
+            assert process.poll() is None, process.errors()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
+    out, error = process.output(), process.errors()
     step = checkpoint.checkpoint_step(checkpoint.latest_checkpoint(str(tmp_path)))
     assert step >= 4
     assert f"stopped after step {step}" in out
@@ -129,8 +126,6 @@ def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
     # No terminal: lines instead of a bar that draws over itself.
     assert "step 1/100000  loss " in error
     assert "\r" not in error
-    done = subprocess.run(
-        [*command, f"--gin_param=train.run.train_steps = {step + 2}"],
-        capture_output=True, text=True, env=environment, check=True, timeout=120,
-    )  # fmt: skip
-    assert f"from step {step} to {step + 2}" in done.stdout
+    with Processes(time_limit=120) as processes:
+        done = processes.fork(*command, f"--gin_param=train.run.train_steps = {step + 2}")
+        assert f"from step {step} to {step + 2}" in processes.wait(done)

@@ -336,7 +336,7 @@ def test_accumulated_sums_go_on_on_another_mesh(tmp_path, first, then):
                     return devices.save(save) if save else devices.variables()
             saver = gs.ReshardingSaver(tf.global_variables())
             size = mtf.convert_to_shape(shape).size
-            with tf.Session(config=gs.session_config(num_cpu_devices=size)) as placement:
+            with tf.Session(config=harness.placement_config(size)) as placement:
                 placement.run(built.init)
                 if restore:
                     saver.restore(placement, restore)
