@@ -34,10 +34,17 @@ def ended(numbers):
     return not any(runs(pid) for pid in numbers)
 
 
-def test_a_failing_test_leaves_no_process():
+@pytest.fixture(params=["start", "fork"])
+def begin(request):
+    """Starts the idle program, in one of both ways."""
+    before = () if request.param == "start" else ("-m",)
+    return lambda processes, *words: getattr(processes, request.param)(*before, IDLE, *words)
+
+
+def test_a_failing_test_leaves_no_process(begin):
     def fails():
         with module.Processes() as processes:
-            started.append(processes.start(IDLE))
+            started.append(begin(processes))
             processes.wait_for(started[0], "started")
             raise KeyError
 
@@ -47,10 +54,11 @@ def test_a_failing_test_leaves_no_process():
     assert ended(pids(started[0].output()))
 
 
-def test_a_killed_parent_leaves_no_program():
+@pytest.mark.parametrize("begin", [f"start({IDLE!r})", f"fork('-m', {IDLE!r})"])
+def test_a_killed_parent_leaves_no_program(begin):
     code = (
         "import sys; from tests.cluster.processes import Processes\n"
-        f"processes = Processes(); process = processes.start({IDLE!r})\n"
+        f"processes = Processes(); process = processes.{begin}\n"
         "processes.wait_for(process, 'started'); print(process.output(), flush=True)\n"
         "processes.wait(process)"
     )
@@ -66,16 +74,16 @@ def test_a_killed_parent_leaves_no_program():
         os.kill(grandchild, signal.SIGKILL)
 
 
-def test_waiting_ends_when_another_program_fails(processes):
-    waiting = processes.start(IDLE)
-    processes.start(IDLE, "fail")
+def test_waiting_ends_when_another_program_fails(processes, begin):
+    waiting = begin(processes)
+    begin(processes, "fail")
     with pytest.raises(RuntimeError, match="as asked"):
         processes.wait(waiting)
 
 
-def test_waiting_ends_when_the_time_is_up():
+def test_waiting_ends_when_the_time_is_up(begin):
     with module.Processes(time_limit=0) as processes:
-        process = processes.start(IDLE)
+        process = begin(processes)
         with pytest.raises(TimeoutError, match="idle"):
             processes.wait(process)
 
