@@ -204,7 +204,7 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
     """Takes a mesh out of those that were made in a graph."""
     made = graph.get_collection_ref(_MESHES)
-    made[:] = [mesh for mesh in made if mesh[0] is not mesh_impl.shape]
+    made[:] = [mesh for mesh in made if mesh is not mesh_impl]
 
 
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:

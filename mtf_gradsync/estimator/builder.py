@@ -129,7 +129,7 @@ class SpecBuilder:
         config = self._config
         model_dir = getattr(config, "model_dir", None)
         with outside_programs():
-            saver = self._make_saver()
+            saver = self._make_saver(lowering)
             restore = mtf.MtfRestoreHook(lowering)
             saving = []
             steps = getattr(config, "save_checkpoints_steps", None)
@@ -139,11 +139,17 @@ class SpecBuilder:
                     tf.train.CheckpointSaverHook(
                         model_dir,
                         save_steps=steps,
-                        save_secs=seconds,
+                        save_secs=None if steps else seconds,
                         saver=saver,
-                        listeners=[mtf.MtfCheckpointSaverListener(lowering)],
                     )
                 )
+
+        def scaffold() -> tf.train.Scaffold:
+            # The saving hook that Estimator makes where there is none writes a checkpoint of the
+            # beginning before any other hook begins.
+            begin = None if saving else _local_init_op(lowering)
+            return tf.train.Scaffold(saver=saver, local_init_op=begin)
+
         if self._is_simd:
             host_call = summaries_lib.write_on_host({"loss": tf_loss, **scalars}, model_dir)
             # The program's summaries are not the host's.
@@ -154,7 +160,7 @@ class SpecBuilder:
                 train_op=train_op,
                 host_call=host_call,
                 training_hooks=[restore, *saving],
-                scaffold_fn=lambda: tf.train.Scaffold(saver=saver),
+                scaffold_fn=scaffold,
             )
         if optimizer is not None:
             step = [tf_loss, train_op]
@@ -168,7 +174,7 @@ class SpecBuilder:
             # In one list, since a checkpoint of the beginning is written as soon as there are
             # slices, and Estimator's other hooks begin later.
             training_chief_hooks=[restore, *saving],
-            scaffold=tf.train.Scaffold(saver=saver),
+            scaffold=scaffold(),
         )
 
     def evaluate(
@@ -228,10 +234,7 @@ class SpecBuilder:
 
         def scaffold() -> tf.train.Scaffold:
             # Who loads an exported model runs its local_init_op, and no hooks.
-            begin = tf.group(
-                tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices()
-            )
-            return tf.train.Scaffold(local_init_op=begin)
+            return tf.train.Scaffold(local_init_op=_local_init_op(lowering))
 
         exported = {"serving_default": tf.estimator.export.PredictOutput(values)}
         if self._is_simd:
@@ -255,17 +258,40 @@ class SpecBuilder:
         lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
         return lowering, tf.cast(lowering.export_to_tf_tensor(mean), tf.float32)
 
-    def _make_saver(self) -> tf.train.Saver:
+    def _make_saver(self, lowering: mtf.Lowering) -> tf.train.Saver:
         config = self._config
-        saver = ReshardingSaver(
+        saver = _Saver(
             tf.global_variables(),
             sharded=True,
             max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
             keep_checkpoint_every_n_hours=getattr(config, "keep_checkpoint_every_n_hours", 10000),
             save_relative_paths=True,
         )
+        saver.to_masters = lowering.copy_slices_to_masters()
         tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         return saver
+
+
+class _Saver(ReshardingSaver):
+    """Copies the slices to the masters before it saves, whichever hook asks for it.
+
+    Estimator makes a hook of its own where the spec has none, and that knows of no slices.
+
+    Attributes:
+      to_masters: the operation that copies.
+    """
+
+    to_masters: tf.Operation | None = None
+
+    def save(self, sess: Any, *args: Any, **kwargs: Any) -> str | None:
+        """See `tf.train.Saver.save`."""
+        sess.run(self.to_masters)
+        return super().save(sess, *args, **kwargs)
+
+
+def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
+    """What is run once masters have their values: slices get theirs."""
+    return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
 
 def _check_tensor(name: str, value: Any) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import tempfile
 from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import restored_lowering
-from mtf_gradsync._private.tensorflow import add_saving_listeners
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.estimator.exporting import new_directory, write_saved_model
 from mtf_gradsync.estimator.host import HostCallHook, Metrics
-from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels
+from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels, give
 from mtf_gradsync.estimator.meshes import outside_programs
+from mtf_gradsync.estimator.predictions import chosen, examples
 from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, check_runtime
+from mtf_gradsync.estimator.writing import listen, write_summary, writers
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 
 _logger = logging.getLogger(__name__)
@@ -53,19 +54,21 @@ class Estimator:
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
+        eval_on_tpu: bool = True,
+        export_to_tpu: bool = True,
     ):
         """Takes a model_fn; nothing is built before `train`, `evaluate` or `predict`.
 
         Args:
           model_fn: takes features and, where it names them, labels, mode, params and config;
             returns an EstimatorSpec or a TPUEstimatorSpec.
-          model_dir: where checkpoints and summaries are; None takes config's.
+          model_dir: where checkpoints and summaries are; None takes config's, or a temporary one.
           config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
             save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
             and tpu_config.num_shards.
-          params: a dict, or anything with attributes that can be copied. A dict gets "use_tpu",
-            "batch_size" where one is given, and on a SIMD program "context".
+          params: a dict, or anything whose attributes can be set; a copy is handed on. It gets
+            "batch_size" where one is given, as for a TPU "use_tpu", and in a program "context".
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
             has, with use_tpu, and "placement_mesh" without.
@@ -73,20 +76,32 @@ class Estimator:
           train_batch_size: what params["batch_size"] is in training; None leaves it alone.
           eval_batch_size: likewise in evaluation.
           predict_batch_size: likewise for predictions.
+          eval_on_tpu: of TPUEstimator; evaluation runs where training does.
+          export_to_tpu: of TPUEstimator; what is exported runs on a host.
 
         Raises:
           TypeError: model_fn is no function.
-          ValueError: there is no such runtime, or it does not run here.
+          ValueError: there is no such runtime, or it does not run here; or model_dir is said twice.
         """
+        del eval_on_tpu, export_to_tpu
         if not callable(model_fn):
             raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
         self._model_fn = model_fn
         self.config = copy.copy(config) if config is not None else tf.estimator.RunConfig()
-        self.model_dir = model_dir or getattr(self.config, "model_dir", None)
-        if self.model_dir and self.model_dir != getattr(self.config, "model_dir", None):
+        configured = getattr(self.config, "model_dir", None)
+        if model_dir and configured and os.fspath(model_dir) != os.fspath(configured):
+            raise ValueError(
+                f"model_dir is {model_dir!r} here and {configured!r} in config; give it once."
+            )
+        if not (model_dir or configured):
+            model_dir = tempfile.mkdtemp()
+            _logger.warning("There is no model_dir: checkpoints go to %s.", model_dir)
+        self.model_dir = os.fspath(model_dir or configured)
+        if configured != self.model_dir:
             self.config = _with_model_dir(self.config, self.model_dir)
         self.params = params
         tpu_config = getattr(self.config, "tpu_config", None)
+        self._is_for_tpu = tpu_config is not None or use_tpu
         self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
         self.runtime = check_runtime(runtime, use_tpu, self._num_cores)
         self._batch_sizes = {
@@ -97,7 +112,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """The newest checkpoint of model_dir, or None."""
-        return tf.train.latest_checkpoint(self.model_dir) if self.model_dir else None
+        return tf.train.latest_checkpoint(self.model_dir)
 
     def train(
         self,
@@ -123,16 +138,17 @@ class Estimator:
           ValueError: both of steps and max_steps are given, or the spec has no way to save for
             saving_listeners.
         """
+        _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
             raise ValueError(f"Give steps or max_steps, not both: got {steps} and {max_steps}.")
         if max_steps is not None and self._step_saved() >= max_steps:
             _logger.info("The checkpoint has %d steps already.", max_steps)
             return self
         with self._graph():
-            spec, scaffold, runs = self._build(input_fn, _Modes.TRAIN)
+            spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.TRAIN)
             step = tf.train.get_global_step()
             every = self._setting("log_step_count_steps")
-            all_hooks = [*(hooks or ()), tf.train.NanTensorHook(spec.loss)]
+            all_hooks = [*input_hooks, *(hooks or ()), tf.train.NanTensorHook(spec.loss)]
             if steps is not None or max_steps is not None:
                 all_hooks.append(tf.train.StopAtStepHook(steps, max_steps))
             if every:
@@ -141,10 +157,10 @@ class Estimator:
             all_hooks += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
-            all_hooks += self._writers(all_hooks, scaffold, spec.loss, runs.is_program)
-            _listen(all_hooks, saving_listeners)
-            if self.model_dir and runs.is_program and self._setting("save_summary_steps"):
-                _write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
+            all_hooks += writers(self.config, all_hooks, scaffold, spec.loss, runs.is_program)
+            listen(all_hooks, saving_listeners)
+            if runs.is_program and self._setting("save_summary_steps"):
+                write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
             sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 while not session.should_stop():
@@ -174,9 +190,10 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or no input.
         """
+        _check_positive(steps=steps)
         path = self._checkpoint(checkpoint_path)
         with self._graph():
-            spec, scaffold, runs = self._build(input_fn, _Modes.EVAL)
+            spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.EVAL)
             metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
             if metric_ops and runs.is_program:
                 raise ValueError(
@@ -192,7 +209,7 @@ class Estimator:
             }
             values = {name: value for name, (value, _) in metric_ops.items()}
             step = tf.train.get_global_step()
-            all_hooks = [*(hooks or ()), *spec.evaluation_hooks]
+            all_hooks = [*input_hooks, *(hooks or ()), *spec.evaluation_hooks]
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
             losses, result = [], {}
@@ -200,7 +217,7 @@ class Estimator:
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 global_step = _without_hooks(session, step)
                 try:
-                    while steps is None or len(losses) < steps:
+                    while not session.should_stop() and (steps is None or len(losses) < steps):
                         fetched = session.run(fetches)
                         losses.append(fetched["loss"])
                         if metrics:
@@ -213,9 +230,8 @@ class Estimator:
                 raise ValueError("The input of the evaluation is empty.")
         result.update(metrics.result() if metrics else {})
         result.update(loss=np.float32(np.mean(losses)), global_step=int(global_step))
-        if self.model_dir:
-            directory = os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
-            _write_summary(directory, result, result["global_step"])
+        directory = os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
+        write_summary(directory, result, result["global_step"])
         return result
 
     def predict(
@@ -244,9 +260,9 @@ class Estimator:
         """
         path = self._checkpoint(checkpoint_path)
         with self._graph():
-            spec, scaffold, runs = self._build(input_fn, _Modes.PREDICT)
-            predictions = _chosen(spec.predictions, predict_keys)
-            all_hooks = [*(hooks or ()), *spec.prediction_hooks]
+            spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.PREDICT)
+            predictions = chosen(spec.predictions, predict_keys)
+            all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
             sessions = runs.sessions(spec, scaffold, lambda: path)
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
         # Not within the graph: whoever takes the predictions may build one in between.
@@ -256,7 +272,7 @@ class Estimator:
                     batch = session.run(predictions)
                 except (tf.errors.OutOfRangeError, StopIteration):
                     break
-                yield from _examples(batch) if yield_single_examples else [batch]
+                yield from examples(batch) if yield_single_examples else [batch]
 
     def export_saved_model(
         self,
@@ -299,25 +315,28 @@ class Estimator:
                 tf.set_random_seed(seed)
         return graph.as_default()
 
-    def _build(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, Any]:
-        """Builds a step; returns the spec, its scaffold and where it runs."""
+    def _build(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, Any, list[Any]]:
+        """Builds a step; returns the spec, its scaffold, where it runs, and its input's hooks."""
         if self.runtime == "placement_mesh":
             runs = OnDevices(self._setting("session_config"))
         else:
             runs = OnCores(self.runtime, self._num_cores)
-        tf.train.get_or_create_global_step()
+        # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
+        scope = tf.get_variable_scope()
+        with tf.variable_scope(scope, use_resource=runs.is_program or scope.use_resource):
+            tf.train.get_or_create_global_step()
         params = self._params(mode, runs.is_program)
-        features, labels = features_and_labels(input_fn, mode, params, self.config)
+        features, labels, input_hooks = features_and_labels(input_fn, mode, params, self.config)
         with runs.building() as context:
             if context is not None:
-                params["context"] = context
+                give(params, context=context)
             spec, scaffold = self._spec(features, labels, mode, params)
         has_saver = scaffold is not None and scaffold.saver is not None
         if mode == _Modes.TRAIN and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
             keep = self._setting("keep_checkpoint_max") or 0
             saver = ReshardingSaver(sharded=True, max_to_keep=keep, save_relative_paths=True)
             tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
-        return spec, scaffold, runs
+        return spec, scaffold, runs, input_hooks
 
     def _spec(self, features: Any, labels: Any, mode: str, params: Any) -> tuple[Any, Any]:
         """Calls the model_fn; returns its spec and the spec's scaffold."""
@@ -330,6 +349,11 @@ class Estimator:
             params=params,
             config=self.config,
         )
+        if not hasattr(spec, "train_op"):
+            raise TypeError(
+                "model_fn must return an EstimatorSpec or a TPUEstimatorSpec, got "
+                f"{type(spec).__name__}."
+            )
         scaffold_fn = getattr(spec, "scaffold_fn", None)
         with outside_programs():
             scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
@@ -341,11 +365,12 @@ class Estimator:
     def _params(self, mode: str | None, is_program: bool = False) -> Any:
         """The params of a call, with what TPUEstimator adds to them."""
         params = copy.deepcopy(self.params) if self.params is not None else {}
-        if isinstance(params, dict):
-            params["use_tpu"] = is_program
-            batch_size = self._batch_sizes.get(mode)
-            if batch_size is not None:
-                params["batch_size"] = batch_size
+        batch_size = self._batch_sizes.get(mode)
+        if batch_size is not None:
+            give(params, batch_size=batch_size)
+        # Estimator alone, without a TPU's config, adds nothing.
+        if is_program or self._is_for_tpu:
+            give(params, use_tpu=is_program)
         return params
 
     def _checkpoint(self, path: str | None) -> str:
@@ -361,44 +386,11 @@ class Estimator:
         path = self.latest_checkpoint()
         return int(tf.train.load_variable(path, "global_step")) if path else 0
 
-    def _writers(
-        self, hooks: Sequence[Any], scaffold: Any, loss: tf.Tensor, is_program: bool
-    ) -> list[Any]:
-        """Hooks that write what no other hook writes: checkpoints and summaries."""
-        made: list[Any] = []
-        if not self.model_dir:
-            return made
-        steps = self._setting("save_checkpoints_steps")
-        seconds = None if steps else self._setting("save_checkpoints_secs")
-        has_saver = any(isinstance(hook, tf.train.CheckpointSaverHook) for hook in hooks)
-        if not has_saver and (steps or seconds):
-            restores = [hook for hook in hooks if isinstance(hook, mtf.MtfRestoreHook)]
-            made.append(
-                tf.train.CheckpointSaverHook(
-                    self.model_dir,
-                    save_secs=seconds,
-                    save_steps=steps,
-                    saver=(scaffold and scaffold.saver)
-                    or tf.get_collection(tf.GraphKeys.SAVERS)[0],
-                    listeners=[
-                        mtf.MtfCheckpointSaverListener(restored_lowering(hook)) for hook in restores
-                    ],
-                )
-            )
-        every = self._setting("log_step_count_steps")
-        if every:
-            made.append(tf.train.StepCounterHook(every, output_dir=self.model_dir))
-        every = self._setting("save_summary_steps")
-        # A program's summaries are part of it; host_call has those that leave it.
-        if every and not is_program:
-            if all(x.op.name != "loss" for x in tf.get_collection(tf.GraphKeys.SUMMARIES)):
-                tf.summary.scalar("loss", loss)
-            made.append(
-                tf.train.SummarySaverHook(
-                    every, output_dir=self.model_dir, summary_op=tf.summary.merge_all()
-                )
-            )
-        return made
+
+def _check_positive(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number <= 0:
+            raise ValueError(f"{name} must be more than 0, or None; got {number!r}.")
 
 
 def _with_model_dir(config: Any, model_dir: str) -> Any:
@@ -409,57 +401,6 @@ def _with_model_dir(config: Any, model_dir: str) -> Any:
     return config
 
 
-def _listen(hooks: Sequence[Any], listeners: Sequence[Any] | None) -> None:
-    """Adds listeners to the first hook that saves checkpoints."""
-    if not listeners:
-        return
-    savers = [hook for hook in hooks if isinstance(hook, tf.train.CheckpointSaverHook)]
-    if not savers:
-        raise ValueError(
-            "saving_listeners need checkpoints: give config a model_dir and save_checkpoints_steps "
-            "or save_checkpoints_secs, or the spec a CheckpointSaverHook."
-        )
-    add_saving_listeners(savers[0], listeners)
-
-
 def _without_hooks(session: Any, fetches: Any) -> Any:
     # The argument's name is prescribed.
     return session.run_step_fn(lambda step_context: step_context.session.run(fetches))
-
-
-def _chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    if keys is None:
-        return predictions
-    keys = [keys] if isinstance(keys, str) else list(keys)
-    has = list(predictions) if isinstance(predictions, dict) else []
-    missing = [key for key in keys if key not in has]
-    if missing:
-        raise ValueError(f"predict_keys has {missing}; the model predicts {has}.")
-    return {key: predictions[key] for key in keys}
-
-
-def _examples(batch: Any) -> Iterator[Any]:
-    if not isinstance(batch, dict):
-        yield from batch
-        return
-    lengths = {name: len(values) for name, values in batch.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"Predictions of a batch must have one row for each example, got {lengths}; "
-            "yield_single_examples=False yields batches as they are."
-        )
-    for number in range(next(iter(lengths.values()))):
-        yield {name: values[number] for name, values in batch.items()}
-
-
-def _write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
-    """Writes scalars for TensorBoard."""
-    values = [
-        tf.Summary.Value(tag=name, simple_value=float(value))
-        for name, value in sorted(scalars.items())
-        if name != "global_step" and np.ndim(value) == 0
-    ]
-    # The writer that hooks have too: another one of the same second would have the same file.
-    writer = tf.summary.FileWriterCache.get(directory)
-    writer.add_summary(tf.Summary(value=values), step)
-    writer.flush()

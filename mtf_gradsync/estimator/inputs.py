@@ -10,26 +10,51 @@ from mtf_gradsync._private.libraries import tf
 
 
 def call_with_known(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls a function with those of the known arguments that it takes by name.
+    """Calls a function with those of the known arguments that it names, as Estimator does.
 
     What a `functools.partial` holds already it keeps.
     """
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
-    parameters = inspect.signature(fn).parameters.values()
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters} - held
-    return fn(
-        **{
-            name: value
-            for name, value in known.items()
-            if (takes_any and name not in held) or name in names
-        }
-    )
+    names = set(inspect.signature(fn).parameters) - held
+    return fn(**{name: value for name, value in known.items() if name in names})
+
+
+def give(params: Any, **items: Any) -> Any:
+    """Adds items to params, which are a dict or something with attributes.
+
+    Raises:
+      TypeError: params takes neither.
+    """
+    for name, value in items.items():
+        try:
+            if hasattr(params, "__setitem__"):
+                params[name] = value
+            else:
+                setattr(params, name, value)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"params must be a dict, or an object whose attributes can be set, so that it can "
+                f"be given {name!r}; got {params!r}."
+            ) from error
+    return params
+
+
+class Begin(tf.train.SessionRunHook):
+    """Begins an iterator with every session."""
+
+    def __init__(self, initializer: tf.Operation):
+        """Takes the operation."""
+        self._initializer = initializer
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Begins."""
+        del coord
+        session.run(self._initializer)
 
 
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
     """The tensors of a step, in the default graph.
 
     Args:
@@ -40,16 +65,16 @@ def features_and_labels(
       config: handed on.
 
     Returns:
-      Features and labels; None for labels that there are not.
+      Features, labels (None where there are none), and hooks that the input needs.
 
     Raises:
       TypeError: it returns something else.
     """
     result = call_with_known(input_fn, mode=mode, params=params, config=config)
+    hooks: list[tf.train.SessionRunHook] = []
     if isinstance(result, (tf.data.Dataset, tf.compat.v2.data.Dataset)):
         iterator = tf.data.make_initializable_iterator(result)
-        # Every way to begin a session runs the initializers of tables.
-        tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
+        hooks.append(Begin(iterator.initializer))
         result = iterator.get_next()
     if isinstance(result, (list, tuple)):
         if len(result) != 2:
@@ -57,7 +82,7 @@ def features_and_labels(
                 "input_fn must give features, or a pair of features and labels, got "
                 f"{len(result)} elements."
             )
-        return result[0], result[1]
+        return result[0], result[1], hooks
     if result is None:
         raise TypeError("input_fn must return a Dataset or tensors, got None.")
-    return result, None
+    return result, None, hooks

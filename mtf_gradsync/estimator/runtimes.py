@@ -46,6 +46,13 @@ def check_runtime(runtime: str | None, use_tpu: bool, num_cores: int | None) -> 
     return chosen
 
 
+def _cpu_devices() -> int:
+    """How many CPU devices the default graph names, at least 1."""
+    specs = {op.device for op in tf.get_default_graph().get_operations()}
+    named = [tf.DeviceSpec.from_string(spec) for spec in specs if spec]
+    return 1 + max((x.device_index or 0 for x in named if x.device_type == "CPU"), default=0)
+
+
 class OnDevices:
     """A placement mesh: TensorFlow operations on devices."""
 
@@ -66,7 +73,7 @@ class OnDevices:
         del spec
         return tf.train.ChiefSessionCreator(
             scaffold=scaffold,
-            config=self._config or session_config(),
+            config=self._config or session_config(num_cpu_devices=_cpu_devices()),
             checkpoint_filename_with_path=find_checkpoint(),
         )
 

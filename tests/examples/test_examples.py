@@ -27,6 +27,7 @@ def test_every_example_has_a_test():
         "from_v1.py",
         "gpt.py",
         "handwriting.py",
+        "model_fn.py",
         "run_t5.py",  # tests/pipelines/test_t5.py
         "sync_replicas.py",
         "take_along.py",

@@ -220,7 +220,14 @@ class GradientAccumulationOptimizer(Wrapper):
             skip = says_skip(self._skip_fn, present, self.reducer)
             micro = LeaveOut.apply(micro, skip)
             counted -= mtf.cast(skip, tf.int32)
-        accumulators = Accumulators(micro, variables, self._slots, self._dtype, self._checkpointed)
+        accumulators = Accumulators(
+            micro,
+            variables,
+            self._slots,
+            self._dtype,
+            self._checkpointed,
+            counter=counters.mini_step.name,
+        )
         count = mini_step + counted
         due = mtf.greater_equal(count, passes_at(self._passes, update_step))
         if self._skip_fn is not None:

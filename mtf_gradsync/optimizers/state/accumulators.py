@@ -57,6 +57,7 @@ class Accumulators:
         dtype: tf.DType | None = None,
         checkpointed: bool = True,
         is_share: bool = False,
+        counter: str | None = None,
     ):
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
@@ -67,6 +68,7 @@ class Accumulators:
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
           is_share: whether what a shard adds is 1/num_shards of its own gradient (`StateNote`).
+          counter: name of the variable that counts what is added.
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
@@ -85,7 +87,12 @@ class Accumulators:
                 if checkpointed:
                     # Without shard dims too: the checkpoint may come from a mesh with shards.
                     num_shard_dims = grad.shape.ndims - variable.shape.ndims
-                    note_state(accumulator, num_shard_dims=num_shard_dims, is_share=is_share)
+                    note_state(
+                        accumulator,
+                        num_shard_dims=num_shard_dims,
+                        is_share=is_share,
+                        counter=counter,
+                    )
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
             self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
 

@@ -20,6 +20,8 @@ class StateNote(NamedTuple):
         scalar variable; None for sums, which keep their total.
       start: what it begins with where the checkpoint does not have it, a number or the name of a
         variable of its shape or of a scalar.
+      counter: the variable that counts what is in it, None for none. A checkpoint without that has
+        the sums of another wrapper.
     """
 
     name: str
@@ -27,3 +29,4 @@ class StateNote(NamedTuple):
     is_share: bool = False
     fill: int | str | None = None
     start: int | str = 0
+    counter: str | None = None

@@ -24,10 +24,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """State of a wrapper that a checkpoint has in another shape, or not at all.
+    """State of a wrapper that a checkpoint has in another shape or dtype, or not at all.
 
     Attributes:
-      saved_shape: the shape in the checkpoint, None where it is not there.
+      saved_shape: the shape in the checkpoint, None where it is not there, or another wrapper's.
       num_shard_dims: how many dims of the saved value number the shards; None if it differs in
         more than its shards.
       shape: the shape in the graph.
@@ -61,16 +61,17 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
     if not notes:
         return {}
-    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    reader = tf.train.load_checkpoint(path)
+    saved, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     found = {}
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         if name not in notes:
             continue
         dtype, note = variable.dtype.base_dtype, notes[name]
-        if name not in saved:
+        if name not in saved or (note.counter and note.counter not in saved):
             found[name] = Change(None, None, shape, dtype, note)
-        elif tuple(saved[name]) != shape:
+        elif tuple(saved[name]) != shape or dtypes[name] != dtype:
             saved_shape, rest = tuple(saved[name]), shape[note.num_shard_dims :]
             dims = len(saved_shape) - len(rest)
             fits = dims >= 0 and saved_shape[dims:] == rest
@@ -114,8 +115,8 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     if new:
         more = f" and {len(new) - 2} more" if len(new) > 2 else ""
         _logger.warning(
-            "The checkpoint %s has no %s%s: it is of a run without this wrapper, and they begin "
-            "as in a new run.",
+            "The checkpoint %s has no %s%s of this wrapper: it is of a run without it, and they "
+            "begin as in a new run.",
             path,
             ", ".join(new[:2]),
             more,
@@ -181,6 +182,7 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
     if change.note.fill is not None:
         return _filled(change.note.fill, reader, change, changed)
     value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
+    value = value.astype(change.dtype.as_numpy_dtype, copy=False)
     if change.note.is_share:
         saved = math.prod(change.saved_shape[: change.num_shard_dims])
         shards = math.prod(change.shape[: change.note.num_shard_dims])
@@ -191,8 +193,11 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
 def _filled(what: int | str, reader: Any, change: Change, changed: dict[str, Change]) -> np.ndarray:
     value: Any = what
     if isinstance(what, str):
-        is_known = what in changed or reader.has_tensor(what)
-        value = _value(reader, what, changed) if is_known else 0
+        counts = [x for x in reader.get_variable_to_shape_map() if x.endswith("/update_step")]
+        # The wrapper was another one, or had another name.
+        name = counts[0] if what == "global_step" and len(counts) == 1 else what
+        is_known = name in changed or reader.has_tensor(name)
+        value = _value(reader, name, changed) if is_known else 0
     dtype = change.dtype.as_numpy_dtype
     return np.broadcast_to(np.asarray(value).astype(dtype), change.shape)
 
@@ -208,6 +213,11 @@ class ReshardingSaver(tf.train.Saver):
 
     def restore(self, sess: Any, save_path: str) -> None:
         """See `tf.train.Saver.restore`."""
+        # What is no checkpoint is the parent's to say.
+        is_there = bool(save_path) and tf.train.checkpoint_exists(save_path)
+        if not is_there or not changes(save_path, sess.graph):
+            super().restore(sess, save_path)
+            return
         is_elsewhere = "://" in str(save_path) or bool(getattr(sess, "sess_str", ""))
         directory = (
             os.path.join(os.path.dirname(save_path), f".adapted-{uuid.uuid4().hex}")
@@ -226,18 +236,46 @@ class ReshardingSaver(tf.train.Saver):
 class _Lowering(mtf.Lowering):
     """A lowering whose graph's savers read checkpoints of other runs.
 
-    Pipelines make a plain saver, put it where sessions look for one, and copy the masters after it
-    restored them; `mtf.MtfRestoreHook` asks for that copy when all is built and before a session
-    begins.
+    Pipelines make a plain saver, put it where sessions look for one (or leave that to the session),
+    and copy the masters after it restored them; `mtf.MtfRestoreHook` asks for that copy when all is
+    built and before a session begins.
     """
 
     def copy_masters_to_slices(self) -> tf.Operation:
         """See `mtf.Lowering.copy_masters_to_slices`."""
-        for saver in tf.get_collection(tf.GraphKeys.SAVERS):
+        savers = tf.get_collection(tf.GraphKeys.SAVERS)
+        for saver in savers:
             # Not those of others' classes, which may restore in their own way.
             if type(saver) is tf.train.Saver:
                 saver.__class__ = ReshardingSaver
-        return super().copy_masters_to_slices()
+        # As a session would by itself, a moment later. The scope is that of the hook.
+        if not savers and tf.get_default_graph().get_name_scope().endswith("mtf_restore_hook"):
+            saver = ReshardingSaver(sharded=True, allow_empty=True, defer_build=True)
+            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+        with tf.control_dependencies(_checks_of_shapes()):
+            return super().copy_masters_to_slices()
+
+
+def _checks_of_shapes() -> list[tf.Operation]:
+    """Operations that fail where a plain saver has restored the sums of another mesh.
+
+    TensorFlow does not compare the shapes of resource variables.
+    """
+    graph = tf.get_default_graph()
+    by_shard = {note.name for note in graph.get_collection(STATE_COLLECTION) if note.num_shard_dims}
+    checks = []
+    for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
+        if variable.op.name in by_shard and variable.handle.dtype == tf.resource:
+            with tf.device(variable.device):
+                shape = tf.raw_ops.VariableShape(input=variable.handle)
+                fits = tf.reduce_all(tf.equal(shape, variable.shape.as_list()))
+                message = (
+                    f"{variable.op.name} was restored from a checkpoint of another mesh by a plain "
+                    "tf.train.Saver: make it gs.ReshardingSaver(...), which lays it out anew. "
+                    "Shape there and here:"
+                )
+                checks.append(tf.Assert(fits, [message, shape, variable.shape.as_list()]))
+    return checks
 
 
 class _ReadsOtherCheckpoints(mtf.Operation):

@@ -393,7 +393,9 @@ class SyncReplicasOptimizer(Wrapper):
         one_step = self._to_aggregate <= self.axes.num_shards
         if not one_step:
             shards = LeaveOut.apply(shards, left_out)
-        accumulators = Accumulators(shards, variables, self._slots, is_share=True)
+        accumulators = Accumulators(
+            shards, variables, self._slots, is_share=True, counter=before.count.name
+        )
         # The only thing but gradients that crosses the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         count = before.count.value + mtf.reduce_sum(contributed)

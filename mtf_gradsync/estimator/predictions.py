@@ -1,0 +1,40 @@
+"""Predictions by key and by example."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Sequence
+
+
+def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
+    """Those predictions that are asked for, all for None.
+
+    Raises:
+      ValueError: the model does not predict one of them.
+    """
+    if keys is None:
+        return predictions
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    has = list(predictions) if isinstance(predictions, dict) else []
+    missing = [key for key in keys if key not in has]
+    if missing:
+        raise ValueError(f"predict_keys has {missing}; the model predicts {has}.")
+    return {key: predictions[key] for key in keys}
+
+
+def examples(batch: Any) -> Iterator[Any]:
+    """The examples of a batch.
+
+    Raises:
+      ValueError: predictions have no row for each example.
+    """
+    if not isinstance(batch, dict):
+        yield from batch
+        return
+    lengths = {name: len(values) for name, values in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"Predictions of a batch must have one row for each example, got {lengths}; "
+            "yield_single_examples=False yields batches as they are."
+        )
+    for number in range(next(iter(lengths.values()))):
+        yield {name: values[number] for name, values in batch.items()}
