@@ -206,3 +206,38 @@ def test_a_graph_knows_the_meshes_that_were_made_in_it():
         assert not tf.get_default_graph().get_all_collection_keys()
     with tf.Graph().as_default():
         assert private.meshes_made() == []
+
+
+def test_a_mesh_may_be_forgotten(fresh_graph):
+    first, second = (mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""]) for _ in range(2))
+    private.forget_mesh(fresh_graph, first)
+    assert private.mesh_impls_made() == [second]
+
+
+def test_a_variable_stands_for_another_one():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    d, part = mtf.Dimension("d", 4), mtf.Shape([mtf.Dimension("part", 4)])
+    w = mtf.get_variable(mesh, "w", [d], dtype=tf.float32).operation
+    known = list(mesh.graph.operations)
+    stand_in = mtf.Variable.__new__(mtf.Variable)
+    private.init_stand_in(stand_in, w, mtf.zeros(mesh, part))
+    assert (stand_in.name, stand_in.shape, stand_in.dtype) == ("w", part, w.dtype)
+    assert stand_in.outputs == [stand_in.value]
+    assert w.shape == mtf.Shape([d])
+    assert mesh.graph.all_variables == [w]
+    assert stand_in not in mesh.graph.operations[len(known) :]
+
+
+def test_an_assignment_is_made_one_to_another_variable():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    first, second = (mtf.get_variable(mesh, name, []).operation for name in "ab")
+    assign = mtf.assign(first, mtf.constant(mesh, 1.0))
+    value = mtf.constant(mesh, 2.0)
+    private.reassign(assign, [second], [value])
+    assert (assign.variables, assign.inputs) == ([second], [value])
+
+
+def test_optimizers_know_dimensions_by_name():
+    adafactor = mtf.optimize.AdafactorOptimizer(0.1, stacked_dim_names=["layers"])
+    assert tuple(private.dims_known_by_name(adafactor)) == ("layers",)
+    assert private.dims_known_by_name(mtf.optimize.SgdOptimizer(0.1)) == ()

@@ -8,6 +8,7 @@ import pytest
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
+    add_saving_listeners,
     collective_sum,
     control_flow_context,
     create_slots,
@@ -16,7 +17,9 @@ from mtf_gradsync._private.tensorflow import (
     moving_average_settings,
     number_of_tpu_shards,
     replace_capture,
+    session_interface,
     set_attr,
+    summary_writers,
     trace_function,
     write_to_own_memory,
 )
@@ -251,3 +254,45 @@ def test_the_number_of_tpu_shards_is_known_inside_a_program_only():
     with simd.tpu_program("all:4", ""):
         assert number_of_tpu_shards() == 4
     assert number_of_tpu_shards() is None
+
+
+def test_savers_take_sessions_of_the_interface(tmp_path):
+    class Session(session_interface()):
+        graph, sess_str = tf.get_default_graph(), ""
+
+        def run(self, fetches, feed_dict=None, options=None, run_metadata=None):
+            ((name, path),) = feed_dict.items()
+            return f"{path} by {name}"
+
+    tf.get_variable("v", [])
+    saver = tf.train.Saver()
+    path = saver.save(Session(), str(tmp_path / "saved"), write_meta_graph=False, write_state=False)
+    assert path == f"{tmp_path / 'saved'} by {saver.saver_def.filename_tensor_name}"
+
+
+def test_writers_of_summaries_are_known_to_their_graph(fresh_graph, tmp_path):
+    assert summary_writers(fresh_graph) == []
+    with tf.compat.v2.summary.create_file_writer(str(tmp_path)).as_default():
+        (opened,) = summary_writers(fresh_graph)
+    flush = tf.raw_ops.FlushSummaryWriter(writer=opened.inputs[0])
+    with tf.Session() as session:
+        session.run(opened)
+        session.run(flush)
+    assert list(tmp_path.glob("events*"))
+
+
+def test_listeners_are_added_to_a_hook(tmp_path):
+    class Listener(tf.train.CheckpointSaverListener):
+        saved = ()
+
+        def before_save(self, session, global_step_value):
+            self.saved += (global_step_value,)
+
+    step = tf.train.get_or_create_global_step()
+    listener = Listener()
+    hook = tf.train.CheckpointSaverHook(str(tmp_path), save_steps=1)
+    add_saving_listeners(hook, [listener])
+    advance = step.assign_add(1)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        session.run(advance)
+    assert listener.saved == (0, 1)
