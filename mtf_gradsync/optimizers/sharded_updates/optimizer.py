@@ -144,7 +144,11 @@ class ShardedUpdateOptimizer(Wrapper):
 
         Returns:
           As `apply_grads`.
+
+        Raises:
+          ValueError: as for `apply_grads`.
         """
+        self._check_parts([v for g, v in zip(grads, variables) if g is not None])
         splits = not self._is_made_once()
         shapes = [self.part_of(v) if splits else None for v in variables]
         present = [(v, s or v.shape) for g, v, s in zip(grads, variables, shapes) if g is not None]
@@ -208,7 +212,10 @@ class ShardedUpdateOptimizer(Wrapper):
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> None:
         super()._check_shapes(grads, variables)
-        given = [v for g, v in zip(grads, variables) if g is not None]
+        self._check_parts([v for g, v in zip(grads, variables) if g is not None])
+
+    def _check_parts(self, given: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError where no variable has a part, or one has its part already."""
         again = [v.name for v in given if v in self._gathered]
         if again:
             raise ValueError(

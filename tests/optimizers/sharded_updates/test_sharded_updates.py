@@ -194,6 +194,29 @@ def test_nothing_to_split_is_an_error_before_anything_is_built():
     w = mtf.get_variable(mesh, "w", shape, initializer=tf.ones_initializer()).operation
     grad = mtf.ones(mesh, shape)
     before = list(mesh.graph.operations)
-    with pytest.raises(ValueError, match=r"nothing to split(.|\n)*'w'.*no dimension left"):
-        sharded(OPTIMIZERS["adam"](), "4x2").apply_grads([grad], [w])
-    assert mesh.graph.operations == before
+    alone = sharded(OPTIMIZERS["adam"](), "4x2")
+    for opt in (alone, gs.GradientAccumulationOptimizer(alone, 2, accumulate="synced")):
+        with pytest.raises(ValueError, match=r"nothing to split(.|\n)*'w'.*no dimension left"):
+            opt.apply_grads([grad], [w])
+        assert mesh.graph.operations == before
+
+
+def test_norms_that_are_reported_are_those_of_whole_updates():
+    def reported(wrap):
+        made = []
+
+        def build(mesh, inputs):
+            operations, fetches = small_model.train(lambda: made.append(wrap()) or made[-1])(
+                mesh, inputs
+            )
+            return operations, {**fetches, **gs.reported(made[-1])}
+
+        shape, layout, _ = harness.MESHES["4x2"]
+        return harness.run("simd", shape, layout, build, batches(1)).fetched[0]
+
+    def clipped():
+        return gs.ClipByGlobalNormOptimizer(OPTIMIZERS["adam"](), 0.1)
+
+    parts, whole = reported(lambda: sharded(clipped(), "4x2")), reported(clipped)
+    assert len([name for name in whole if name.startswith("gradient_norm")]) == 3
+    assert_close(parts, whole)
