@@ -6,7 +6,7 @@ import numpy as np
 
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.progress import read_metrics
+from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.run import run
 
 CONFIGS = Path(__file__).parents[3] / "configs"
