@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.compat_v1.given import NOT_GIVEN, given_optimizer
 from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of, slots_of
-from mtf_gradsync.step import Plan
+from mtf_gradsync.step import Plan, gated_update
 
 
 class _State(NamedTuple):
@@ -106,9 +106,13 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                     f"{name!r} of {self.opt.get_name()} begins with {value!r}, but what a variable "
                     "begins with has to be a number or a tf tensor."
                 )
-        mesh = pairs[0][1].mesh
-        with Plan.of(mesh.graph).undone_on_error():
-            return mesh.graph.combine_assignments(self._operations(rule, pairs))
+        graph = pairs[0][1].graph
+
+        def make() -> list[mtf.Operation]:
+            return graph.combine_assignments(self._operations(rule, pairs))
+
+        with Plan.of(graph).undone_on_error():
+            return gated_update(make, [grad for grad, _ in pairs])
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair."""

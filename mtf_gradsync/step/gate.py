@@ -74,6 +74,8 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only after all gradients exist and all variables are read.
 
+    One inside another, or inside a branch, waits with what surrounds it.
+
     Args:
       make_update: builds the update and returns its operations; they may create variables
         (slots).
@@ -84,7 +86,9 @@ def gated_update(
     """
     present = [g for g in grads if g is not None]
     plan = Plan.of(present[0].graph)
-    operations = list(make_update())
-    if not plan.is_in_branch:
-        Gate(plan, present).hold(operations)
+    if plan.is_held:
+        return list(make_update())
+    with plan.gating():
+        operations = list(make_update())
+    Gate(plan, present).hold(operations)
     return operations

@@ -50,6 +50,7 @@ class Plan:
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
         self._branch_of: dict[mtf.Operation, Any] = {}
         self._open_branch: Any = None
+        self._is_gating = False
         self._in_place: dict[mtf.Variable, None] = {}
         self._states: dict[str, tuple[Any, Any]] = {}
         self._parts: dict[type, Part] = {}
@@ -115,6 +116,20 @@ class Plan:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
         return updates
+
+    @property
+    def is_held(self) -> bool:
+        """Whether what surrounds the operations that are being built makes them wait."""
+        return self.is_in_branch or self._is_gating
+
+    @contextlib.contextmanager
+    def gating(self) -> Iterator[None]:
+        """Within it, operations are built that a gate is to hold back."""
+        outer, self._is_gating = self._is_gating, True
+        try:
+            yield
+        finally:
+            self._is_gating = outer
 
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
         """Moves operations to the end of the graph's list, in an order of the caller's.

@@ -60,11 +60,7 @@ def assert_like_the_original(variables, expected):
 )
 def test_variables_and_every_slot_move_like_the_original(kind, name, wrapper):
     mesh_shape, layout, _ = harness.MESHES["2x2"]
-    step = build(name, wrapper)
-    # A bare optimizer races on a placement mesh (docs/races.md); with Grappler it is not seen to.
-    grappler = wrapper == "bare"
-    feeds = optimizers.batches()
-    result = harness.run(kind, mesh_shape, layout, step, feeds, grappler=grappler)
+    result = harness.run(kind, mesh_shape, layout, build(name, wrapper), optimizers.batches())
     expected = dict(original(name))
     if wrapper == "bare":
         del expected["global_step"]
@@ -243,7 +239,7 @@ def test_scalars_of_every_dtype(rate, make):
         mesh = mtf.Mesh(graph, "mesh")
         variable = mesh_variable(mesh, "a")
         given = rate(mesh)
-        optimizer = gs.CrossShardOptimizer(gs.MeshOptimizer(make(given)))  # bare it would race
+        optimizer = gs.MeshOptimizer(make(given))
         updates = optimizer.apply_grads([mtf.ones(mesh, variable.shape)], [variable])
         lowering = mtf.Lowering(graph, {mesh: harness.placement("all:2", "features:all")})
         update = [lowering.lowered_operation(op) for op in updates]
@@ -298,7 +294,7 @@ def test_slots_have_the_dtype_of_the_master(dtype):
         mesh = mtf.Mesh(graph, "mesh")
         kind = mtf.VariableDType(dtype, dtype, tf.float32)
         variable = mesh_variable(mesh, "a", kind)
-        optimizer = gs.CrossShardOptimizer(gs.MeshOptimizer(tf.train.AdamOptimizer(0.5)))
+        optimizer = gs.MeshOptimizer(tf.train.AdamOptimizer(0.5))
         updates = optimizer.apply_grads([variable.value * 3.0], [variable])
         lowering = mtf.Lowering(graph, {mesh: harness.placement("all:2", "features:all")})
         update = [lowering.lowered_operation(op) for op in updates]
