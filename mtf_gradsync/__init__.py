@@ -5,7 +5,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
-from mtf_gradsync._private.mesh_tensorflow import note_meshes
+from mtf_gradsync._private.mesh_tensorflow import note_gradients, note_meshes
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
@@ -18,9 +18,11 @@ from mtf_gradsync.optimizers import (
     ClipByGlobalNormOptimizer,
     CrossShardOptimizer,
     GradientAccumulationOptimizer,
+    LossScaleOptimizer,
     ShardedUpdateOptimizer,
     SyncReplicasOptimizer,
     get_update_step,
+    gradient_noise_scale,
     moving_average,
     reported,
     skip_large_updates,
@@ -32,12 +34,14 @@ from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
 from mtf_gradsync.session import session_config
 
 note_meshes()
+note_gradients()
 
 __all__ = [
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
+    "LossScaleOptimizer",
     "MeshOptimizer",
     "ReplicaAxes",
     "ReshardingSaver",
@@ -48,6 +52,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_shard_norm",
     "get_update_step",
+    "gradient_noise_scale",
     "moving_average",
     "per_shard",
     "per_update",

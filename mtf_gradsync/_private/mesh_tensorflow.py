@@ -168,6 +168,75 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
 
 
+class Seed(mtf.Constant):
+    """The gradient of a loss by itself, with which `mtf.gradients` begins: ones.
+
+    Attributes:
+      scale: what they are multiplied by: None, a number or an mtf scalar.
+    """
+
+    scale: Any = None
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        super().lower(lowering)
+        if self.scale is None:
+            return
+        (ones,) = self.outputs
+        value, mesh_impl = lowering.tensors[ones].to_laid_out_tensor(), lowering.mesh_impl(self)
+        if isinstance(self.scale, mtf.Tensor):
+            scale = lowering.tensors[self.scale].to_laid_out_tensor()
+            value = mesh_impl.slicewise(lambda x, by: x * tf.cast(by, x.dtype), value, scale)
+        else:
+            value = mesh_impl.slicewise(lambda x: x * tf.cast(self.scale, x.dtype), value)
+        lowering.set_tensor_lowering(ones, value)
+
+
+class GradientsCall(NamedTuple):
+    """A call of `mtf.gradients` that began with ones.
+
+    Attributes:
+      seeds: one for each loss.
+      outputs: the gradients, without those that are None.
+    """
+
+    seeds: list[Seed]
+    outputs: list[mtf.Tensor]
+
+
+# Where an mtf graph keeps its `GradientsCall`s.
+_CALLS = "mtf_gradsync_gradients"
+
+
+def note_gradients() -> None:
+    """Makes every mtf graph keep which losses were differentiated in it; see `gradients_calls`."""
+    made = mtf.gradients
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def differentiate_and_note(
+        ys: list[mtf.Tensor],
+        xs: list[mtf.Tensor],
+        grad_ys: list[mtf.Tensor] | None = None,
+        operations: list[mtf.Operation] | None = None,
+    ) -> list[mtf.Tensor | None]:
+        if grad_ys:
+            return made(ys, xs, grad_ys, operations)
+        seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
+        grads = made(ys, xs, [seed.outputs[0] for seed in seeds], operations)
+        call = GradientsCall(seeds, [g for g in grads if g is not None])
+        vars(ys[0].graph).setdefault(_CALLS, []).append(call)
+        return grads
+
+    mtf.gradients = mtf.ops.gradients = differentiate_and_note
+
+
+def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
+    """The calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
+    return list(vars(graph).get(_CALLS, ()))
+
+
 # Where a tf graph keeps the meshes that were made in it. Keys that are no text are not exported.
 _MESHES = ("mtf_gradsync meshes",)
 

@@ -15,6 +15,7 @@ from mtf_gradsync.gradients.copies import (
     check_group_assignment,
     check_groups_cover,
 )
+from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.stages import (
     SumGradients,
@@ -28,6 +29,7 @@ from mtf_gradsync.gradients.stages import (
 from mtf_gradsync.gradients.told_apart import check_told_apart, mixed_gradients, summed_elsewhere
 
 __all__ = [
+    "ScaledLosses",
     "StageOperation",
     "SumCopies",
     "SumGradients",
@@ -50,4 +52,5 @@ __all__ = [
     "shards_not_finite",
     "sum_shards",
     "summed_elsewhere",
+    "unscaled_gradients",
 ]

@@ -16,9 +16,11 @@ class StageOperation(mtf.Operation):
     Attributes:
       takes_pending: whether it takes pending sums as they are, and makes none of them whole that
         it did not say it wants whole.
+      is_linear: whether its outputs are linear in all of its inputs together.
     """
 
     takes_pending = False
+    is_linear = False
 
     def __init__(
         self,

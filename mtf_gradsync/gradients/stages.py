@@ -55,6 +55,8 @@ def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
 class PerShard(StageOperation):
     """Gradients of the variables' shapes -> one per shard, without communication."""
 
+    is_linear = True
+
     def __init__(self, grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy):
         self._axes = axes
         self._strategy = strategy
@@ -87,6 +89,8 @@ class PerShard(StageOperation):
 
 class SumGradients(StageOperation):
     """Pending and per-shard gradients -> whole ones; all of them cross the mesh together."""
+
+    is_linear = True
 
     def __init__(
         self,

@@ -232,3 +232,13 @@ def axes_of_pipeline(
         + (f"the program has made several meshes ({found})" if found else "there is no mesh yet")
         + ": give mesh_shape and layout (or axes)."
     )
+
+
+def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
+    """Replica axes of the mesh that the program has made for this graph; None without just one.
+
+    Args:
+      batch_dims: names of the tensor dimensions that the batch is split along.
+    """
+    meshes = meshes_made()
+    return ReplicaAxes(*meshes[0], batch_dims) if len(meshes) == 1 else None

@@ -7,7 +7,13 @@ from mtf_gradsync.optimizers.accumulation.optimizer import (
 from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
-from mtf_gradsync.optimizers.report import reported, split_by_shard
+from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
+from mtf_gradsync.optimizers.report import (
+    NoiseScale,
+    gradient_noise_scale,
+    reported,
+    split_by_shard,
+)
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.sync_replicas.averages import moving_average
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
@@ -17,10 +23,13 @@ __all__ = [
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
+    "LossScaleOptimizer",
+    "NoiseScale",
     "ShardedUpdateOptimizer",
     "SyncReplicasOptimizer",
     "Wrapper",
     "get_update_step",
+    "gradient_noise_scale",
     "moving_average",
     "reported",
     "skip_large_updates",

@@ -8,6 +8,18 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.step import Branch, Plan
 
 
+class Summed(NamedTuple):
+    """Gradients before and after they were summed over the shards.
+
+    Attributes:
+      parts: pending or per shard.
+      sums: their sums, whole or in parts that processors share out.
+    """
+
+    parts: Seen
+    sums: Seen
+
+
 class Seen(NamedTuple):
     """Gradients that came by.
 

@@ -11,7 +11,7 @@ from mtf_gradsync.compat_v1 import is_v1
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.seen import Seen, seen_now
+from mtf_gradsync.optimizers.seen import Seen, Summed, seen_now
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import Plan, advance_step, gated_update
@@ -41,6 +41,7 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
       came: the gradients that it was given last; None before.
       handed_on: those that it gave the inner optimizer.
       shards: the same as came, per shard, where it has told the shards apart.
+      summed: the gradients that it has summed over the shards; None where it did not.
       takes_parts: whether it may be given parts of variables, as inside ShardedUpdateOptimizer.
     """
 
@@ -91,6 +92,7 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         self.came: Seen | None = None
         self.handed_on: Seen | None = None
         self.shards: Seen | None = None
+        self.summed: Summed | None = None
         self._check_inner_stack()
 
     # What a wrapper does.
@@ -118,6 +120,16 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
                     f"apart: turn them round, {other}({kind}(opt), ...), or give {other} "
                     "accept_summed=True."
                 )
+
+    def _check_hides_nothing(self) -> None:
+        """Raises ValueError where this one leaves out what an inner loss scale has to see."""
+        if any(getattr(inner, "moves_by_not_finite", False) for inner in self.inner_stack()):
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} leaves out gradients that are not finite, so that LossScaleOptimizer "
+                "inside it never learns that its scale is too large: turn them round, "
+                f"LossScaleOptimizer({kind}(opt, ...)), or leave nothing out here."
+            )
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated; creates nothing."""
@@ -163,6 +175,21 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         """The loss to differentiate."""
         return loss
 
+    def _entered(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """What this wrapper does to gradients before they enter the stack that it is part of."""
+        del variables
+        return list(grads)
+
+    def _enter(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Gradients as the stack takes them."""
+        for wrapper in self._wrappers():
+            grads = wrapper._entered(grads, variables)
+        return list(grads)
+
     def _summed(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
@@ -174,9 +201,16 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
                 [d for d in grad.shape.dims if d not in variable.shape.dims]
                 for grad, variable in zip(present, owners)
             ]
-            return SumGradients(present, dims, self.reducer, self._shard_names).outputs
+            sums = SumGradients(present, dims, self.reducer, self._shard_names).outputs
+            self._note_sums(present, sums)
+            return sums
 
         return on_present(grads, add_up)
+
+    def _note_sums(self, parts: Sequence[mtf.Tensor], sums: Sequence[mtf.Tensor]) -> None:
+        """Remembers the first sums of gradients that come by."""
+        if self.summed is None:
+            self.summed = Summed(seen_now(parts), seen_now(sums))
 
     def _apply_totals(
         self,
@@ -246,7 +280,8 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         before = set(graph.all_variables)
 
         def make() -> list[mtf.Operation]:
-            update = (apply or self.opt.apply_grads)(list(grads), list(variables))
+            do = apply or getattr(self.opt, "_apply_entered", self.opt.apply_grads)
+            update = do(list(grads), list(variables))
             if update is None:
                 raise TypeError(
                     f"apply_grads of {self.opt!r} must return a list of mtf operations, got None."
@@ -283,13 +318,21 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         self._check_shapes(grads, variables)
         if all(g is None for g in grads):
             return []
-        self.came, self.handed_on, self.shards = seen_now(grads), None, None
-        stack = [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
         with contextlib.ExitStack() as undone:
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
-            for wrapper in stack:
+            for wrapper in self._wrappers():
                 undone.enter_context(wrapper._slots.undone_on_error())
-            return self._to_inner(grads, variables)
+            return self._apply_entered(self._enter(grads, variables), variables)
+
+    def _apply_entered(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Operation]:
+        """`apply_grads` inside of another wrapper, whose `apply_grads` undoes what went wrong."""
+        grads, variables = checks.check_grads_and_variables(grads, variables)
+        self._check_shapes(grads, variables)
+        self.came = seen_now(grads)
+        self.handed_on = self.shards = self.summed = None
+        return self._to_inner(grads, variables)
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
@@ -325,8 +368,10 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
         if not variables:
             raise ValueError("There are no variables to differentiate the loss by.")
         self._check_variables(variables)
-        scaled = self._scale_loss(loss)
-        return list(zip(mtf.gradients([scaled], [v.value for v in variables]), variables))
+        with Plan.of(loss.graph).undone_on_error():
+            scaled = self._scale_loss(loss)
+            grads = mtf.gradients([scaled], [v.value for v in variables])
+            return list(zip(self._enter(grads, variables), variables))
 
     def apply_gradients(
         self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
@@ -383,6 +428,10 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
             inside = (getattr(opt, name, None) for name in names)
             opt = next((o for o in inside if callable(getattr(o, "apply_grads", None))), None)
         return stack
+
+    def _wrappers(self) -> list[Wrapper]:
+        """The wrappers of the stack, from the outside in."""
+        return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
 
     def innermost(self) -> Any:
         """The optimizer that does the updates."""

@@ -40,7 +40,7 @@ class Conditional(mtf.Operation):
     def __init__(
         self,
         predicate: mtf.Tensor,
-        gate: Gate,
+        gate: Gate | None,
         branch: Branch,
         behind: Sequence[mtf.Operation],
         as_call: bool = True,
@@ -49,7 +49,7 @@ class Conditional(mtf.Operation):
 
         Args:
           predicate: a boolean mtf scalar.
-          gate: the point of the step to wait for.
+          gate: the point of the step to wait for; None inside another branch, which waits.
           branch: what to run where the predicate holds.
           behind: operations of the step to wait for, too.
           as_call: whether skipping the branch is to be cheap, by one call where that can be. A
@@ -84,11 +84,16 @@ class Conditional(mtf.Operation):
                         op.lower(lowering)
             return tf.group(*[lowering.operations[op] for op in self.updates])
 
+        before = set(lowering.operations)
         waited_for = [lowering.operations[op] for op in self._behind]
-        with tf.control_dependencies([self._gate.barrier(lowering), *waited_for]):
+        if self._gate is not None:
+            waited_for.append(self._gate.barrier(lowering))
+        with tf.control_dependencies(waited_for):
             done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
-        for op in self.updates:
-            lowering.operations[op] = done.op
+        # Those of branches inside this one, too: outside of it nothing else can be waited for.
+        for op in [*lowering.operations]:
+            if op not in before:
+                lowering.operations[op] = done.op
 
 
 @contextlib.contextmanager

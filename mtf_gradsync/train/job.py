@@ -31,6 +31,7 @@ class TrainingJob(NamedTuple):
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: which variables train.
       reports: whether the step tells what its optimizers report.
+      noise_scale: whether it estimates the gradient noise scale.
     """
 
     model: ModelSettings
@@ -39,6 +40,7 @@ class TrainingJob(NamedTuple):
     learning_rate: LearningRate
     variable_filter: VariableFilter
     reports: bool = False
+    noise_scale: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -67,6 +69,7 @@ class TrainingJob(NamedTuple):
             self.variable_filter,
             mesh_block,
             self.reports,
+            self.noise_scale,
         )
 
 

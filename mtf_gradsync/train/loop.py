@@ -146,6 +146,8 @@ class _Loop:
         self._patience = Patience(optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
         self.step = self._saved_at = runner.first_step
+        # Steps that an optimizer has left out.
+        self._skipped = 0
         self.seconds = 0.0
         self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
 
@@ -189,6 +191,12 @@ class _Loop:
                 "train.run.learning_rate_schedule, or look at the data."
             )
         self.progress.update(step, loss, values["fields"])
+        skipped = int(values["fields"].get("left out", 0))
+        if skipped > self._skipped:
+            line = self._runner.left_out()
+            if line:
+                self.progress.message(line)
+        self._skipped = skipped
         if step % settings.log_steps == 0 or step == settings.train_steps:
             # XLA leaves out the assertion by which a step on a placement mesh ends.
             self._check_waits()

@@ -76,7 +76,7 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
     check_matplotlib()
     check_jinja()
     runtime = choose_runtime(config)
-    job = resolve_job(config)._replace(reports=config.reports)
+    job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
     directory = _make_directory(model_dir)
     path = checkpoint.latest_checkpoint(model_dir)
     begin = checkpoint.checkpoint_step(path) if path else None

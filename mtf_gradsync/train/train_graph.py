@@ -7,7 +7,12 @@ import re
 from typing import Any, Callable, ContextManager, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import Wrapper, reported
+from mtf_gradsync.optimizers import (
+    GradientAccumulationOptimizer,
+    Wrapper,
+    gradient_noise_scale,
+    reported,
+)
 from mtf_gradsync.train.config.bindings import VariableFilter
 from mtf_gradsync.train.config.settings import LearningRate
 from mtf_gradsync.train.errors import ConfigError
@@ -54,6 +59,7 @@ def build_train_graph(
     variable_filter: VariableFilter = None,
     mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
     reports: bool = False,
+    noise_scale: bool = False,
 ) -> TrainGraph:
     """Adds model, gradients and update to the default graph.
 
@@ -71,6 +77,7 @@ def build_train_graph(
         inside it, the step counter outside, as a TPU program wants it. Where it gives None, that
         is the placement mesh of the settings.
       reports: whether to ask the optimizers what they report.
+      noise_scale: whether to estimate the gradient noise scale, in sequences.
 
     Returns:
       The graph's handles.
@@ -93,11 +100,17 @@ def build_train_graph(
             )
         rate = learning_rate(step=step_now) if callable(learning_rate) else learning_rate
         opt = _make_optimizer(optimizer, rate)
-        update_ops = opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
+        update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Asked for before lowering, because answering may add mtf operations.
         fields, update_step = _facts(stack)
-        told = reported(opt) if reports else {}
+        told = reported(opt) if reports or noise_scale else {}
+        if noise_scale:
+            value, more = _noise_scale(opt, settings.batch_size)
+            update_ops += more
+            fields["noise scale"] = told["gradient_noise_scale"] = value
+            if "gradient_norm/of_shards" in told:
+                fields["norms of shards"] = told["gradient_norm/of_shards"]
 
         lowering = model.lower()
 
@@ -125,6 +138,24 @@ def build_train_graph(
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,
     )
+
+
+def _noise_scale(opt: Any, batch_size: int) -> Any:
+    """The noise scale, counted in sequences."""
+    stack = opt._wrappers() if isinstance(opt, Wrapper) else []
+    for one in stack:
+        if isinstance(one, GradientAccumulationOptimizer) and one.accumulate == "local":
+            passes = one.backward_passes_per_step
+            if callable(passes):
+                raise ConfigError(
+                    "train.run.noise_scale takes a fixed number of micro steps, but "
+                    f"backward_passes_per_step is {passes!r}"
+                )
+            batch_size *= passes
+    try:
+        return gradient_noise_scale(opt, batch_size)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train.run.noise_scale = True: {error}") from error
 
 
 def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:

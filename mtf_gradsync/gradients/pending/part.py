@@ -123,13 +123,13 @@ class _Lowering(PartLowering):
     def inside_branch(self) -> Iterator[None]:
         """See `PartLowering.inside_branch`.
 
-        A sum that is made whole in a branch has no value for readers outside, or in the other
-        branch.
+        What is made of a sum in a branch, parts or the whole, has no value for readers outside, or
+        in the other branch.
         """
         before = {
             tensor: lowered
             for tensor, lowered in self._tensors.items()
-            if isinstance(lowered, PendingSum) and not lowered.is_whole
+            if isinstance(lowered, PendingSum) and not lowered.is_complete
         }
         self._tensors.update((tensor, lowered.copied()) for tensor, lowered in before.items())
         try:

@@ -75,6 +75,11 @@ class PendingSum(mtf.LazyAllreduceSum):
         return self._whole is not None
 
     @property
+    def is_complete(self) -> bool:
+        """Whether both the parts and the whole have been made."""
+        return self.is_whole and self._part is not None
+
+    @property
     def sends_nothing(self) -> bool:
         """Whether the whole is there, or can be made without sending anything."""
         return self.is_whole or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
@@ -97,8 +102,8 @@ class PendingSum(mtf.LazyAllreduceSum):
         return self.to_laid_out_tensor().tensor_list
 
     def copied(self) -> PendingSum:
-        """The same sum, of which nothing was made whole yet."""
-        return PendingSum(
+        """The same sum; what is made of the one later, the other does not have."""
+        copy = PendingSum(
             self.mesh_impl,
             self.mesh_axes,
             self._slice_shape,
@@ -109,6 +114,8 @@ class PendingSum(mtf.LazyAllreduceSum):
             self.context,
             self._sources,
         )
+        copy._whole = self._whole
+        return copy
 
 
 def _sends_nothing(lowered: Any) -> bool:

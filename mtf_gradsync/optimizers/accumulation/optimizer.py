@@ -149,6 +149,8 @@ class GradientAccumulationOptimizer(Wrapper):
         self._skip_fn = should_skip_update_fn
         # A loss that is not finite need not end training then.
         self.leaves_out_not_finite = getattr(should_skip_update_fn, "leaves_out_not_finite", False)
+        if self.leaves_out_not_finite:
+            self._check_hides_nothing()
         # Whether some steps bring no update.
         self.skips_updates = self._passes != 1 or self._skip_fn is not None
         self._dtype = dtype
@@ -158,6 +160,11 @@ class GradientAccumulationOptimizer(Wrapper):
         self._update_step_now: mtf.Tensor | None = None
         self._progress: dict[str, mtf.Tensor] = {}
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
+
+    @property
+    def backward_passes_per_step(self) -> Passes:
+        """Micro steps for each update, as the constructor was told."""
+        return self._passes
 
     @property
     def mini_step(self) -> mtf.Variable | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.report import norms
 from mtf_gradsync.optimizers.report.kept import kept
 from mtf_gradsync.optimizers.seen import Seen
@@ -78,7 +78,7 @@ def _add_norms(
     add: Callable[[str, mtf.Tensor | None, str], None],
 ) -> None:
     outer, inner = wrappers[0], wrappers[-1]
-    axes = axes or next((w.axes for w in wrappers if w.axes), None) or _axes_of_program(outer)
+    axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
     shards = next((w.shards for w in wrappers if w.shards), outer.came)
     if axes and axes.num_shards > 1 and shards.branch is None:
         own, clipped = norms.norms_of_shards(shards, axes, outer.reducer)
@@ -105,13 +105,6 @@ def _add_norms(
         held = kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
-
-
-def _axes_of_program(wrapper: Wrapper) -> ReplicaAxes | None:
-    try:
-        return axes_of_pipeline(type(wrapper).__name__, "the shards")
-    except ValueError:
-        return None
 
 
 def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:

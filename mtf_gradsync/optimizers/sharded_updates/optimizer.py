@@ -157,6 +157,7 @@ class ShardedUpdateOptimizer(Wrapper):
             owners, to = zip(*present)
             sources, redo = zip(*map(undone, given))
             parts = ScatterGradients(sources, owners, to, self.axes, self.reducer).outputs
+            self._note_sums(sources, parts)
             return [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
 
         sums = on_present(grads, scatter)

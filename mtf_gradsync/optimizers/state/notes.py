@@ -27,6 +27,6 @@ class StateNote(NamedTuple):
     name: str
     num_shard_dims: int = 0
     is_share: bool = False
-    fill: int | str | None = None
-    start: int | str = 0
+    fill: float | str | None = None
+    start: float | str = 0
     counter: str | None = None

@@ -190,7 +190,9 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
     return value
 
 
-def _filled(what: int | str, reader: Any, change: Change, changed: dict[str, Change]) -> np.ndarray:
+def _filled(
+    what: float | str, reader: Any, change: Change, changed: dict[str, Change]
+) -> np.ndarray:
     value: Any = what
     if isinstance(what, str):
         counts = [x for x in reader.get_variable_to_shape_map() if x.endswith("/update_step")]

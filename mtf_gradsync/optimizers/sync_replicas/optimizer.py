@@ -334,6 +334,7 @@ class SyncReplicasOptimizer(Wrapper):
                     "decides itself when there is an update. For K passes an update, give "
                     "replicas_to_aggregate=K * num_shards."
                 )
+        self._check_hides_nothing()
         super()._check_inner_stack()
 
     def _check_shapes(

@@ -9,9 +9,8 @@ from mtf_gradsync._private.tensorflow import cross_replica_gather
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.topology import memories
 from mtf_gradsync.reduce.packs import packing
-from mtf_gradsync.reduce.packs.planning import plan_buckets
 from mtf_gradsync.reduce.parts import by_part
-from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, joined, mesh_axes_of, one_memory
+from mtf_gradsync.reduce.parts.cuts import Cuts, buckets, groups_of, joined, one_memory
 
 
 def all_gather(
@@ -32,24 +31,15 @@ def all_gather(
       `LaidOutTensor`s of the dtypes of parts, in the same order.
     """
     results: list[Any] = [None] * len(parts)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, part in enumerate(parts):
-        dtype = part.tensor_list[0].dtype.base_dtype
-        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
-    turn = 0
-    for (_, dtype), indices in alike.items():
-        num_bytes = [mtf.list_product(parts[i].slice_shape) * dtype.size for i in indices]
-        pack = is_simd(mesh_impl) or not one_memory(mesh_impl)
-        for bucket in plan_buckets(num_bytes, bucket_bytes if pack else 0, None):
-            members = [indices[i] for i in bucket]
-            bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
-            if is_simd(mesh_impl):
-                wholes = _on_simd(mesh_impl, bucket_parts, bucket_cuts)
-            else:
-                wholes = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
-            turn += 1
-            for index, whole in zip(members, wholes):
-                results[index] = whole
+    packs = is_simd(mesh_impl) or not one_memory(mesh_impl)
+    for turn, members in enumerate(buckets(parts, cuts, bucket_bytes if packs else 0)):
+        bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
+        if is_simd(mesh_impl):
+            wholes = _on_simd(mesh_impl, bucket_parts, bucket_cuts)
+        else:
+            wholes = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
+        for index, whole in zip(members, wholes):
+            results[index] = whole
     return results
 
 

@@ -9,6 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.topology import memories
+from mtf_gradsync.reduce.packs.planning import plan_buckets
 
 
 class Cut(NamedTuple):
@@ -122,3 +123,26 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
         begin[tensor_axis] = size[tensor_axis] * coordinates[mesh_axis]
     with tf.device(mesh_impl.devices[processor]):
         return tf.slice(x, begin, size)
+
+
+def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
+    """Which tensors are sent together: those that are cut along the same axes, of one dtype.
+
+    Args:
+      tensors: `LaidOutTensor`s.
+      cuts: for each how it is, or was, cut.
+      bucket_bytes: most bytes per processor that a bucket of several tensors holds.
+
+    Returns:
+      Positions of tensors, bucket by bucket.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        dtype = tensor.tensor_list[0].dtype.base_dtype
+        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
+    found = []
+    for (_, dtype), indices in alike.items():
+        num_bytes = [mtf.list_product(tensors[i].slice_shape) * dtype.size for i in indices]
+        for bucket in plan_buckets(num_bytes, bucket_bytes, None):
+            found.append([indices[i] for i in bucket])
+    return found

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import cross_replica_scatter
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.packs import packing
-from mtf_gradsync.reduce.packs.planning import plan_buckets
 from mtf_gradsync.reduce.parts import by_part
 from mtf_gradsync.reduce.parts.cuts import (
     Cuts,
     all_parts,
+    buckets,
     groups_of,
-    mesh_axes_of,
     part_number,
     part_shape,
 )
@@ -54,22 +52,14 @@ def reduce_scatter(
       `LaidOutTensor`s of the dtypes of values, in the same order.
     """
     results: list[Any] = [None] * len(values)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, value in enumerate(values):
-        dtype = value.tensor_list[0].dtype.base_dtype
-        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
-    turns = itertools.count()
-    for (_, dtype), indices in alike.items():
-        num_bytes = [mtf.list_product(values[i].slice_shape) * dtype.size for i in indices]
-        for bucket in plan_buckets(num_bytes, bucket_bytes, None):
-            members = [indices[i] for i in bucket]
-            bucket_values, bucket_cuts = [values[i] for i in members], [cuts[i] for i in members]
-            if is_simd(mesh_impl):
-                parts = _on_simd(mesh_impl, bucket_values, groups, bucket_cuts)
-            else:
-                parts = _on_devices(mesh_impl, bucket_values, groups, bucket_cuts, next(turns))
-            for index, part in zip(members, parts):
-                results[index] = part
+    for turn, members in enumerate(buckets(values, cuts, bucket_bytes)):
+        bucket_values, bucket_cuts = [values[i] for i in members], [cuts[i] for i in members]
+        if is_simd(mesh_impl):
+            parts = _on_simd(mesh_impl, bucket_values, groups, bucket_cuts)
+        else:
+            parts = _on_devices(mesh_impl, bucket_values, groups, bucket_cuts, turn)
+        for index, part in zip(members, parts):
+            results[index] = part
     return results
 
 

@@ -48,6 +48,8 @@ class RunConfig:
       init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
       log_steps: what is measured is written every this many steps.
       reports: whether to measure what the optimizers report, norms of gradients above all.
+      noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
+        the norms of the shards' gradients beside the loss.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
       seed: of the initial values.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
@@ -77,6 +79,7 @@ class RunConfig:
     init_checkpoint: str | None = None
     log_steps: int = 10
     reports: bool = True
+    noise_scale: bool = False
     hooks: Sequence[Any] = ()
     seed: int = 0
     runtime: str = "fastest"

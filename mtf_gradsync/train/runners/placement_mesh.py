@@ -6,7 +6,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.checkpoint import Checkpointer
-from mtf_gradsync.train.runners.runner import Runner, Waits, fetches_of
+from mtf_gradsync.train.runners.runner import LeftOut, Runner, Waits, fetches_of
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
@@ -35,6 +35,7 @@ class PlacementMeshRunner(Runner):
         self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max)
         self._fetches = fetches_of(graph)
         self._waits = Waits(graph.optimizers)
+        self._left_out = LeftOut(graph.optimizers)
         self._global_step = tf.train.get_global_step()
         creator = tf.train.ChiefSessionCreator(
             scaffold=tf.train.Scaffold(saver=self._checkpoints.saver),
@@ -66,6 +67,10 @@ class PlacementMeshRunner(Runner):
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""
         return self._raw(self._waits.error)
+
+    def left_out(self) -> str | None:
+        """See `Runner`."""
+        return self._raw(self._left_out.message)
 
     def should_stop(self) -> bool:
         """See `Runner`."""

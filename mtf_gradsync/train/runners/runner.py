@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any, Callable, Sequence
 
-from mtf_gradsync.optimizers import SyncReplicasOptimizer
+from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
@@ -45,6 +45,10 @@ class Runner(abc.ABC):
     def waits_too_long(self) -> Exception | None:
         """Why no update comes any more, where an optimizer waits for its replicas; or None."""
 
+    @abc.abstractmethod
+    def left_out(self) -> str | None:
+        """Why the last step was left out, where an optimizer did since this was asked last."""
+
     def should_stop(self) -> bool:
         """Whether somebody besides the loop wants to stop."""
         return False
@@ -80,3 +84,21 @@ class Waits:
         """
         errors = (watch.error(session) for watch in self._watches)
         return next((error for error in errors if error), None)
+
+
+class LeftOut:
+    """Knows why an optimizer has left out a step, where the step does not print that itself."""
+
+    def __init__(self, optimizers: Sequence[Any]):
+        """Adds what it reads to the default graph."""
+        scaled = [opt.told for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
+        self._told = [told.watch() for told in scaled if told is not None and told.takes_a_hook]
+
+    def message(self, session: Any) -> str | None:
+        """A line for the log, None for none.
+
+        Args:
+          session: a ``tf.Session`` or a session of `mtf_gradsync.simd`.
+        """
+        lines = [told.message(session) for told in self._told]
+        return next((line for line in lines if line), None)

@@ -8,7 +8,7 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoint import Checkpointer, latest_checkpoint
 from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.runners.runner import Runner, Waits, fetches_of
+from mtf_gradsync.train.runners.runner import LeftOut, Runner, Waits, fetches_of
 from mtf_gradsync.train.train_graph import TrainGraph
 
 # Enough to keep devices busy while the host reads a result and fetches a batch.
@@ -39,6 +39,7 @@ class SimdProgramRunner(Runner):
         self._model_dir = model_dir
         self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max)
         self._waits = Waits(graph.optimizers)
+        self._left_out = LeftOut(graph.optimizers)
         self._fetches = fetches_of(graph)
         # Iterators, which begin at the step that was restored.
         self._begin = tf.tables_initializer()
@@ -62,6 +63,7 @@ class SimdProgramRunner(Runner):
             known = tf.train.get_checkpoint_state(self._model_dir).all_model_checkpoint_paths
             self._checkpoints.saver.recover_last_checkpoints(known)
         self._session.run(self._begin)
+        self._left_out.message(self._session)
         self.first_step = int(self._session.run(self._global_step))
         return self
 
@@ -96,6 +98,10 @@ class SimdProgramRunner(Runner):
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""
         return self._waits.error(self._session)
+
+    def left_out(self) -> str | None:
+        """See `Runner`."""
+        return self._left_out.message(self._session)
 
     def _other_runtime(self, error: Exception) -> TrainingError:
         return TrainingError(

@@ -1,0 +1,83 @@
+"""What this package uses of TensorFlow that has no public name, one function each.
+
+Every function names the versions that it was read on; ``tests/private`` has a test of
+each that fails where a version means something else.
+"""
+
+from mtf_gradsync._private.tensorflow.graphs import (
+    TracedFunction,
+    control_flow_context,
+    replace_capture,
+    set_attr,
+    trace_function,
+)
+from mtf_gradsync._private.tensorflow.optimizers import (
+    MovingAverageSettings,
+    create_slots,
+    hyperparameters,
+    moving_average_settings,
+    number_of_tpu_shards,
+    optimizers_inside,
+)
+from mtf_gradsync._private.tensorflow.sessions import (
+    add_saving_listeners,
+    session_interface,
+    summary_writers,
+)
+from mtf_gradsync._private.tensorflow.sums import collective_sum, local_devices, write_to_own_memory
+from mtf_gradsync._private.tensorflow.tpu_programs import (
+    TPU_PROGRAM_ATTR,
+    kernel_devices,
+    tpu_replicate_context,
+    tpu_replicate_metadata,
+    tpu_replicated_input,
+    tpu_shard_context,
+)
+from mtf_gradsync._private.tensorflow.xla import (
+    GATHERS,
+    BridgeError,
+    cross_replica_gather,
+    cross_replica_scatter,
+    eager_mode,
+    function_hlo,
+    hlo_module,
+    with_own_types,
+    xla_custom_call,
+    xla_element_types,
+)
+
+__all__ = [
+    "GATHERS",
+    "TPU_PROGRAM_ATTR",
+    "BridgeError",
+    "MovingAverageSettings",
+    "TracedFunction",
+    "add_saving_listeners",
+    "collective_sum",
+    "control_flow_context",
+    "create_slots",
+    "cross_replica_gather",
+    "cross_replica_scatter",
+    "eager_mode",
+    "function_hlo",
+    "hlo_module",
+    "hyperparameters",
+    "kernel_devices",
+    "local_devices",
+    "moving_average_settings",
+    "number_of_tpu_shards",
+    "optimizers_inside",
+    "replace_capture",
+    "session_interface",
+    "set_attr",
+    "summary_writers",
+    "tpu_replicate_context",
+    "tpu_replicate_metadata",
+    "tpu_replicated_input",
+    "tpu_shard_context",
+    "trace_function",
+    "with_own_types",
+    "write_to_own_memory",
+    "xla_custom_call",
+    "xla_element_types",
+]

@@ -1,0 +1,87 @@
+"""Operations, graphs and functions of TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import tf
+
+
+def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
+    """Sets an attribute of an operation that stands in a graph and has not run yet.
+
+    Read on TensorFlow 2.12 to 2.21, which check neither name nor value here.
+    """
+    operation._set_attr(name, value)
+
+
+def control_flow_context(graph: tf.Graph) -> Any:
+    """The branch or loop of control flow v1 that is being built, None outside of any.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    return graph._get_control_flow_context()
+
+
+def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
+    """Puts something else into a function where it would capture a tensor from outside.
+
+    Read on TensorFlow 2.12 to 2.21: ``FuncGraph`` hands every tensor that an operation uses to its
+    method ``capture``.
+
+    Args:
+      func_graph: the graph of a ``tf.function`` while it is traced, its default graph then.
+      make: takes a tensor of another graph. Returns a tensor of this one that the function is to
+        use in its place, or None to capture it as usual.
+    """
+    capture = func_graph.capture
+
+    def make_or_capture(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # Eager tensors have no graph.
+        outside = getattr(tensor, "graph", func_graph) is not func_graph
+        made = make(tensor) if outside else None
+        return capture(tensor, *args, **kwargs) if made is None else made
+
+    func_graph.capture = make_or_capture
+
+
+class TracedFunction(NamedTuple):
+    """The operations that a Python function of TensorFlow tensors makes.
+
+    Attributes:
+      operations: all of them, in the order in which they were made; placeholders included.
+      inputs: the placeholder of each argument.
+      captures: pairs of a tensor of the graph outside that the function uses, and the placeholder
+        that stands for it.
+      outputs: what the function returned, flattened; each may be a placeholder.
+    """
+
+    operations: list[tf.Operation]
+    inputs: list[tf.Tensor]
+    captures: list[tuple[Any, tf.Tensor]]
+    outputs: list[tf.Tensor]
+
+
+def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> TracedFunction:
+    """Runs a function in a graph of its own and returns what it made there.
+
+    Nothing is added to the current graph, whether or not the function uses tensors of it. Variables
+    that the function makes would still be listed in the current graph's collections.
+
+    ``FuncGraph`` read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tf_fn: takes one tensor for each spec and returns a tensor, or a nest of tensors.
+      input_specs: objects with ``shape`` and ``dtype``, such as ``tf.TensorSpec`` or tensors.
+
+    Returns:
+      A `TracedFunction`. Its conditionals and loops are of control flow v2, as in any function.
+    """
+    from tensorflow.python.framework import func_graph
+
+    graph = func_graph.FuncGraph("trace")
+    with graph.as_default():
+        inputs = [tf.placeholder(spec.dtype, spec.shape) for spec in input_specs]
+        # capture returns a tensor of its own graph as it is.
+        outputs = [graph.capture(tf.convert_to_tensor(x)) for x in tf.nest.flatten(tf_fn(*inputs))]
+    return TracedFunction(graph.get_operations(), inputs, list(graph.captures), outputs)

@@ -1,0 +1,33 @@
+"""Sessions, summaries and savers of TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import tf
+
+
+def session_interface() -> type:
+    """The class that savers and hooks take sessions for.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.client import session
+
+    return session.SessionInterface
+
+
+def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
+    """The operations that open a graph's writers of version 2 summaries; input 0 is the writer.
+
+    Read on TensorFlow 2.12 to 2.21: ``summary_ops_v2`` keeps them in a collection.
+    """
+    return graph.get_collection("_SUMMARY_WRITER_V2")
+
+
+def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
+    """Adds listeners to a hook that saves checkpoints.
+
+    Read on TensorFlow 2.12 to 2.21; Estimator adds them in the same way.
+    """
+    hook._listeners.extend(listeners)

@@ -1,0 +1,58 @@
+"""Sums of TensorFlow, and the devices that make them."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow.graphs import set_attr
+
+# `OpKernelContext::Params::kNeverForward`: a kernel writes the output into memory of its own.
+_NEVER_FORWARD = -2
+
+
+def write_to_own_memory(operation: tf.Operation) -> None:
+    """Keeps an operation's kernel from writing its output into the memory of its first input.
+
+    An `AddN` then adds up in its inputs' order: it begins with the input whose memory it takes.
+
+    Read on TensorFlow 2.12 to 2.21: the executor takes from the attribute ``_forward_input`` which
+    input's memory is reserved for which output, in pairs.
+    """
+    pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])
+    set_attr(operation, "_forward_input", tf.AttrValue(list=pairs))
+
+
+def collective_sum(
+    tensor: tf.Tensor, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
+) -> tf.Tensor:
+    """One member's part in a sum over a group: the operation that TensorFlow's strategies use.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tensor: what this member adds, of one shape and dtype in the group: float32, float64, int32
+        or int64.
+      group_size: how many members there are.
+      group_key: names the group's devices, the same for all its collectives.
+      instance_key: names this sum, the same for its members and for no other sum.
+      timeout_seconds: how long to wait for the others before it is an error; 0 is for ever.
+
+    Returns:
+      The sum.
+    """
+    from tensorflow.python.ops import collective_ops
+
+    return collective_ops.all_reduce_v2(
+        tensor, group_size, group_key, instance_key, timeout=timeout_seconds
+    )
+
+
+def local_devices() -> Sequence[Any]:
+    """TensorFlow's `DeviceAttributes` of the devices that this process has.
+
+    Read on TensorFlow 2.12 to 2.21; the public names leave out links between devices.
+    """
+    from tensorflow.python.client import device_lib
+
+    return device_lib.list_local_devices()

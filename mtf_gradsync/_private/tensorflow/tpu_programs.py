@@ -1,0 +1,94 @@
+"""TPU programs of TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import ContextManager, Iterator, Sequence
+
+from mtf_gradsync._private.libraries import tf
+
+#: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
+TPU_PROGRAM_ATTR = "_tpu_replicate"
+
+
+@contextlib.contextmanager
+def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
+    """Marks the operations made inside as part of a TPU program.
+
+    Read on TensorFlow 2.12, which has the class in ``tpu.tpu``, and on 2.13 to 2.21.
+
+    Args:
+      name: name of the program.
+      num_replicas: how many cores run it.
+      pivot: an operation outside that stands for the program's beginning.
+
+    Yields:
+      Nothing.
+    """
+    from tensorflow.python.tpu import tpu as home
+
+    if not hasattr(home, "TPUReplicateContext"):
+        from tensorflow.python.tpu import tpu_replication as home
+
+    context = home.TPUReplicateContext(name=name, num_replicas=num_replicas, pivot=pivot)
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
+    """The operation that says how many cores run the TPU program around it.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
+
+
+def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
+    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.tpu import tpu_function
+
+    return tpu_function.tpu_shard_context(num_replicas)
+
+
+def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+    """One tensor of a TPU program that has another value on every core.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tensors: one tensor for each core, all of one dtype and shape.
+      name: name of the operation.
+
+    Returns:
+      The tensor, made in whatever contexts are open.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.tpu_replicated_input(list(tensors), name=name)
+
+
+@functools.lru_cache(maxsize=None)
+def kernel_devices(op_type: str) -> frozenset[str]:
+    """The kinds of devices that TensorFlow can run a type of operation on.
+
+    Kept, because TensorFlow looks through thousands of kernels for each answer. Read on
+    TensorFlow 2.12 to 2.21.
+
+    Args:
+      op_type: a type that TensorFlow itself registers.
+
+    Returns:
+      Names such as "CPU"; "DEFAULT" stands for all devices.
+    """
+    from tensorflow.python.framework import kernels
+
+    return frozenset(k.device_type for k in kernels.get_registered_kernels_for_op(op_type).kernel)

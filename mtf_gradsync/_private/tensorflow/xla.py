@@ -1,0 +1,178 @@
+"""TensorFlow's bridge to XLA, and operations of its own."""
+
+from __future__ import annotations
+
+from typing import Any, ContextManager, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow.graphs import set_attr
+
+
+def eager_mode() -> ContextManager[None]:
+    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.python.eager import context
+
+    return context.eager_mode()
+
+
+def xla_custom_call(
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
+) -> tf.Tensor:
+    """An operation that TensorFlow's bridge turns into a custom call of XLA.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      operand: its input.
+      target: what is called.
+      settings: the call's ``backend_config``.
+      shape: of its result, which has the input's dtype.
+
+    Returns:
+      The result.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    (result,) = gen_xla_ops.xla_custom_call_v2(
+        operands=[operand],
+        call_target_name=target,
+        backend_config=settings,
+        has_side_effect=False,
+        result_dtypes=[operand.dtype],
+        result_shapes=[tf.TensorShape(shape)],
+    )
+    return result
+
+
+def cross_replica_scatter(
+    tensor: tf.Tensor, groups: Sequence[Sequence[int]], dimension: int
+) -> tf.Tensor:
+    """A sum over groups of the cores of a TPU program, of which each core gets its own part.
+
+    ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      tensor: what this core adds.
+      groups: lists of physical core numbers; the member at a position gets the part there.
+      dimension: the dimension that is cut, which the size of a group divides.
+
+    Returns:
+      The part of the sum.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    return gen_xla_ops.xla_reduce_scatter(
+        input=tensor,
+        group_assignment=tf.constant(groups, tf.int32),
+        scatter_dimension=tf.constant(dimension, tf.int32),
+        reduce_op="Add",
+    )
+
+
+# On an AllToAll in which each core sends the same to all.
+GATHERS = "_mtf_gradsync_gathers"
+
+
+def cross_replica_gather(row: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
+    """The rows of all cores of a group of a TPU program, on each of them.
+
+    TensorFlow has no all-gather for TPUs: each core sends its row to each other by ``AllToAll``,
+    which is the same number of bytes. The operation says by an attribute that it is one.
+
+    Args:
+      row: ``[1, elements]``.
+      groups: lists of physical core numbers.
+
+    Returns:
+      ``[size of a group, elements]``, in the order of the group.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    size = len(groups[0])
+    sent = tf.broadcast_to(row, [size, row.shape[1]])
+    received = tpu_ops.all_to_all(
+        sent,
+        concat_dimension=0,
+        split_dimension=0,
+        split_count=size,
+        group_assignment=[list(group) for group in groups],
+    )
+    set_attr(received.op, GATHERS, tf.AttrValue(b=True))
+    return received
+
+
+def with_own_types(value: np.ndarray) -> np.ndarray:
+    """The same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    own = tf.bfloat16.as_numpy_dtype
+    if value.dtype.name == "bfloat16" and value.dtype != own:
+        return value.view(np.uint16).view(own)
+    return value
+
+
+class BridgeError(RuntimeError):
+    """TensorFlow's bridge to XLA refuses a program."""
+
+
+def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
+    """What TensorFlow's bridge to XLA makes of a function, before any optimization.
+
+    Read on TensorFlow 2.12 to 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
+    calls. It needs eager execution.
+
+    Args:
+      function: a concrete function.
+      input_specs: of its arguments, without what it captures.
+
+    Returns:
+      A serialized ``HloModuleProto``. Its results are the function's, then the new values of the
+      variables that the function assigns; the module's aliases say which is whose.
+
+    Raises:
+      BridgeError: when XLA has no kernel for an operation.
+    """
+    from tensorflow.python.eager.polymorphic_function import compiler_ir
+
+    generate = compiler_ir.from_concrete_function(function, list(input_specs))
+    try:
+        return generate(stage="hlo_serialized")
+    except (tf.errors.OpError, ValueError) as error:
+        text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
+        raise BridgeError(" ".join(text.split())[:600]) from error
+
+
+def hlo_module(serialized: bytes) -> Any:
+    """Reads a program of XLA.
+
+    Read on TensorFlow 2.12 to 2.21. Later versions know more fields; what a version does not know
+    it keeps as unknown fields.
+
+    Args:
+      serialized: a serialized ``HloModuleProto``; empty for a module to fill.
+
+    Returns:
+      The ``HloModuleProto``.
+
+    Raises:
+      google.protobuf.message.DecodeError: when it is something else.
+    """
+    from tensorflow.compiler.xla.service import hlo_pb2
+
+    return hlo_pb2.HloModuleProto.FromString(serialized)
+
+
+def xla_element_types() -> dict[str, int]:
+    """Name of each element type of XLA, as in "F32" -> its number in an ``HloModuleProto``.
+
+    Read on TensorFlow 2.12 to 2.21.
+    """
+    from tensorflow.compiler.xla import xla_data_pb2
+
+    return dict(xla_data_pb2.PrimitiveType.items())

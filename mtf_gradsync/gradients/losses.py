@@ -1,0 +1,196 @@
+"""The losses behind gradients: finding them, scaling them, and taking the scale out again."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import Seed, gradients_calls, loop_body
+from mtf_gradsync.gradients.pending.linear import linear_positions
+from mtf_gradsync.gradients.stages import MaybeGradients, on_present
+from mtf_gradsync.step import Part, PartLowering, Plan
+from mtf_gradsync.step.hook import flat
+
+Scale = Union[float, mtf.Tensor]
+
+
+class ScaledLosses(Part):
+    """What a plan knows of scaled losses: which they are, and which gradients are unscaled."""
+
+    def __init__(self) -> None:
+        # Of what a loss is multiplied by, and whose that is.
+        self.scales: dict[Seed, tuple[Scale, str]] = {}
+        # Gradients without it.
+        self.unscaled: dict[mtf.Tensor, str] = {}
+        # Whose gradients were applied.
+        self.applied: frozenset[str] = frozenset()
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """See `Part.begin`."""
+        del lowering
+        for seed, (scale, _) in self.scales.items():
+            seed.scale = scale
+        return PartLowering()
+
+
+def unscaled_gradients(
+    grads: MaybeGradients, make_scale: Callable[[], Scale], owner: str, names: Sequence[str]
+) -> list[mtf.Tensor | None]:
+    """Scales the losses behind gradients, and takes the scale out of the gradients.
+
+    The loss itself keeps its value: what `mtf.gradients` begins with is multiplied.
+
+    Args:
+      grads: gradients by `mtf.gradients`, perhaps cast, summed or scaled since; None, and what this
+        function has returned, or something made of that, passes through.
+      make_scale: gives a number, or an mtf scalar that is the value of a variable; called where
+        there is no error.
+      owner: name of the optimizer whose scale it is.
+      names: what to call the gradients.
+
+    Returns:
+      Gradients of the loss without the scale, float32 where they were narrower; pending where they
+      were.
+
+    Raises:
+      ValueError: gradients come from no loss, or something that is not linear has changed them, or
+        another optimizer has scaled the loss.
+    """
+    present = [g for g in grads if g is not None]
+    if not present:
+        return list(grads)
+    plan = Plan.of(present[0].graph)
+    part = plan.part(ScaledLosses)
+    ways = {}
+    for grad, name in zip(grads, names):
+        if grad is not None:
+            ways[grad] = way = _way_to(grad, part)
+            way.check(name, owner)
+    raw = [grad for grad, way in ways.items() if way.seeds]
+    seeds = {seed for way in ways.values() for seed in way.seeds}
+    for seed in seeds:
+        _, other = part.scales.get(seed, (None, owner))
+        if other != owner:
+            raise ValueError(
+                f"{owner} and {other} would both scale one loss; give all of its "
+                "gradients to one LossScaleOptimizer."
+            )
+    if not raw:
+        return list(grads)
+    scale = make_scale()
+    # Replaced, not changed, so that the plan can go back.
+    part.scales = {**part.scales, **dict.fromkeys(seeds, (scale, owner))}
+    inverse = 1.0 / scale if not isinstance(scale, mtf.Tensor) else mtf.reciprocal(scale)
+    outputs = {grad: _unscaled(grad, inverse) for grad in raw}
+    part.unscaled = {**part.unscaled, **dict.fromkeys(outputs.values(), owner)}
+    return on_present(grads, lambda some: [outputs.get(g, g) for g in some])
+
+
+def _unscaled(grad: mtf.Tensor, inverse: float | mtf.Tensor) -> mtf.Tensor:
+    # In the narrow dtype, what the scale has kept from zero would become zero now.
+    wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+    if not isinstance(inverse, mtf.Tensor):
+        return mtf.cwise(lambda x: tf.cast(x, wide) * inverse, [grad], wide)
+    return mtf.cwise(lambda x, by: tf.cast(x, wide) * tf.cast(by, wide), [grad, inverse], wide)
+
+
+class _Way(NamedTuple):
+    """How a gradient comes from its losses.
+
+    Attributes:
+      seeds: what `mtf.gradients` began with, of losses whose scale was not taken out on the way.
+      owners: whose scales were taken out on the way.
+      bends: the operation that is not linear in gradients with a scale; None for none.
+    """
+
+    seeds: frozenset[Seed]
+    owners: frozenset[str]
+    bends: mtf.Operation | None
+
+    def check(self, name: str, owner: str) -> None:
+        """Raises ValueError where the scale cannot be taken out of the gradient."""
+        if self.owners - {owner}:
+            raise ValueError(
+                f"The gradient of {name!r} is of a loss that {sorted(self.owners)} has scaled, and "
+                f"now comes to {owner}; give it to the optimizer that computed it."
+            )
+        if not self.seeds and not self.owners:
+            raise ValueError(
+                f"{owner} scales the loss, but the gradient of {name!r} does not come from "
+                "mtf.gradients of a loss; compute it with opt.compute_gradients(loss)."
+            )
+        if self.bends is not None:
+            kind = type(self.bends).__name__
+            raise ValueError(
+                f"{owner} scales the loss, but {kind} {self.bends.name!r} has changed the gradient "
+                f"of {name!r} in a way that is not linear (a clip, say) before the scale was taken "
+                "out. Compute gradients with opt.compute_gradients(loss), which takes it out, or "
+                "clip inside, by ClipByGlobalNormOptimizer."
+            )
+
+
+def _way_to(grad: mtf.Tensor, part: ScaledLosses) -> _Way:
+    """Goes back from a gradient to where it was computed."""
+    graph = grad.graph
+    computed = {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
+    seeds: set[Seed] = set()
+    owners: set[str] = set()
+    between: set[mtf.Operation] = set()
+    ends: set[mtf.Tensor] = set()
+    seen, pending = {grad}, [grad]
+    while pending:
+        tensor = pending.pop()
+        if tensor in part.unscaled:
+            owners.add(part.unscaled[tensor])
+            continue
+        if tensor in computed:
+            seeds.update(computed[tensor])
+            ends.add(tensor)
+            continue
+        between.add(tensor.operation)
+        for source in _sources(tensor):
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+    bends = _first_bend(graph, between, ends) if seeds else None
+    if seeds and owners and bends is None:
+        bends = grad.operation  # half of it still has the scale
+    return _Way(frozenset(seeds), frozenset(owners), bends)
+
+
+def _sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
+    operation = tensor.operation
+    if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
+        return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
+    return operation.inputs
+
+
+def _first_bend(
+    graph: mtf.Graph, between: set[mtf.Operation], ends: set[mtf.Tensor]
+) -> mtf.Operation | None:
+    """The first of some operations that is not linear in tensors or what is made of them."""
+    scaled: set[Any] = set(ends)
+    for operation in flat(graph.operations):
+        if operation not in between:
+            continue
+        if isinstance(operation, mtf.WhileLoopOperation):
+            body = loop_body(operation)
+            scaled.update(x for x, y in zip(operation.outputs, body.outputs) if y in scaled)
+            continue
+        positions = {i for i, x in enumerate(operation.inputs) if x in scaled}
+        if not positions:
+            continue
+        if not _keeps_scale(operation, positions):
+            return operation
+        scaled.update(operation.outputs)
+    return None
+
+
+def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
+    """Whether an operation makes of scaled inputs what it makes of them, scaled."""
+    if getattr(operation, "is_linear", False):
+        return positions == set(range(len(operation.inputs)))
+    if isinstance(operation, mtf.ScalarAddOperation):
+        return False
+    found = linear_positions(operation, sorted(positions))
+    return found is not None and set(found) <= positions

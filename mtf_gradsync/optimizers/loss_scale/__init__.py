@@ -1,0 +1,5 @@
+"""The loss scale: narrow gradients that neither vanish nor overflow."""
+
+from mtf_gradsync.optimizers.loss_scale.optimizer import LossScaleOptimizer
+
+__all__ = ["LossScaleOptimizer"]

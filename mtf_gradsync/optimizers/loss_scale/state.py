@@ -1,0 +1,120 @@
+"""What a loss scale remembers from step to step, and how it moves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._scopes import root_scope
+from mtf_gradsync.optimizers.state.held import held_after
+from mtf_gradsync.optimizers.state.restoring import note_state
+from mtf_gradsync.optimizers.state.variables import counter, unstacked
+
+
+class Rule(NamedTuple):
+    """How a loss scale moves.
+
+    Attributes:
+      is_dynamic: whether it does.
+      initial: what it begins with.
+      growth_steps: updates in a row with finite gradients after which it grows.
+      multiplier: what it grows and shrinks by.
+      lowest: it does not shrink below.
+      highest: it does not grow beyond.
+    """
+
+    is_dynamic: bool
+    initial: float
+    growth_steps: int
+    multiplier: float
+    lowest: float
+    highest: float
+
+
+class LossScaleState(NamedTuple):
+    """Scalars: mtf variables, or their values after a step.
+
+    Attributes:
+      scale: float32, what the loss is multiplied by; None where it is fixed.
+      good_steps: int32, updates in a row with finite gradients since it moved; None likewise.
+      skipped: int32, steps left out so far.
+    """
+
+    scale: Any
+    good_steps: Any
+    skipped: Any
+
+    @property
+    def present(self) -> list[Any]:
+        """Those that are not None."""
+        return [x for x in self if x is not None]
+
+
+def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
+    """Makes the variables, `<name>/<field>`, in checkpoints too.
+
+    Args:
+      mesh: the mesh.
+      name: name of the wrapper.
+      rule: how the scale moves.
+
+    Returns:
+      The variables.
+    """
+    scale = good_steps = None
+    if rule.is_dynamic:
+        with root_scope():
+            scale = mtf.get_variable(
+                mesh,
+                f"{name}/scale",
+                mtf.Shape([]),
+                unstacked(tf.float32),
+                initializer=tf.constant_initializer(rule.initial),
+                trainable=False,
+            ).operation
+        note_state(scale, start=rule.initial)
+        good_steps = counter(mesh, f"{name}/good_steps", stacked=False)
+    return LossScaleState(scale, good_steps, counter(mesh, f"{name}/skipped", stacked=False))
+
+
+def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
+    """The values after a step.
+
+    Args:
+      before: the variables.
+      finite: a boolean scalar, whether all gradients are.
+      rule: how the scale moves.
+
+    Returns:
+      What the variables hold next.
+    """
+
+    def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+        return count + tf.cast(tf.logical_not(is_finite), tf.int32)
+
+    def good_steps(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+        more = (count + 1) * tf.cast(is_finite, tf.int32)
+        return more * tf.cast(more < rule.growth_steps, tf.int32)
+
+    def scale(now: tf.Tensor, count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
+        # Where it lies beyond a limit already, as after a change of limits, it comes back to it.
+        lower = tf.maximum(now / rule.multiplier, rule.lowest)
+        higher = tf.minimum(now * rule.multiplier, rule.highest)
+        grows = count + 1 >= rule.growth_steps
+        return tf.where_v2(is_finite, tf.where_v2(grows, higher, now), lower)
+
+    count = mtf.cwise(skipped, [before.skipped.value, finite], tf.int32)
+    if not rule.is_dynamic:
+        return LossScaleState(None, None, count)
+    good = before.good_steps.value
+    return LossScaleState(
+        mtf.cwise(scale, [before.scale.value, good, finite], tf.float32),
+        mtf.cwise(good_steps, [good, finite], tf.int32),
+        count,
+    )
+
+
+def held_after_step(state: LossScaleState, writes: list[mtf.Operation]) -> LossScaleState:
+    """What the variables hold once they were written, or were left as they are."""
+    values = iter(held_after(state.present, writes[-1]))
+    return LossScaleState(*[None if x is None else next(values) for x in state])

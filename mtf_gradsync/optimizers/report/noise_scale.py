@@ -1,0 +1,190 @@
+"""The gradient noise scale: how large a batch still pays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._numbers import is_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._scopes import root_scope
+from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
+from mtf_gradsync.optimizers.report.norms import norms_of_shards, whole_norm
+from mtf_gradsync.optimizers.seen import Summed
+from mtf_gradsync.optimizers.state.held import held_after
+from mtf_gradsync.optimizers.state.restoring import note_state
+from mtf_gradsync.optimizers.state.variables import state_variable
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.step import Gate, Plan
+
+
+class NoiseScale(NamedTuple):
+    """The gradient noise scale of a training step.
+
+    Attributes:
+      value: float32 mtf scalar, in the unit of the batch size; it counts the step that it is
+        fetched with. NaN before the first.
+      updates: mtf operations to run with the optimizer's own: they smooth. None where that is
+        part of the optimizer's already.
+    """
+
+    value: mtf.Tensor
+    updates: list[mtf.Operation]
+
+
+def gradient_noise_scale(
+    opt: Wrapper,
+    batch_size: float,
+    decay: float = 0.99,
+    axes: ReplicaAxes | None = None,
+    name: str = "gradient_noise_scale",
+) -> NoiseScale:
+    """Estimates the simple noise scale, tr(Sigma) / |G|^2, from the shards' gradients.
+
+    It is about the batch size from which on a larger batch saves few steps. The mean squared norm
+    of the shards' gradients (of batch_size / num_shards examples each) is compared with that of
+    their mean (of batch_size examples); both are smoothed before they are divided. That costs a
+    pass over the gradients for each, and one number for each shard crosses the mesh; the sums are
+    those that the optimizer makes. A step with gradients that are not finite does not count.
+
+    To be called once, after gradients were applied and before the graph is lowered. State, in
+    checkpoints: `<name>/trace` and `<name>/squared_norm`.
+
+    Args:
+      opt: a wrapper that has applied gradients, of a loss that is a mean or a sum over a batch that
+        is split equally.
+      batch_size: examples in the gradients that the optimizer sums over the mesh at once: a global
+        batch, or with local accumulation all micro batches of an update. In the unit that the noise
+        scale is wanted in.
+      decay: of the moving averages, at least 0 and less than 1.
+      axes: the replica axes, where no wrapper was told; None takes those of the mesh that the
+        program has made for this graph.
+      name: what the names of the variables begin with.
+
+    Returns:
+      The noise scale.
+
+    Raises:
+      TypeError: opt is no wrapper.
+      ValueError: an argument is out of range; gradients were not applied before, or were not summed
+        over several shards, or shards cannot be told apart or leave theirs out.
+
+    References:
+      McCandlish et al., "An empirical model of large-batch training", 2018, appendix A.1
+    """
+    if not is_number(batch_size) or not (math.isfinite(batch_size) and batch_size > 0):
+        raise ValueError(f"batch_size must be finite and greater than 0, got {batch_size!r}.")
+    if not is_number(decay) or not 0 <= decay < 1:
+        raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}.")
+    wrapper, summed, axes = _what_was_summed(opt, axes)
+    branch = summed.sums.branch
+    plan = Plan.of(summed.sums.grads[0].graph)
+    mesh = summed.sums.grads[0].mesh
+    with plan.undone_on_error():
+        averages = [_variable(mesh, f"{name}/{field}") for field in ("trace", "squared_norm")]
+        made: list[mtf.Operation] = []
+
+        def smooth() -> list[mtf.Operation]:
+            parts, _ = norms_of_shards(summed.parts, axes, wrapper.reducer)
+            if parts is None:
+                raise ValueError(
+                    "The shards' gradients cannot be told apart without sums of the size of "
+                    "gradients, so that their noise scale cannot be had."
+                )
+            whole = whole_norm(summed.sums._replace(branch=None), wrapper.reducer)
+            estimates = _estimates(parts, whole, axes.num_shards, batch_size)
+            made.extend(
+                mtf.assign(average, _moved(average.value, new, estimates, decay))
+                for average, new in zip(averages, estimates)
+            )
+            if branch is None:
+                Gate(plan, estimates).hold(made)
+            return made
+
+        if branch is None:
+            smooth()
+        else:
+            branch.add(smooth)
+        trace, squared_norm = held_after(averages, made[-1])
+        # 0 / 0 is NaN: before the first step there is none.
+        value = mtf.cwise(tf.divide, [trace, squared_norm])
+    return NoiseScale(value, made if branch is None else [])
+
+
+def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summed, ReplicaAxes]:
+    """The outermost wrapper that has summed gradients over shards, and what it has summed."""
+    if not isinstance(opt, Wrapper):
+        raise TypeError(
+            f"gradient_noise_scale looks at what a wrapper has summed, got {opt!r}: wrap it, "
+            "CrossShardOptimizer(opt)."
+        )
+    if opt.came is None:
+        raise ValueError("gradient_noise_scale has to be called after gradients were applied.")
+    wrappers = opt._wrappers()
+    apart = next((w for w in wrappers if getattr(w, "tells_replicas_apart", False)), None)
+    if apart is not None:
+        raise ValueError(
+            f"{type(apart).__name__} leaves out gradients of some replicas on some steps, so that "
+            "norms before and after its sum are not of one batch."
+        )
+    axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
+    wrapper = next((w for w in wrappers if w.summed is not None), None)
+    if axes is None or axes.num_shards == 1 or wrapper is None:
+        what = (
+            "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"
+        )
+        raise ValueError(
+            f"The gradients {what}: their noise scale takes shards to compare. Give axes= where "
+            "there are several."
+        )
+    return wrapper, wrapper.summed, axes
+
+
+def _variable(mesh: mtf.Mesh, name: str) -> mtf.Variable:
+    with root_scope():
+        variable = state_variable(mesh, name, mtf.Shape([]), tf.float32, stacked=False)
+    note_state(variable)
+    return variable
+
+
+def _estimates(
+    parts: mtf.Tensor, whole: mtf.Tensor, num_shards: int, batch_size: float
+) -> list[mtf.Tensor]:
+    """Unbiased estimates of tr(Sigma) and |G|^2 by one step.
+
+    Args:
+      parts: `[shards...]`, norms of what each shard adds to the sum.
+      whole: norm of the sum.
+      num_shards: how many there are.
+      batch_size: examples in the sum.
+
+    Returns:
+      Two scalars.
+    """
+    small, big = batch_size / num_shards, batch_size
+
+    def trace(parts: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
+        return (_of_one(parts) - tf.square(whole)) / (1 / small - 1 / big)
+
+    def squared_norm(parts: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
+        return (big * tf.square(whole) - small * _of_one(parts)) / (big - small)
+
+    def _of_one(parts: tf.Tensor) -> tf.Tensor:
+        """Mean squared norm of the shards' own gradients: num_shards times what each adds."""
+        return tf.reduce_mean(tf.square(parts)) * num_shards**2
+
+    kind = {"output_shape": mtf.Shape([]), "output_dtype": tf.float32, "splittable_dims": []}
+    both = [mtf.cast(parts, tf.float32), mtf.cast(whole, tf.float32)]
+    return [mtf.slicewise(fn, both, **kind) for fn in (trace, squared_norm)]
+
+
+def _moved(
+    average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
+) -> mtf.Tensor:
+    """A moving average after a step, from 0: the same share of both is missing from their ratio."""
+
+    def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
+        counts = tf.reduce_all(tf.math.is_finite(tf.stack(estimates)))
+        return tf.where_v2(counts, average * decay + new * (1 - decay), average)
+
+    return mtf.cwise(move, [average, new, *estimates])

@@ -1,0 +1,197 @@
+"""What LossScaleOptimizer refuses, and how it says so."""
+
+import re
+
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import models
+
+AXES = gs.ReplicaAxes("all:4", "batch:all")
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_scale": "static"}, "loss_scale must be 'dynamic' or a number"),
+        ({"loss_scale": 0}, "loss_scale must be 'dynamic' or a number"),
+        ({"loss_scale": float("inf")}, "loss_scale must be 'dynamic' or a number"),
+        ({"loss_scale": True}, "loss_scale must be 'dynamic' or a number"),
+        ({"initial_scale": -1.0}, "initial_scale must be finite"),
+        ({"initial_scale": 2.0**30}, "between min_scale and max_scale"),
+        ({"min_scale": 4.0, "initial_scale": 2.0}, "between min_scale and max_scale"),
+        ({"multiplier": 1.0}, "multiplier must be finite and greater than 1"),
+        ({"growth_steps": 0}, "growth_steps must be a whole number"),
+        ({"growth_steps": 1.5}, "growth_steps must be a whole number"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gs.LossScaleOptimizer(sgd(), **arguments)
+
+
+def test_optimizers_of_tensorflow_are_for_another_class():
+    with pytest.raises(TypeError, match="MeshOptimizer"):
+        gs.LossScaleOptimizer(tf.train.GradientDescentOptimizer(0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gs.LossScaleOptimizer(gs.LossScaleOptimizer(sgd())), "twice"),
+        (
+            lambda: gs.LossScaleOptimizer(gs.GradientAccumulationOptimizer(sgd(), 2, axes=AXES)),
+            "turn them round",
+        ),
+        (
+            lambda: gs.SyncReplicasOptimizer(gs.LossScaleOptimizer(sgd()), 4, axes=AXES),
+            "never learns",
+        ),
+        (
+            lambda: gs.GradientAccumulationOptimizer(
+                gs.LossScaleOptimizer(sgd()),
+                2,
+                should_skip_update_fn=gs.skip_not_finite,
+                axes=AXES,
+            ),
+            "never learns",
+        ),
+        (
+            lambda: gs.ShardedUpdateOptimizer(gs.LossScaleOptimizer(sgd()), axes=AXES),
+            "turn them round",
+        ),
+    ],
+)
+def test_orders_that_make_no_sense(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def model():
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    dim = mtf.Dimension("d", 4)
+    x, y = (
+        mtf.get_variable(mesh, name, mtf.Shape([dim]), initializer=tf.ones_initializer())
+        for name in ("x", "y")
+    )
+    return mtf.reduce_sum(x * y), graph.trainable_variables
+
+
+def test_gradients_have_to_come_from_a_loss():
+    loss, variables = model()
+    operations = list(loss.graph.operations)
+    with pytest.raises(ValueError, match="'x' does not come from"):
+        gs.LossScaleOptimizer(sgd()).apply_grads([v.value for v in variables], variables)
+    assert loss.graph.operations == operations
+
+
+def halved(grads, values):
+    return [g * 0.5 for g in grads]
+
+
+def cast(grads, values):
+    return [mtf.cast(mtf.cast(g, tf.float16), tf.float32) for g in grads]
+
+
+def summed(grads, values):
+    return gs.sum_shards(grads)
+
+
+def by_a_factor(grads, values):
+    return [mtf.einsum([g, mtf.reduce_sum(v)], g.shape) for g, v in zip(grads, values)]
+
+
+@pytest.mark.parametrize("change", [halved, cast, summed, by_a_factor])
+def test_gradients_may_be_changed_linearly_before(change):
+    loss, variables = model()
+    values = [v.value for v in variables]
+    grads = change(mtf.gradients([loss], values), values)
+    assert gs.LossScaleOptimizer(sgd()).apply_grads(grads, variables)
+
+
+def clipped(grads, values):
+    return gs.clip_by_global_norm(grads, 1.0)[0]
+
+
+def decayed(grads, values):
+    return [g + 0.1 * v for g, v in zip(grads, values)]
+
+
+def squared(grads, values):
+    return [mtf.square(g) for g in grads]
+
+
+def raised(grads, values):
+    return [g + 1.0 for g in grads]
+
+
+@pytest.mark.parametrize("change", [clipped, decayed, squared, raised])
+def test_other_changes_need_gradients_without_the_scale(change):
+    loss, variables = model()
+    values = [v.value for v in variables]
+    grads = change(mtf.gradients([loss], values), values)
+    operations = list(loss.graph.operations)
+    with pytest.raises(ValueError, match="before the scale was taken out"):
+        gs.LossScaleOptimizer(sgd()).apply_grads(grads, variables)
+    assert loss.graph.operations == operations
+    # The scale is out of what compute_gradients returns.
+    optimizer = gs.LossScaleOptimizer(sgd())
+    computed = [g for g, _ in optimizer.compute_gradients(loss)]
+    assert optimizer.apply_grads(change(computed, values), variables)
+
+
+def test_one_loss_has_one_scale():
+    loss, variables = model()
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    gs.LossScaleOptimizer(sgd(), name="first").apply_grads(grads[:1], variables[:1])
+    with pytest.raises(ValueError, match="second and first would both scale"):
+        gs.LossScaleOptimizer(sgd(), name="second").apply_grads(grads[1:], variables[1:])
+
+
+def test_gradients_of_another_optimizer():
+    loss, _ = model()
+    pairs = gs.LossScaleOptimizer(sgd(), name="first").compute_gradients(loss)
+    with pytest.raises(ValueError, match="give it to the optimizer that computed it"):
+        gs.LossScaleOptimizer(sgd(), name="second").apply_gradients(pairs)
+
+
+def test_all_variables_at_once():
+    loss, _ = model()
+    optimizer = gs.LossScaleOptimizer(sgd())
+    (first, second) = optimizer.compute_gradients(loss)
+    optimizer.apply_grad(*first)
+    with pytest.raises(ValueError, match="all variables at once"):
+        optimizer.apply_grad(*second)
+
+
+def test_nothing_to_apply():
+    _, variables = model()
+    assert gs.LossScaleOptimizer(sgd()).apply_grads([None, None], variables) == []
+
+
+def test_slots_and_variables():
+    loss, variables = model()
+    optimizer = gs.LossScaleOptimizer(models.OPTIMIZERS["momentum"]())
+    assert optimizer.scale is None
+    assert optimizer.skipped is None
+    optimizer.minimize(loss)
+    names = {v.name for v in optimizer.variables()}
+    state = {f"LossScaleOptimizer/{x}" for x in ("scale", "good_steps", "skipped")}
+    assert state < names
+    assert optimizer.get_slot(variables[0], "momentum_v").name in names
+    assert optimizer.scale.name == "LossScaleOptimizer/scale"
+
+
+def test_a_fixed_scale_is_a_number():
+    loss, _ = model()
+    optimizer = gs.LossScaleOptimizer(sgd(), loss_scale=128)
+    optimizer.minimize(loss)
+    assert optimizer.scale == 128
+    assert optimizer.good_steps is None
+    assert [v.name for v in optimizer.variables()] == ["LossScaleOptimizer/skipped"]

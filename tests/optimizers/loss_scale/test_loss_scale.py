@@ -1,0 +1,202 @@
+"""LossScaleOptimizer: what it leaves out, how the scale moves, what stays the same to the bit."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models, reference
+
+# As for CrossShardOptimizer's trajectories.
+TOLERANCE = 6 * 16 * np.finfo(np.float32).eps
+# Of these steps; on the others all gradients are finite.
+BAD_STEPS = {1: 5, 3: 2, 4: 2}  # step -> the row of the batch that is infinite
+STEPS = 8
+RULE = {"initial_scale": 8.0, "growth_steps": 2, "min_scale": 2.0, "max_scale": 16.0}
+
+
+def feeds():
+    batches = models.mlp_batches(STEPS)
+    for step, row in BAD_STEPS.items():
+        batches[step]["y"][row, 1] = np.inf
+    return batches
+
+
+def good_feeds():
+    return [feed for step, feed in enumerate(models.mlp_batches(STEPS)) if step not in BAD_STEPS]
+
+
+def scales(bad, initial_scale=8.0, growth_steps=2, min_scale=2.0, max_scale=16.0, multiplier=2.0):
+    """The law of the scale: (scale, good steps, steps left out) after each step."""
+    scale, good, skipped, after = initial_scale, 0, 0, []
+    for is_bad in bad:
+        if is_bad:
+            scale, good, skipped = max(scale / multiplier, min_scale), 0, skipped + 1
+        else:
+            good += 1
+            if good == growth_steps:
+                scale, good = min(scale * multiplier, max_scale), 0
+        after.append((scale, good, skipped))
+    return after
+
+
+def train(make, batch_dims=("batch",), own_gradients=False):
+    """A step by compute_gradients, or by mtf.gradients as pipelines call it."""
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, batch_dims)
+        optimizer = make()
+        count = mtf.get_variable(
+            mesh,
+            "count",
+            mtf.Shape([]),
+            tf.int32,
+            initializer=tf.zeros_initializer(),
+            trainable=False,
+        )
+        if own_gradients:
+            variables = mesh.graph.trainable_variables
+            grads = mtf.gradients([loss], [v.value for v in variables])
+            pairs = list(zip(grads, variables))
+        else:
+            pairs = optimizer.compute_gradients(loss)
+        updates = optimizer.apply_gradients(pairs, global_step=count)
+        told = gs.reported(optimizer)
+        names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
+        return updates, {name: told[name] for name in names}
+
+    return build
+
+
+INNER = {
+    "bare": lambda opt, mesh: opt,
+    "cross shard": lambda opt, mesh: gs.CrossShardOptimizer(opt),
+    "clipped": lambda opt, mesh: gs.ClipByGlobalNormOptimizer(opt, 100.0),
+    "sharded": lambda opt, mesh: gs.ShardedUpdateOptimizer(
+        opt, mesh_shape=mesh[0], layout=mesh[1], batch_dims=mesh[2], min_size=1
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "inner", "optimizer"),
+    [
+        ("placement", "4", "bare", "adam"),
+        ("placement", "2x2", "cross shard", "momentum"),
+        ("placement", "2x2", "sharded", "adam"),
+        ("simd", "4", "bare", "momentum"),
+        ("simd", "4x2", "cross shard", "adam"),
+        ("simd", "2x2x2", "clipped", "sgd"),
+        ("simd", "2x2x2", "cross shard", "adafactor"),
+        ("simd", "8", "sharded", "adam"),
+        ("xla", "4x2", "cross shard", "adam"),
+        ("xla", "8", "sharded", "adam"),
+    ],
+)
+@pytest.mark.parametrize("own_gradients", [False, True])
+def test_what_is_not_finite_is_left_out(kind, mesh, inner, optimizer, own_gradients):
+    shape, layout, batch_dims = harness.MESHES[mesh]
+
+    def inside():
+        return INNER[inner](models.OPTIMIZERS[optimizer](), harness.MESHES[mesh])
+
+    def make():
+        return gs.LossScaleOptimizer(inside(), **RULE)
+
+    build = train(make, batch_dims, own_gradients)
+    result = harness.run(kind, shape, layout, build, feeds())
+    expected = scales([step in BAD_STEPS for step in range(STEPS)])
+    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
+    assert found == expected
+    assert result.variables["count"] == STEPS - len(BAD_STEPS)
+    for name, value in reference.train(optimizer, good_feeds()).items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+    if kind == "xla":
+        return  # which compiles another program, with other roundings
+    # Without the wrapper, a bare optimizer's sums are Mesh-TF's, in an order of their own.
+    alone = (lambda: gs.CrossShardOptimizer(inside())) if inner == "bare" else inside
+    plain = models.train(alone, batch_dims)
+    without = harness.run(kind, shape, layout, plain, good_feeds()).variables
+    assert set(without) < set(result.variables)
+    for name, value in without.items():
+        np.testing.assert_array_equal(result.variables[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+def test_inside_accumulation_an_update_is_left_out_whole(kind):
+    shape, layout, batch_dims = harness.MESHES["2x2"]
+
+    def make():
+        scaled = gs.LossScaleOptimizer(models.OPTIMIZERS["adam"](), **RULE)
+        return gs.GradientAccumulationOptimizer(scaled, 2, mesh_shape=shape, layout=layout)
+
+    result = harness.run(kind, shape, layout, train(make, batch_dims), feeds())
+    # Of the pairs of steps (0, 1), (2, 3), (4, 5) the second is bad, the first, the first.
+    bad = [True, True, True, False]
+    expected = [(8.0, 0, 0)]  # a step without an update leaves it as it is
+    for after in scales(bad):
+        expected += [after, after]
+    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
+    assert found == expected[: len(found)]
+    batches = models.mlp_batches(STEPS)[6:]
+    model = reference.Accumulation(reference.OPTIMIZERS["adam"](), 2)
+    for name, value in reference.train(model, batches).items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+def test_around_accumulation_a_micro_step_is_left_out(kind):
+    shape, layout, batch_dims = harness.MESHES["2x2"]
+
+    def make():
+        accumulation = gs.GradientAccumulationOptimizer(
+            models.OPTIMIZERS["adam"](),
+            2,
+            should_skip_update_fn=gs.skip_not_finite,
+            mesh_shape=shape,
+            layout=layout,
+        )
+        return gs.LossScaleOptimizer(accumulation, **RULE)
+
+    result = harness.run(kind, shape, layout, train(make, batch_dims), feeds())
+    expected = scales([step in BAD_STEPS for step in range(STEPS)])
+    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
+    assert found == expected
+    model = reference.Accumulation(reference.OPTIMIZERS["adam"](), 2)
+    for name, value in reference.train(model, good_feeds()).items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+def test_around_sync_replicas_the_other_shards_contribute(kind):
+    shape, layout, batch_dims = harness.MESHES["4"]
+
+    def make():
+        inner = gs.SyncReplicasOptimizer(
+            models.OPTIMIZERS["sgd"](), 3, mesh_shape=shape, layout=layout
+        )
+        return gs.LossScaleOptimizer(inner, **RULE)
+
+    result = harness.run(kind, shape, layout, train(make, batch_dims), feeds())
+    expected = scales([step in BAD_STEPS for step in range(STEPS)])
+    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
+    assert found == expected
+    values = {k: np.asarray(v, float) for k, v in models.mlp_values().items()}
+    for step, feed in enumerate(models.mlp_batches(STEPS)):
+        feed = {k: v.astype(float) for k, v in feed.items()}
+        rows = np.arange(models.BATCH)
+        if step in BAD_STEPS:
+            rows = rows[rows // 4 != BAD_STEPS[step] // 4]  # a shard has four rows
+        grads = reference.mlp_grads(values, feed["x"][rows], feed["y"][rows])
+        values = reference.Sgd()(values, grads)
+    for name, value in values.items():
+        np.testing.assert_allclose(
+            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+    assert result.variables["count"] == STEPS
