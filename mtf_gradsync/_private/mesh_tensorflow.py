@@ -7,6 +7,7 @@ fails where a version means something else.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -166,6 +167,25 @@ def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
 def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
     """The body of a loop."""
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
+
+
+def keep_scalars_finite() -> None:
+    """Makes float16 tensors be multiplied by the largest finite number in place of a larger one.
+
+    Mesh-TF masks attention by -1e9, which is infinite in float16: the product with the zeros of
+    what is not masked is NaN.
+    """
+    made = mtf.ScalarMultiplyOperation.__init__
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
+        if x.dtype == tf.float16 and isinstance(scalar, (int, float)) and math.isfinite(scalar):
+            scalar = min(max(scalar, tf.float16.min), tf.float16.max)
+        made(self, x, scalar, **how)
+
+    mtf.ScalarMultiplyOperation.__init__ = make
 
 
 class Seed(mtf.Constant):

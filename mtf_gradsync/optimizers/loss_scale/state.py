@@ -116,5 +116,5 @@ def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossSc
 
 def held_after_step(state: LossScaleState, writes: list[mtf.Operation]) -> LossScaleState:
     """What the variables hold once they were written, or were left as they are."""
-    values = iter(held_after(state.present, writes[-1]))
+    values = iter(held_after(state.present, writes))
     return LossScaleState(*[None if x is None else next(values) for x in state])

@@ -105,7 +105,7 @@ def gradient_noise_scale(
             smooth()
         else:
             branch.add(smooth)
-        trace, squared_norm = held_after(averages, made[-1])
+        trace, squared_norm = held_after(averages, made)
         # 0 / 0 is NaN: before the first step there is none.
         value = mtf.cwise(tf.divide, [trace, squared_norm])
     return NoiseScale(value, made if branch is None else [])
@@ -162,20 +162,12 @@ def _estimates(
       Two scalars.
     """
     small, big = batch_size / num_shards, batch_size
-
-    def trace(parts: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
-        return (_of_one(parts) - tf.square(whole)) / (1 / small - 1 / big)
-
-    def squared_norm(parts: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
-        return (big * tf.square(whole) - small * _of_one(parts)) / (big - small)
-
-    def _of_one(parts: tf.Tensor) -> tf.Tensor:
-        """Mean squared norm of the shards' own gradients: num_shards times what each adds."""
-        return tf.reduce_mean(tf.square(parts)) * num_shards**2
-
-    kind = {"output_shape": mtf.Shape([]), "output_dtype": tf.float32, "splittable_dims": []}
-    both = [mtf.cast(parts, tf.float32), mtf.cast(whole, tf.float32)]
-    return [mtf.slicewise(fn, both, **kind) for fn in (trace, squared_norm)]
+    # A shard's own gradient is num_shards times what it adds.
+    of_shards = mtf.reduce_mean(mtf.square(mtf.cast(parts, tf.float32))) * num_shards**2
+    of_sum = mtf.square(mtf.cast(whole, tf.float32))
+    trace = (of_shards - of_sum) * (1 / (1 / small - 1 / big))
+    squared_norm = (of_sum * big - of_shards * small) * (1 / (big - small))
+    return [trace, squared_norm]
 
 
 def _moved(
