@@ -180,6 +180,7 @@ def build(
     mesh_block: Callable[[], Any] | None = None,
     reducer: Any = None,
     autostack: bool = True,
+    more: Callable[[Any], tuple[list[mtf.Operation], list[mtf.Tensor]]] | None = None,
 ) -> Program:
     """Builds and lowers a training step in a graph of its own.
 
@@ -191,6 +192,8 @@ def build(
         graph after the placeholder was made; None lowers on `placement_mesh`.
       reducer: how the wrapper's sums cross the mesh; None takes its default.
       autostack: whether Mesh-TF stacks variables of equal shape, its default.
+      more: called with the optimizer once gradients were applied; gives operations to run with the
+        step, and tensors to compute with it.
 
     Returns:
       The program.
@@ -206,18 +209,24 @@ def build(
             loss = model.make_loss(mesh, x)
             variables = graph.trainable_variables
             grads = mtf.gradients([loss], [v.value for v in variables])
-            operations = []
+            operations: list[mtf.Operation] = []
+            tensors: list[mtf.Tensor] = []
             if variant != FLOOR:
                 optimizer = model.make_optimizer()
                 if variant == WRAPPED:
                     optimizer = gs.CrossShardOptimizer(optimizer, reducer=reducer)
-                operations = optimizer.apply_grads(grads, variables)
+                operations = list(optimizer.apply_grads(grads, variables))
+                if more is not None:
+                    more_operations, tensors = more(optimizer)
+                    operations += more_operations
             lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=autostack)
             tf_loss = lowering.export_to_tf_tensor(loss)
             if variant == FLOOR:
                 update = tf.group(*_partial_sums(lowering, grads))
             else:
-                update = tf.group([lowering.lowered_operation(op) for op in operations])
+                exported = [lowering.export_to_tf_tensor(x) for x in tensors]
+                lowered = [lowering.lowered_operation(op) for op in operations]
+                update = tf.group(*lowered, *exported)
         seconds = time.process_time() - start
     parameters = sum(v.size for v in variables)
     return Program(tf_graph, x, tf_loss, update, lowering, grads, parameters, seconds)

@@ -92,6 +92,20 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
         _by_shard(rows, "Norms of the shards' gradients, clipped",
             "gradient_norm/of_shards_clipped", "norm", "After each shard was clipped by its own "
             "norm."),
+        _over_steps(
+            "Gradient noise scale",
+            "sequences",
+            [
+                _Line("noise scale", series_of(rows, "gradient_noise_scale")),
+            ],
+            "About the batch size from which on a larger batch saves few steps; smoothed.",
+        ),
+        _over_steps(
+            "Loss scale",
+            "factor",
+            [_Line("loss scale", series_of(rows, "loss_scale/scale"))],
+            "What the loss is multiplied by before gradients are computed.",
+        ),
     ]  # fmt: skip
     return [plot for plot in plots if plot]
 
@@ -104,6 +118,14 @@ def draw_dropped(rows: Rows) -> list[Plot]:
             "micro steps so far",
             [_Line("left out", series_of(rows, "accumulation/skipped"))],
             "By should_skip_update_fn of GradientAccumulationOptimizer.",
+            from_zero=True,
+            is_count=True,
+        ),
+        _over_steps(
+            "Steps left out",
+            "steps so far",
+            [_Line("left out", series_of(rows, "loss_scale/skipped"))],
+            "By LossScaleOptimizer: a gradient was not finite.",
             from_zero=True,
             is_count=True,
         ),
