@@ -50,6 +50,15 @@ WRAPPERS = {
         CrossShardOptimizer.opt = @AdamWeightDecayOptimizer
         """,
     ),
+    "scaled": (
+        1,
+        """
+        utils.run.optimizer = @LossScaleOptimizer
+        LossScaleOptimizer.opt = @ClipByGlobalNormOptimizer
+        ClipByGlobalNormOptimizer.opt = @AdamWeightDecayOptimizer
+        ClipByGlobalNormOptimizer.clip_norm = 1e6
+        """,
+    ),
     "sync replicas": (
         1,
         """
@@ -102,6 +111,7 @@ def wrapped(tmp_path_factory):
         ("unitransformer", "sync replicas"),
         ("bitransformer, bfloat16", "accumulated on each shard"),
         ("microbatches", "accumulated whole"),
+        ("microbatches", "scaled"),
     ],
 )
 def test_losses_are_those_of_the_bare_pipeline(bare, wrapped, model, wrapper):

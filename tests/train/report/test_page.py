@@ -82,6 +82,9 @@ def rows_of(steps, shards=4):
             "gradient_norm/applied": 1.0,
             "gradient_norm/of_shards": [1.0 + s for s in range(shards)],
             "accumulation/skipped": step // 2,
+            "gradient_noise_scale": 10.0 + step,
+            "loss_scale/scale": 1024.0,
+            "loss_scale/skipped": step // 3,
             "sync_replicas/contributions": [step] * shards,
             "sync_replicas/dropped": [0] * (shards - 1) + [step],
         }
@@ -120,9 +123,10 @@ def test_all_of_a_run(tmp_path, shards):
     page = page_of(tmp_path, rows, Ended(20, 20, "finished", result), unigram_nats=3.0)
     assert page.texts["h3"] == (
         "LossSpeedLearning rateNorm of the gradientNorms of the shards' gradients"
-        "Micro steps left outSteps without a contributionBytes by kind and mesh axis"
+        "Gradient noise scaleLoss scaleMicro steps left outSteps left out"
+        "Steps without a contributionBytes by kind and mesh axis"
     )
-    assert len(page.of("svg")) == 8
+    assert len(page.of("svg")) == 11
     labels = " ".join(plot["aria-label"] for plot in page.of("svg"))
     assert "training: 5 at step 1, 0.25 at step 20" in labels
     assert f"{shards} shards" in labels
