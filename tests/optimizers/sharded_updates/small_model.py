@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from unittest import mock
 
 import numpy as np
@@ -145,6 +146,13 @@ OPTIMIZERS = {
     **models.OPTIMIZERS,
     "mesh_adam": lambda: gs.MeshOptimizer(tf.train.AdamOptimizer(0.01)),
 }
+
+
+@functools.lru_cache(maxsize=None)
+def on_one(optimizer):
+    """The program of one processor, whose runs those of meshes are compared with."""
+    make = OPTIMIZERS[optimizer]
+    return built("placement", "one", lambda: gs.CrossShardOptimizer(make()), batches(1)[0])
 
 
 def assert_close(actual, expected, tolerance):

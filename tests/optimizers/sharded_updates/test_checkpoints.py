@@ -61,21 +61,14 @@ def session_of(made):
             yield OfPlacement(made, session, saver) if saver else session
 
 
-@pytest.fixture(scope="module")
-def on_one():
-    """The run of one processor."""
-    return built("placement", "one", False)
-
-
 @pytest.mark.parametrize(
     "runs",
     [
         [
             ("simd", "4x2", True),
             ("placement", "one", False),
-            ("own memories", "4x2", True),
+            ("own memories", "2x2", True),
             ("simd", "8", False),
-            ("simd", "2x2", True),
         ],
         pytest.param(
             [("xla", "4x2", True), ("placement", "2x2", False), ("xla", "2x2", True)],
@@ -84,7 +77,7 @@ def on_one():
     ],
     ids=["cpu", "xla"],
 )
-def test_exactly_what_was_saved_is_restored_and_training_goes_on(runs, on_one, tmp_path):
+def test_exactly_what_was_saved_is_restored_and_training_goes_on(runs, tmp_path):
     path, saved, feeds = None, None, batches(len(runs))
     for number, run in enumerate(runs):
         made = built(*run)
@@ -96,4 +89,5 @@ def test_exactly_what_was_saved_is_restored_and_training_goes_on(runs, on_one, t
             session.run(made.updates, feed)
             saved = session.variables()
             path = session.save(str(tmp_path / f"step_{number}"))
-    assert_close(saved, on_one.run(feeds).variables, len(runs) * ULPS)
+    expected = small_model.on_one(OPTIMIZER).run(feeds).variables
+    assert_close(saved, expected, len(runs) * ULPS)

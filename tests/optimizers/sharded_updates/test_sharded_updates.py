@@ -41,7 +41,6 @@ def both(kind, mesh, optimizer, **kwargs):
         ("simd", "2x2", "adam"),
         ("simd", "2x2", "momentum"),
         ("simd", "2x2", "sgd"),
-        ("placement", "2x2", "momentum"),
     ],
 )
 def test_bits_are_those_of_the_inner_optimizer(kind, mesh, optimizer):
@@ -53,34 +52,36 @@ def test_bits_are_those_of_the_inner_optimizer(kind, mesh, optimizer):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
-def test_another_program_of_xla_rounds_otherwise(optimizer):
+def test_another_program_of_xla_rounds_otherwise():
     """By ulp: it fuses multiplications and additions as it likes.
 
     Values are below 2. A step rounds a variable once, and its gradient, of sums of at most 8
     products, a few times, which an update of at most 0.02 makes small.
     """
-    assert_close(*both("xla", "2x2", optimizer), STEPS * 2 * EPS)
+    assert_close(*both("xla", "2x2", "adam"), STEPS * 2 * EPS)
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh", "optimizer"),
+    ("kind", "mesh", "optimizer", "kwargs"),
     [
-        ("placement", "2x2", "adafactor"),
-        ("own memories", "2x2", "adafactor"),
+        ("placement", "2x2", "adafactor", {}),
+        ("own memories", "2x2", "adafactor", {}),
         # Sums over two axes go along one after the other.
-        ("simd", "2x2x2", "adam"),
-        pytest.param("xla", "2x2", "adafactor", marks=pytest.mark.xla),
-        pytest.param("xla", "2x2x2", "sgd", marks=pytest.mark.xla),
+        ("simd", "2x2x2", "adam", {}),
+        (
+            "simd",
+            "4x2",
+            "adafactor",
+            dict(autostack=False, logical_to_physical=harness.SHUFFLED),
+        ),
+        pytest.param("xla", "2x2", "adafactor", {}, marks=pytest.mark.xla),
+        pytest.param("xla", "2x2x2", "sgd", {}, marks=pytest.mark.xla),
     ],
 )
-def test_trains_as_the_inner_optimizer(kind, mesh, optimizer):
-    assert_close(*both(kind, mesh, optimizer), TOLERANCE)
-
-
-def test_shuffled_cores_and_no_stacking():
-    kwargs = dict(autostack=False, logical_to_physical=harness.SHUFFLED)
-    assert_close(*both("simd", "4x2", "adafactor", **kwargs), TOLERANCE)
+def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs):
+    make, feeds = MAKE[optimizer], batches(STEPS)
+    parts = run(kind, mesh, lambda: sharded(make(), mesh), feeds, **kwargs).variables
+    assert_close(parts, small_model.on_one(optimizer).run(feeds).variables, TOLERANCE)
 
 
 WHOLE, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), (tf.bfloat16,) * 3
@@ -89,7 +90,7 @@ WHOLE, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "dtypes", "autostack"),
     [
-        ("own memories", "adam", WHOLE, False),
+        ("own memories", "sgd", WHOLE, False),
         ("simd", "adam", WHOLE, True),
         ("simd", "adam_by_name", ACTIVATIONS, False),
         ("simd", "adam_by_name", NARROW, True),
@@ -100,7 +101,7 @@ def test_experts_that_are_split_over_the_replicas(kind, optimizer, dtypes, autos
     dtype = dtypes if dtypes is WHOLE else mtf.VariableDType(*dtypes)
     parts, whole = both(kind, "experts", optimizer, dtype=dtype, autostack=autostack)
     start = small_model.initial_values({**small_model.SHAPES, **small_model.EXPERTS})
-    assert np.abs(whole["experts"] - start["experts"]).max() > 2.0**-8
+    assert np.abs(whole["experts"] - start["experts"]).max() > 1e-4
     assert_same_bits(parts, whole)
 
 
@@ -120,11 +121,11 @@ def test_sums_are_scattered_and_new_values_gathered_once():
     assert sorted(row.bytes_per_core for row in gathers) == [2 * 4 * 32, size]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
-def test_each_core_holds_its_share_of_the_slots(optimizer):
+def test_each_core_holds_its_share_of_the_slots():
+    """Of Adafactor's: those of a variable's shape, and those that lack the split dimension."""
     held = []
     for wrap in (lambda opt: sharded(opt, "4x2"), gs.CrossShardOptimizer):
-        made = program("4x2", lambda wrap=wrap: wrap(OPTIMIZERS[optimizer]()), autostack=False)
+        made = program("4x2", lambda wrap=wrap: wrap(OPTIMIZERS["adafactor"]()), autostack=False)
         (mesh_impl,) = made.lowering.mesh_to_impl.values()
         slots = [v for v in made.lowering.graph.all_variables if not v.trainable]
         # The others cannot be split.
