@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import gin
 
@@ -17,7 +17,8 @@ from mtf_gradsync.reduce import Strategy
 class ClipByGlobalNormOptimizer(Wrapper):
     """Sums gradients over the mesh, clips them by their global norm, applies another optimizer.
 
-    Inside `GradientAccumulationOptimizer` it clips once an update, what was accumulated.
+    Inside `GradientAccumulationOptimizer` it clips once an update, what was accumulated. Around
+    `ShardedUpdateOptimizer`, as inside of it, the norm is made of the parts of sums.
 
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
@@ -60,19 +61,36 @@ class ClipByGlobalNormOptimizer(Wrapper):
         super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._clip_norm = clip_norm
 
-    def _check_inner_stack(self) -> None:
-        super()._check_inner_stack()
-        if self._inner_apply_unsummed is not None:
-            raise ValueError(
-                "ClipByGlobalNormOptimizer around ShardedUpdateOptimizer would send whole "
-                "gradients for their norm: turn them round, "
-                "ShardedUpdateOptimizer(ClipByGlobalNormOptimizer(opt, ...), ...), which makes the "
-                "same norm of the parts."
-            )
+    @property
+    def apply_unsummed(self) -> Callable[..., list[mtf.Operation]] | None:
+        """Applies gradients that are not summed, around an optimizer that sums by itself.
+
+        As `ShardedUpdateOptimizer.apply_unsummed`; None around any other optimizer.
+        """
+        apply = self._inner_apply_unsummed
+        if apply is None:
+            return None
+
+        def apply_clipped(
+            grads: Sequence[mtf.Tensor | None],
+            variables: Sequence[mtf.Variable],
+            finish: Callable[..., Any] = list,
+        ) -> list[mtf.Operation]:
+            def clip(totals: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
+                return self._clipped(finish(totals))
+
+            return self._apply_inner(grads, variables, lambda g, v: apply(g, v, clip))
+
+        return apply_clipped
 
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
     ) -> list[mtf.Operation]:
-        summed = self._summed(grads, variables)
-        clipped, _ = clip_by_global_norm(summed, self._clip_norm, self.reducer)
-        return self._apply_inner(clipped, variables)
+        apply_unsummed = self.apply_unsummed
+        if apply_unsummed is not None:
+            return apply_unsummed(grads, variables)
+        return self._apply_inner(self._clipped(self._summed(grads, variables)), variables)
+
+    def _clipped(self, sums: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
+        """Sums, or parts of them, clipped by the norm of all."""
+        return clip_by_global_norm(sums, self._clip_norm, self.reducer)[0]

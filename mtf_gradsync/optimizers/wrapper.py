@@ -238,13 +238,13 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
             dtype = self._inner_dtype(dtypes[index])
             return total if total.dtype == dtype else mtf.cast(total, dtype)
 
+        def finish_all(totals: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
+            return [None if x is None else finish(i, x) for i, x in enumerate(totals)]
+
         apply_unsummed = self._inner_apply_unsummed
         if apply_unsummed is not None:
-            return self._apply_inner(sums, variables, lambda g, v: apply_unsummed(g, v, finish))
-        totals = self._summed(sums, variables)
-        return self._apply_inner(
-            [None if x is None else finish(i, x) for i, x in enumerate(totals)], variables
-        )
+            return self._apply_inner(sums, variables, lambda g, v: apply_unsummed(g, v, finish_all))
+        return self._apply_inner(finish_all(self._summed(sums, variables)), variables)
 
     @property
     def _inner_apply_unsummed(self) -> Callable[..., list[mtf.Operation]] | None:

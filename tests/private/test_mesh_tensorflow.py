@@ -228,13 +228,49 @@ def test_a_variable_stands_for_another_one():
     assert stand_in not in mesh.graph.operations[len(known) :]
 
 
+def test_a_variable_gets_a_value_of_another_shape_and_its_own_is_made_of_that():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    d, square = mtf.Dimension("d", 8), mtf.Shape([ROWS, COLUMNS])
+    start = tf.constant_initializer(np.arange(8))
+    whole = mtf.get_variable(mesh, "w", [d], initializer=start)
+    w = whole.operation
+    value = private.give_value(w, square, w.dtype)
+    assert (w.outputs, w.value, w.shape) == ([value], value, square)
+    join = mtf.reshape(value, whole.shape).operation
+    private.take_over(join, [whole])
+    assert (whole.operation, join.outputs) == (join, [whole])
+    doubled, update = whole * 2.0, mtf.assign(w, value + 1.0)
+    lowering = lower(mesh)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(lowering.copy_masters_to_slices())
+        # The new shape is laid out, its rows over two processors.
+        assert lowering.variables[w].laid_out_tensor.slice_shape == [2, 2]
+        np.testing.assert_array_equal(
+            session.run(lowering.export_to_tf_tensor(doubled)), 2.0 * np.arange(8)
+        )
+        session.run(lowering.lowered_operation(update))
+        session.run(lowering.copy_slices_to_masters())
+        (master,) = tf.global_variables()
+        np.testing.assert_array_equal(session.run(master), 1.0 + np.arange(8))
+
+
 def test_an_assignment_is_made_one_to_another_variable():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
-    first, second = (mtf.get_variable(mesh, name, []).operation for name in "ab")
-    assign = mtf.assign(first, mtf.constant(mesh, 1.0))
+    zeros = tf.zeros_initializer()
+    first, second = (mtf.get_variable(mesh, name, [], initializer=zeros).operation for name in "ab")
     value = mtf.constant(mesh, 2.0)
+    assign = mtf.assign(first, mtf.constant(mesh, 1.0))
     private.reassign(assign, [second], [value])
     assert (assign.variables, assign.inputs) == ([second], [value])
+    lowering = lower(mesh)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(lowering.copy_masters_to_slices())
+        session.run(lowering.lowered_operation(assign))
+        session.run(lowering.copy_slices_to_masters())
+        masters = {v.op.name: v for v in tf.global_variables()}
+        assert session.run(masters) == {"a": 0.0, "b": 2.0}
 
 
 def test_optimizers_know_dimensions_by_name():

@@ -12,6 +12,8 @@ from mtf_gradsync._private.tensorflow import (
     collective_sum,
     control_flow_context,
     create_slots,
+    cross_replica_gather,
+    cross_replica_scatter,
     hyperparameters,
     local_devices,
     moving_average_settings,
@@ -177,6 +179,24 @@ def test_collectives_give_up_after_the_timeout():
         alone = collective_sum(tf.constant([1.0]), 2, 2, 12, 1.0)
     with pytest.raises(tf.errors.DeadlineExceededError):
         run(alone, num_devices=2)
+
+
+def test_parts_of_sums_and_rows_of_all_cores():
+    """A core gets the part at its place in its group, and rows come in the group's order."""
+    values, groups = np.arange(24, dtype="f").reshape(4, 2, 3), [[2, 0], [1, 3]]
+    sent = [tf.constant(value) for value in values]
+    with simd.tpu_program("all:4", "") as program:
+        part = cross_replica_scatter(program.per_replica(sent), groups, 0)
+        rows = cross_replica_gather(part, groups)
+    assert types([part.op, rows.op]) == ["XlaReduceScatter", "AllToAll"]
+    assert (part.shape.as_list(), rows.shape.as_list()) == ([1, 3], [2, 3])
+    with program.session() as session:
+        parts, wholes = session.run([part, rows], per_replica=True)
+    for group in groups:
+        total = values[group].sum(0)
+        for place, core in enumerate(group):
+            np.testing.assert_array_equal(parts[core], total[place : place + 1])
+            np.testing.assert_array_equal(wholes[core], total)
 
 
 def test_devices_say_their_links():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import gin
 
@@ -22,8 +22,8 @@ from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
-#: What is still to be done to a sum: takes its position in the list, and returns it.
-Finish = Callable[[int, mtf.Tensor], mtf.Tensor]
+#: What is still to be done to sums, or parts of them: takes their list, and returns one like it.
+Finish = Callable[[Sequence[Optional[mtf.Tensor]]], Sequence[Optional[mtf.Tensor]]]
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -132,15 +132,16 @@ class ShardedUpdateOptimizer(Wrapper):
         self,
         grads: list[mtf.Tensor | None],
         variables: list[mtf.Variable],
-        finish: Finish = lambda _, total: total,
+        finish: Finish = list,
     ) -> list[mtf.Operation]:
         """Applies gradients that an outer wrapper has not summed.
 
         Args:
           grads: as for `apply_grads`, checked, at least one not None.
           variables: their variables.
-          finish: what is to be done to each sum before it goes to the inner optimizer, element by
-            element.
+          finish: what is to be done to the sums before they go to the inner optimizer: to their
+            elements, or to all together, as clipping by their norm. It gets parts of sums where
+            variables are split, and returns tensors of the same shapes.
 
         Returns:
           As `apply_grads`.
@@ -161,7 +162,7 @@ class ShardedUpdateOptimizer(Wrapper):
             return [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
 
         sums = on_present(grads, scatter)
-        totals = [None if x is None else finish(i, x) for i, x in enumerate(sums)]
+        totals = finish(sums)
         parts: dict[mtf.Variable, PartOfVariable] = {}
         inner = list(variables)
         for index, (total, variable, shape) in enumerate(zip(totals, variables, shapes)):

@@ -1,0 +1,144 @@
+"""ShardedUpdateOptimizer among other wrappers, and what it refuses."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+from tests.optimizers.sharded_updates import small_model
+from tests.optimizers.sharded_updates.small_model import (
+    OPTIMIZERS,
+    assert_close,
+    assert_same_bits,
+    batches,
+    run,
+    sharded,
+)
+
+MESH, NORM, STEPS = "2x2", 0.05, 4
+# A norm is a sum of parts' norms, which is rounded otherwise; values are around 1.
+TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
+
+
+def whole(optimizer="sgd"):
+    """What the orders of clipping and parts are compared with."""
+    return gs.ClipByGlobalNormOptimizer(OPTIMIZERS[optimizer](), NORM)
+
+
+CLIPPED = {
+    "inside": lambda optimizer="sgd": sharded(whole(optimizer), MESH),
+    "around": lambda optimizer="sgd": gs.ClipByGlobalNormOptimizer(
+        sharded(OPTIMIZERS[optimizer](), MESH), NORM
+    ),
+}
+WRAPPED = {
+    "none": lambda opt, axes: opt,
+    "accumulation": lambda opt, axes: gs.GradientAccumulationOptimizer(
+        opt, 2, average_aggregated_gradients=True, axes=axes
+    ),
+    "sync_replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 2, axes=axes),
+    "cross_shard": lambda opt, axes: gs.CrossShardOptimizer(opt, axes=axes),
+    "loss_scale": lambda opt, axes: gs.LossScaleOptimizer(opt, initial_scale=8.0, axes=axes),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outer", "clipped", "optimizer"),
+    [
+        ("simd", "accumulation", "around", "adam"),
+        ("simd", "sync_replicas", "around", "sgd"),
+        ("simd", "cross_shard", "inside", "sgd"),
+        ("simd", "loss_scale", "around", "adam"),
+        ("own memories", "none", "around", "adam"),
+        pytest.param("xla", "accumulation", "inside", "sgd", marks=pytest.mark.xla),
+    ],
+)
+def test_among_other_wrappers(kind, outer, clipped, optimizer):
+    """As without parts; on one processor where that has the replicas that it takes."""
+    other = MESH if outer == "sync_replicas" else "one"
+    axes, axes_of_other = (gs.ReplicaAxes(*small_model.MESHES[mesh]) for mesh in (MESH, other))
+    wrap, feeds = WRAPPED[outer], batches(STEPS)
+    parts = run(kind, MESH, lambda: wrap(CLIPPED[clipped](optimizer), axes), feeds)
+    where = "simd" if other == MESH else "placement"
+    expected = run(where, other, lambda: wrap(whole(optimizer), axes_of_other), feeds)
+    assert_close(trained(parts), trained(expected), TOLERANCE)
+
+
+def trained(result):
+    """Variables and slots, without what the outer wrapper keeps for each replica."""
+    return {
+        name: value
+        for name, value in result.variables.items()
+        if name in small_model.SHAPES or name.endswith(("adam_m", "adam_v"))
+    }
+
+
+@pytest.mark.parametrize("outer", ["none", "accumulation", "loss_scale"])
+def test_clipping_around_parts_is_clipping_inside(outer):
+    """The same norm, of parts; no gradient is summed whole for it."""
+    axes, made = gs.ReplicaAxes(*small_model.MESHES[MESH]), {}
+    for name, make in CLIPPED.items():
+        wrap = WRAPPED[outer]
+        made[name] = small_model.built(
+            "simd", MESH, lambda make=make, wrap=wrap: wrap(make(), axes), batches(1)[0]
+        )
+    rows = {
+        name: [
+            (row.operation, row.bytes_per_core)
+            for row in simd.list_collectives(x.program, lowering=x.lowering).rows
+        ]
+        for name, x in made.items()
+    }
+    assert "XlaReduceScatter" in [operation for operation, _ in rows["around"]]
+    assert sorted(rows["around"]) == sorted(rows["inside"])
+    if outer == "none":
+        assert_same_bits(*(x.run(batches(1)).variables for x in made.values()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda opt: gs.ShardedUpdateOptimizer(opt, mesh_shape="all:1", layout=""), "one replica"),
+        (lambda opt: gs.ShardedUpdateOptimizer(opt), "there is no mesh yet"),
+        (lambda opt: sharded(opt, MESH, min_size=-1), "min_size must be"),
+        (lambda opt: sharded(gs.CrossShardOptimizer(opt), MESH), "turn them round"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(OPTIMIZERS["sgd"]())
+
+
+def test_nothing_to_split_is_an_error_before_anything_is_built():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    shape = mtf.Shape([mtf.Dimension("odd", 7)])
+    w = mtf.get_variable(mesh, "w", shape, initializer=tf.ones_initializer()).operation
+    grad = mtf.ones(mesh, shape)
+    before = list(mesh.graph.operations)
+    alone = sharded(OPTIMIZERS["adam"](), MESH)
+    accumulation = gs.GradientAccumulationOptimizer(alone, 2, accumulate="synced")
+    for opt in (alone, accumulation, gs.ClipByGlobalNormOptimizer(alone, NORM)):
+        with pytest.raises(ValueError, match=r"nothing to split(.|\n)*'w'.*no dimension left"):
+            opt.apply_grads([grad], [w])
+        assert mesh.graph.operations == before
+
+
+def test_norms_that_are_reported_are_those_of_whole_updates():
+    def reported(wrap):
+        made = []
+
+        def build(mesh, inputs):
+            operations, fetches = small_model.train(lambda: made.append(wrap()) or made[-1])(
+                mesh, inputs
+            )
+            return operations, {**fetches, **gs.reported(made[-1])}
+
+        shape, layout, _ = small_model.MESHES[MESH]
+        return harness.run("simd", shape, layout, build, batches(1)).fetched[0]
+
+    expected = reported(whole)
+    assert len([name for name in expected if name.startswith("gradient_norm")]) == 3
+    for make in CLIPPED.values():
+        assert_close(reported(make), expected, TOLERANCE)
