@@ -17,11 +17,9 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.report.page import REPORT_FILE
-from tests.train.conftest import TINY, train_tiny
+from tests.train.conftest import FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
-NO_EVAL = "train.run.eval_dataset_fn = None"
-REPORTS = "train.run.reports = True"
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),
     reason="only the main thread receives signals",
@@ -45,9 +43,9 @@ def variables(directory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The directory of a run of 12 steps, as tiny.gin has it; tests only read it."""
+    """The directory of a run of 12 steps on XLA devices; tests only read it."""
     enable_mesh_defaults()
-    _, directory, _ = train_tiny(tmp_path_factory.mktemp("plain"), NO_EVAL, REPORTS)
+    _, directory, _ = train_tiny(tmp_path_factory.mktemp("plain"), NO_EVAL, REPORTS, FASTEST)
     gin.clear_config()
     return directory
 
@@ -76,7 +74,7 @@ def stop_after(monkeypatch):
 
 def test_whole_run_learns_and_leaves_its_files(train):
     four = "train.run.mesh_shape = 'batch:2;model:2'"
-    more = [REPORTS, "train.run.train_steps = 40", "train.run.log_steps = 5"]
+    more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5"]
     result, directory, said = train(four, *more)
     assert result.step == 40
     curve = losses(directory)
@@ -99,7 +97,7 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert page.count("<svg") == 6  # nothing is left out here
     assert f"report: {directory / REPORT_FILE}" in text
 
-    again, _, said = train(four, "train.run.train_steps = 40")
+    again, _, said = train(four, REPORTS, "train.run.train_steps = 40")
     assert "has all 40 steps already" in said[0]
     assert again.held_out == result.held_out
     # What it knows of the mesh is from before.
@@ -122,16 +120,17 @@ def test_runtimes_train_alike_and_continue_each_other(train, plain):
         np.testing.assert_allclose(
             list(norms[runtime].values()), list(norms["xla"].values()), rtol=1e-3
         )
-        resumed, _, said = train(NO_EVAL, "train.run.train_steps = 14", model_dir=runtime)
+        resumed, _, said = train(NO_EVAL, FASTEST, "train.run.train_steps = 14", model_dir=runtime)
         assert "XLA devices (the fastest that is installed)" in said[0]
         assert resumed.step == 14
 
 
 def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
-    _, _, said = train(NO_EVAL, "train.run.train_steps = 1", "train.run.mesh_devices = ['', '']")
+    devices = "train.run.mesh_devices = ['', '']"
+    _, _, said = train(NO_EVAL, FASTEST, "train.run.train_steps = 1", devices)
     assert said[0] == "steps run on a placement mesh (train.run.mesh_devices is bound)"
     with pytest.raises(ConfigError, match=r"mesh_devices is for placement meshes.*\"xla\""):
-        train("train.run.runtime = 'xla'", "train.run.mesh_devices = ['', '']")
+        train("train.run.runtime = 'xla'", devices)
     with pytest.raises(ConfigError, match="must be one of fastest, xla, cpu_replicas, placement"):
         train("train.run.runtime = 'gpu'")
 
@@ -183,6 +182,7 @@ def test_optimizer_is_chosen_by_gin_alone(train, plain):
 def test_mesh_is_chosen_by_gin_alone(train, plain):
     _, chosen, _ = train(
         NO_EVAL,
+        FASTEST,
         "train.run.mesh_impl = @placement_mesh_impl",
         "placement_mesh_impl.reducer = @FusedAllReduce()",
         model_dir="chosen",
@@ -197,6 +197,7 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
 def test_microbatches_make_the_same_step(train, plain):
     _, parts, _ = train(
         NO_EVAL,
+        FASTEST,
         "train.run.train_steps = 3",
         "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 32",
         model_dir="parts",
