@@ -1,3 +1,4 @@
+import contextlib
 import unittest.mock
 from pathlib import Path
 
@@ -27,25 +28,24 @@ NO_EVAL = "train.run.eval_dataset_fn = None"
 REPORTS = "train.run.reports = True"
 
 
-def run_quietly(directory):
-    """Runs what gin says; returns the result and what was said. The page has no plots of steps."""
+def run_quietly(directory, with_plots=False):
+    """Runs what gin says; returns the result and what was said. To draw the page takes a second."""
+    drawn = unittest.mock.patch.object(plots, "draw_plots", return_value=[])
     said = []
-    with unittest.mock.patch.object(plots, "draw_plots", return_value=[]):
+    with contextlib.nullcontext() if with_plots else drawn:
         return run(gin_files.run_config(), str(directory), say=said.append), said
 
 
-def train_tiny(directory, *bindings):
+def train_tiny(directory, *bindings, with_plots=False):
     """Runs tiny.gin with more bindings; returns the result, the directory and what was said."""
     gin_files.load([TINY], [*QUICK, *bindings])
-    if REPORTS in bindings:
-        said = []
-        result = run(gin_files.run_config(), str(directory), say=said.append)
-    else:
-        result, said = run_quietly(directory)
+    result, said = run_quietly(directory, with_plots)
     return result, directory, said
 
 
 @pytest.fixture
 def train(tmp_path):
     """`train_tiny` in directories of the test."""
-    return lambda *bindings, model_dir="run": train_tiny(tmp_path / model_dir, *bindings)
+    return lambda *bindings, model_dir="run", **more: train_tiny(
+        tmp_path / model_dir, *bindings, **more
+    )

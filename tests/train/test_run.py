@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 import os
@@ -42,12 +43,24 @@ def variables(directory):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The directory of a run of 12 steps on XLA devices; tests only read it."""
-    enable_mesh_defaults()
-    _, directory, _ = train_tiny(tmp_path_factory.mktemp("plain"), NO_EVAL, REPORTS, FASTEST)
-    gin.clear_config()
-    return directory
+def plain_on(tmp_path_factory):
+    """Of a runtime, the directory of a run of 12 steps and what it said; tests only read it."""
+
+    @functools.lru_cache(maxsize=None)
+    def made(runtime):
+        choice = f"train.run.runtime = '{runtime}'"
+        enable_mesh_defaults()
+        _, directory, said = train_tiny(tmp_path_factory.mktemp(runtime), NO_EVAL, REPORTS, choice)
+        gin.clear_config()
+        return directory, said
+
+    return made
+
+
+@pytest.fixture
+def plain(plain_on):
+    """The directory of the run on XLA devices."""
+    return plain_on("xla")[0]
 
 
 @pytest.fixture
@@ -75,7 +88,7 @@ def stop_after(monkeypatch):
 def test_whole_run_learns_and_leaves_its_files(train):
     four = "train.run.mesh_shape = 'batch:2;model:2'"
     more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5"]
-    result, directory, said = train(four, *more)
+    result, directory, said = train(four, *more, with_plots=True)
     assert result.step == 40
     curve = losses(directory)
     assert sorted(curve) == list(range(5, 41, 5))
@@ -97,31 +110,31 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert page.count("<svg") == 6  # nothing is left out here
     assert f"report: {directory / REPORT_FILE}" in text
 
-    again, _, said = train(four, REPORTS, "train.run.train_steps = 40")
+    again, _, said = train(four, "train.run.train_steps = 40")
     assert "has all 40 steps already" in said[0]
     assert again.held_out == result.held_out
     # What it knows of the mesh is from before.
     assert "CrossReplicaSum" in (directory / REPORT_FILE).read_text()
 
 
-def test_runtimes_train_alike_and_continue_each_other(train, plain):
+def test_runtimes_train_alike_and_continue_each_other(train, plain, plain_on, tmp_path):
     """Initial values and steps are those of every runtime, to rounding; so are checkpoints."""
-    curves, norms = {"xla": losses(plain)}, {"xla": applied_norms(plain)}
-    assert sorted(norms["xla"]) == list(range(1, 13))
-    for runtime in ("cpu_replicas", "placement_mesh"):
-        _, directory, said = train(
-            NO_EVAL, REPORTS, f"train.run.runtime = '{runtime}'", model_dir=runtime
-        )
+    curve, norms = losses(plain), applied_norms(plain)
+    assert sorted(norms) == list(range(1, 13))
+    for runtime, other in (("cpu_replicas", "fastest"), ("placement_mesh", "cpu_replicas")):
+        directory, said = plain_on(runtime)
         assert any(line.startswith("steps run on ") for line in said)
-        curves[runtime], norms[runtime] = losses(directory), applied_norms(directory)
         np.testing.assert_allclose(
-            list(curves[runtime].values()), list(curves["xla"].values()), rtol=1e-4
+            list(losses(directory).values()), list(curve.values()), rtol=1e-4
         )
         np.testing.assert_allclose(
-            list(norms[runtime].values()), list(norms["xla"].values()), rtol=1e-3
+            list(applied_norms(directory).values()), list(norms.values()), rtol=1e-3
         )
-        resumed, _, said = train(NO_EVAL, FASTEST, "train.run.train_steps = 14", model_dir=runtime)
-        assert "XLA devices (the fastest that is installed)" in said[0]
+        shutil.copytree(directory, tmp_path / runtime)
+        more = [f"train.run.runtime = '{other}'", "train.run.train_steps = 14"]
+        resumed, _, said = train(NO_EVAL, *more, model_dir=runtime)
+        on = "XLA devices (the fastest that is installed)" if other == "fastest" else "CPU replicas"
+        assert on in said[0]
         assert resumed.step == 14
 
 
@@ -137,10 +150,9 @@ def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
 
 @in_main_thread
 @pytest.mark.parametrize("runtime", ["xla", "cpu_replicas", "placement_mesh"])
-def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after, runtime):
+def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_after, runtime):
     choice = f"train.run.runtime = '{runtime}'"
-    if runtime != "xla":
-        _, plain, _ = train(NO_EVAL, REPORTS, choice, model_dir="plain")
+    plain, _ = plain_on(runtime)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop_after(5)
     stopped, parts, said = train(NO_EVAL, REPORTS, choice, model_dir="parts")
