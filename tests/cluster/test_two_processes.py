@@ -33,14 +33,16 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("strategy", two_processes.STRATEGIES)
 def test_edges_are_what_tensorflow_sends(found, order, strategy):
     one = found["sums"][f"{order}: {strategy}"]
+    if order == "mixed":
+        assert one["with Grappler"]["bytes"] == one["real"]["bytes"]
     if strategy == "collective":
         # It sends by itself; what is left are the signals that make everyone wait for everyone.
-        assert one["real"]["bytes"] == one["with Grappler"]["bytes"] == 0
+        assert one["real"]["bytes"] == 0
         assert one["counted"]["bytes"] is None
         assert one["counted"]["signals"] == one["real"]["signals"]
         return
     assert one["counted"] == one["real"]
-    assert one["real"]["bytes"] == one["with Grappler"]["bytes"] > 0
+    assert one["real"]["bytes"] > 0
 
 
 @pytest.mark.parametrize("order", ["by process", "mixed"])

@@ -62,9 +62,15 @@ def assert_equal(actual, expected):
         np.testing.assert_allclose(actual[name], value, rtol=tolerance, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("runtime", ["CPU replicas", "XLA devices"])
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("reduction", ["weighted_mean", "weighted_sum"])
+@pytest.mark.parametrize(
+    ("runtime", "inner", "reduction"),
+    [
+        ("CPU replicas", "momentum", "weighted_mean"),
+        ("CPU replicas", "adam", "weighted_sum"),
+        ("XLA devices", "momentum", "weighted_sum"),
+        ("XLA devices", "adam", "weighted_mean"),
+    ],
+)
 def test_cores_train_as_one_device_does_on_the_whole_batch(runtime, inner, reduction):
     assert reduction in (tf.losses.Reduction.MEAN, tf.losses.Reduction.SUM)
     feeds = optimizers.batches(10)

@@ -95,7 +95,10 @@ def summaries(directory):
 
 
 class OneProcessor:
-    """The model on one processor with a plain session and optimizer, without any of the glue."""
+    """The model on one processor with a plain session and optimizer, without any of the glue.
+
+    `one_processor` has it for all tests.
+    """
 
     def __init__(self):
         with tf.Graph().as_default() as self.graph:
@@ -131,12 +134,15 @@ class OneProcessor:
             return [session.run([self.loss, self.update])[0] for _ in range(digits.STEPS)]
 
 
+one_processor = functools.lru_cache(maxsize=None)(OneProcessor)
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_trains_evaluates_and_predicts(runtime, tmp_path):
     runs = ours(tmp_path, runtime=runtime)
     losses = train(runs)
     start = variables(tmp_path / "model.ckpt-0")
-    np.testing.assert_allclose(losses, OneProcessor().run(start), rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, one_processor().run(start), rtol=TOLERANCE)
     end = variables(tmp_path)
     assert end["global_step"] == digits.STEPS
 
@@ -280,7 +286,7 @@ def test_specs_made_by_hand(runtime, tmp_path):
     )
     losses = train(runs)
     start, end = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
-    np.testing.assert_allclose(losses, OneProcessor().run(start), rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, one_processor().run(start), rtol=TOLERANCE)
     if runtime != "placement_mesh":
         # At least the gradients of two layers, of which a core has halves.
         assert summaries(tmp_path)["traffic/bytes_of_update_step", 0] >= 4 * (64 * 8 + 8 * 10) / 2

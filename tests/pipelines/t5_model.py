@@ -9,9 +9,9 @@ from pathlib import Path
 import gin
 
 from examples.run_t5 import without_torch
-from mtf_gradsync import session_config
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync._private.libraries import tf
+from tests.pipelines.losses import on_cpu_devices
 
 without_torch()
 import mesh_tensorflow.transformer  # noqa: E402
@@ -90,26 +90,6 @@ _add_task(TASK, ["inputs", "targets"])
 _add_task(LM_TASK, ["targets"])
 
 
-class Losses(tf.train.SessionRunHook):
-    """Keeps the loss of every step.
-
-    Attributes:
-      values: the losses.
-    """
-
-    def __init__(self):
-        self.values = []
-
-    def begin(self):
-        self._loss = tf.get_collection(tf.GraphKeys.LOSSES)[-1]
-
-    def before_run(self, run_context):
-        return tf.train.SessionRunArgs(self._loss)
-
-    def after_run(self, run_context, run_values):
-        self.values.append(float(run_values.results))
-
-
 class MtfModel(t5.models.MtfModel):
     """T5's, in sessions with a seed and with a device for each processor of the mesh.
 
@@ -119,12 +99,7 @@ class MtfModel(t5.models.MtfModel):
 
     def estimator(self, *args, **kwargs):
         estimator = super().estimator(*args, **kwargs)
-        # The pipeline has no argument for either.
-        estimator._session_config.CopyFrom(session_config(num_cpu_devices=self._mesh_shape.size))
-        estimator._config = estimator._config.replace(tf_random_seed=1)
-        hook, train = Losses(), estimator.train
-        self.losses = hook.values
-        estimator.train = lambda **given: train(**{**given, "hooks": [*given["hooks"], hook]})
+        self.losses = on_cpu_devices(estimator, self._mesh_shape.size)
         return estimator
 
 

@@ -19,7 +19,8 @@ from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 
 if not ESTIMATOR_AVAILABLE:
     pytest.skip("utils.run trains by Estimator", allow_module_level=True)
-from tests.pipelines.utils_run import Losses, Vocabulary
+from tests.pipelines.losses import Losses
+from tests.pipelines.utils_run import Vocabulary
 
 # isort: split
 from mesh_tensorflow.transformer import utils

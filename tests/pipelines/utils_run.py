@@ -8,9 +8,9 @@ import unittest.mock
 import gin
 import numpy as np
 
-from mtf_gradsync import session_config
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.transformer import transformer_models
+from tests.pipelines.losses import on_cpu_devices
 
 transformer_models()  # checks the version, and imports it
 from mesh_tensorflow.transformer import utils  # noqa: E402
@@ -97,26 +97,6 @@ def one_batch(sequence_length, vocabulary, dataset_split):
     return tf.data.Dataset.from_tensor_slices(words)
 
 
-class Losses(tf.train.SessionRunHook):
-    """Keeps the loss of every step.
-
-    Attributes:
-      values: the losses.
-    """
-
-    def __init__(self):
-        self.values = []
-
-    def begin(self):
-        self._loss = tf.get_collection(tf.GraphKeys.LOSSES)[-1]
-
-    def before_run(self, run_context):
-        return tf.train.SessionRunArgs(self._loss)
-
-    def after_run(self, run_context, run_values):
-        self.values.append(float(run_values.results))
-
-
 class WithoutText(tf.train.CheckpointSaverHook):
     """Does not print the graph as text, which takes longer than the training."""
 
@@ -130,14 +110,9 @@ _losses: list[float] = []
 @gin.configurable(module="tests.pipelines")
 def train_on_cpu_devices(estimator, vocabulary, *args, **kwargs):
     """The pipeline's own `train_model`, in a session of several CPU devices."""
-    # The pipeline has no argument for either.
-    estimator._session_config.CopyFrom(session_config(num_cpu_devices=DEVICES))
-    estimator._config = estimator._config.replace(tf_random_seed=1)
-    hook = Losses()
-    train = estimator.train
-    estimator.train = lambda **given: train(**{**given, "hooks": [*given["hooks"], hook]})
+    losses = on_cpu_devices(estimator, DEVICES)
     utils.train_model(estimator, vocabulary, *args, **kwargs)
-    _losses.extend(hook.values)
+    _losses.extend(losses)
 
 
 def run(model_dir, *bindings, **arguments):

@@ -13,7 +13,7 @@ from tests import harness
 
 EPS = np.finfo(np.float32).eps
 MESHES = {
-    "8": ("all:8", "batch:all;hidden:all"),
+    "4": ("all:4", "batch:all;hidden:all"),
     "4x2": ("rows:4;cols:2", "batch:rows;hidden:cols;out:rows"),
     "2x2x2": ("a:2;b:2;c:2", "batch:a;hidden:b;out:c"),
 }
@@ -37,7 +37,7 @@ def evaluate(mesh_impl, build, **inputs):
         lowering = mtf.Lowering(graph, {mesh: mesh_impl})
         values = [lowering.export_to_tf_tensor(t) for t in tensors]
         slices = [lowering.tensors[t].to_laid_out_tensor().all_slices for t in tensors]
-        config = gs.session_config(num_cpu_devices=8)
+        config = gs.session_config(num_cpu_devices=mesh_impl.size)
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         with tf.Session(config=config) as session:
             return session.run([values, slices])
@@ -75,7 +75,7 @@ def program(mesh, x, w, v):
     batch, rows = mtf.Dimension("batch", BATCH), mtf.Dimension("in", IN)
     hidden, out = mtf.Dimension("hidden", HIDDEN), mtf.Dimension("out", OUT)
     x = mtf.import_tf_tensor(mesh, x, mtf.Shape([batch, rows]))
-    # Split where the layout splits "hidden" and not "batch": on the mesh of 8 both are the same.
+    # Split where the layout splits "hidden" and not "batch": on the mesh of 4 both are the same.
     anonymous = mtf.Dimension("b", BATCH)
     w = mtf.import_tf_tensor(mesh, w, mtf.Shape([rows, hidden]))
     v = mtf.import_tf_tensor(mesh, v, mtf.Shape([hidden, out]))
@@ -91,8 +91,7 @@ def program(mesh, x, w, v):
     return [loss, h, p, dw, dv, mtf.reduce_max(logits), mtf.reduce_min(logits)]
 
 
-@pytest.mark.parametrize("strategy", [None, gs.FusedAllReduce(0)], ids=["default", "given"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "strategy"), harness.pairs(MESHES, [None, gs.FusedAllReduce(0)]))
 def test_program_equals_numpy(mesh, strategy):
     inputs = data()
     expected = Reference(**inputs)
@@ -106,10 +105,10 @@ def test_program_equals_numpy(mesh, strategy):
 def layouts_of_a_matrix(mesh_shape, layout):
     """Shapes of an 8x8 matrix whose dimensions stand split in all ways that the layout knows."""
     rules = mtf.convert_to_layout_rules(layout)
-    for names in itertools.product(["batch", "hidden", "out", "i", "j"], repeat=2):
-        shape = mtf.Shape([mtf.Dimension(name, 8) for name in names]) if len({*names}) > 1 else None
+    for names in itertools.permutations(["batch", "hidden", "out", "i"], 2):
+        shape = mtf.Shape([mtf.Dimension(name, 8) for name in names])
         with contextlib.suppress(ValueError):  # two dimensions on one mesh axis
-            if shape and rules.tensor_layout(shape, mtf.convert_to_shape(mesh_shape)):
+            if rules.tensor_layout(shape, mtf.convert_to_shape(mesh_shape)):
                 yield shape
 
 

@@ -1,3 +1,5 @@
+import contextlib
+import unittest.mock
 from pathlib import Path
 
 import gin
@@ -5,6 +7,7 @@ import pytest
 
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.run import run
 
 TINY = str(Path(__file__).with_name("tiny.gin"))
@@ -17,19 +20,32 @@ def mesh_defaults():
     gin.clear_config()
 
 
-# What surrounds the steps has nothing to do with a model axis, which makes graphs twice as large.
-TWO_PROCESSORS = "train.run.mesh_shape = 'batch:2;model:1'"
+# What surrounds the steps has nothing to do with a model axis, which makes graphs twice as large,
+# nor with XLA's compiler, which takes as long as the rest of a run.
+QUICK = ["train.run.mesh_shape = 'batch:2;model:1'", "train.run.runtime = 'cpu_replicas'"]
+FASTEST = "train.run.runtime = 'fastest'"
+NO_EVAL = "train.run.eval_dataset_fn = None"
+REPORTS = "train.run.reports = True"
 
 
-def train_tiny(directory, *bindings):
-    """Runs tiny.gin with more bindings; returns the result, the directory and what was said."""
-    gin_files.load([TINY], [TWO_PROCESSORS, *bindings])
+def run_quietly(directory, with_plots=False):
+    """Runs what gin says; returns the result and what was said. To draw the page takes a second."""
+    drawn = unittest.mock.patch.object(plots, "draw_plots", return_value=[])
     said = []
-    result = run(gin_files.run_config(), str(directory), say=said.append)
+    with contextlib.nullcontext() if with_plots else drawn:
+        return run(gin_files.run_config(), str(directory), say=said.append), said
+
+
+def train_tiny(directory, *bindings, with_plots=False):
+    """Runs tiny.gin with more bindings; returns the result, the directory and what was said."""
+    gin_files.load([TINY], [*QUICK, *bindings])
+    result, said = run_quietly(directory, with_plots)
     return result, directory, said
 
 
 @pytest.fixture
 def train(tmp_path):
     """`train_tiny` in directories of the test."""
-    return lambda *bindings, model_dir="run": train_tiny(tmp_path / model_dir, *bindings)
+    return lambda *bindings, model_dir="run", **more: train_tiny(
+        tmp_path / model_dir, *bindings, **more
+    )

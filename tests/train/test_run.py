@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 import os
@@ -17,11 +18,9 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.report.page import REPORT_FILE
-from tests.train.conftest import TINY, train_tiny
+from tests.train.conftest import FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
-NO_EVAL = "train.run.eval_dataset_fn = None"
-REPORTS = "train.run.reports = True"
 in_main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),
     reason="only the main thread receives signals",
@@ -44,12 +43,24 @@ def variables(directory):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The directory of a run of 12 steps, as tiny.gin has it; tests only read it."""
-    enable_mesh_defaults()
-    _, directory, _ = train_tiny(tmp_path_factory.mktemp("plain"), NO_EVAL, REPORTS)
-    gin.clear_config()
-    return directory
+def plain_on(tmp_path_factory):
+    """Of a runtime, the directory of a run of 12 steps and what it said; tests only read it."""
+
+    @functools.lru_cache(maxsize=None)
+    def made(runtime):
+        choice = f"train.run.runtime = '{runtime}'"
+        enable_mesh_defaults()
+        _, directory, said = train_tiny(tmp_path_factory.mktemp(runtime), NO_EVAL, REPORTS, choice)
+        gin.clear_config()
+        return directory, said
+
+    return made
+
+
+@pytest.fixture
+def plain(plain_on):
+    """The directory of the run on XLA devices."""
+    return plain_on("xla")[0]
 
 
 @pytest.fixture
@@ -76,8 +87,8 @@ def stop_after(monkeypatch):
 
 def test_whole_run_learns_and_leaves_its_files(train):
     four = "train.run.mesh_shape = 'batch:2;model:2'"
-    more = [REPORTS, "train.run.train_steps = 40", "train.run.log_steps = 5"]
-    result, directory, said = train(four, *more)
+    more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5"]
+    result, directory, said = train(four, *more, with_plots=True)
     assert result.step == 40
     curve = losses(directory)
     assert sorted(curve) == list(range(5, 41, 5))
@@ -106,42 +117,42 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert "CrossReplicaSum" in (directory / REPORT_FILE).read_text()
 
 
-def test_runtimes_train_alike_and_continue_each_other(train, plain):
+def test_runtimes_train_alike_and_continue_each_other(train, plain, plain_on, tmp_path):
     """Initial values and steps are those of every runtime, to rounding; so are checkpoints."""
-    curves, norms = {"xla": losses(plain)}, {"xla": applied_norms(plain)}
-    assert sorted(norms["xla"]) == list(range(1, 13))
-    for runtime in ("cpu_replicas", "placement_mesh"):
-        _, directory, said = train(
-            NO_EVAL, REPORTS, f"train.run.runtime = '{runtime}'", model_dir=runtime
-        )
+    curve, norms = losses(plain), applied_norms(plain)
+    assert sorted(norms) == list(range(1, 13))
+    for runtime, other in (("cpu_replicas", "fastest"), ("placement_mesh", "cpu_replicas")):
+        directory, said = plain_on(runtime)
         assert any(line.startswith("steps run on ") for line in said)
-        curves[runtime], norms[runtime] = losses(directory), applied_norms(directory)
         np.testing.assert_allclose(
-            list(curves[runtime].values()), list(curves["xla"].values()), rtol=1e-4
+            list(losses(directory).values()), list(curve.values()), rtol=1e-4
         )
         np.testing.assert_allclose(
-            list(norms[runtime].values()), list(norms["xla"].values()), rtol=1e-3
+            list(applied_norms(directory).values()), list(norms.values()), rtol=1e-3
         )
-        resumed, _, said = train(NO_EVAL, "train.run.train_steps = 14", model_dir=runtime)
-        assert "XLA devices (the fastest that is installed)" in said[0]
+        shutil.copytree(directory, tmp_path / runtime)
+        more = [f"train.run.runtime = '{other}'", "train.run.train_steps = 14"]
+        resumed, _, said = train(NO_EVAL, *more, model_dir=runtime)
+        on = "XLA devices (the fastest that is installed)" if other == "fastest" else "CPU replicas"
+        assert on in said[0]
         assert resumed.step == 14
 
 
 def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
-    _, _, said = train(NO_EVAL, "train.run.train_steps = 1", "train.run.mesh_devices = ['', '']")
+    devices = "train.run.mesh_devices = ['', '']"
+    _, _, said = train(NO_EVAL, FASTEST, "train.run.train_steps = 1", devices)
     assert said[0] == "steps run on a placement mesh (train.run.mesh_devices is bound)"
     with pytest.raises(ConfigError, match=r"mesh_devices is for placement meshes.*\"xla\""):
-        train("train.run.runtime = 'xla'", "train.run.mesh_devices = ['', '']")
+        train("train.run.runtime = 'xla'", devices)
     with pytest.raises(ConfigError, match="must be one of fastest, xla, cpu_replicas, placement"):
         train("train.run.runtime = 'gpu'")
 
 
 @in_main_thread
 @pytest.mark.parametrize("runtime", ["xla", "cpu_replicas", "placement_mesh"])
-def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain, stop_after, runtime):
+def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_after, runtime):
     choice = f"train.run.runtime = '{runtime}'"
-    if runtime != "xla":
-        _, plain, _ = train(NO_EVAL, REPORTS, choice, model_dir="plain")
+    plain, _ = plain_on(runtime)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop_after(5)
     stopped, parts, said = train(NO_EVAL, REPORTS, choice, model_dir="parts")
@@ -183,6 +194,7 @@ def test_optimizer_is_chosen_by_gin_alone(train, plain):
 def test_mesh_is_chosen_by_gin_alone(train, plain):
     _, chosen, _ = train(
         NO_EVAL,
+        FASTEST,
         "train.run.mesh_impl = @placement_mesh_impl",
         "placement_mesh_impl.reducer = @FusedAllReduce()",
         model_dir="chosen",
@@ -197,6 +209,7 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
 def test_microbatches_make_the_same_step(train, plain):
     _, parts, _ = train(
         NO_EVAL,
+        FASTEST,
         "train.run.train_steps = 3",
         "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 32",
         model_dir="parts",

@@ -1,60 +1,32 @@
 """configs/lm_accumulate.gin, with the model made small."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.evaluation import held_out
-from mtf_gradsync.train.metrics.file import read_metrics
-from mtf_gradsync.train.run import run
+from tests.train.config import small_lm
+from tests.train.config.small_lm import losses, variables
+from tests.train.conftest import REPORTS
 
-CONFIG = str(Path(__file__).parents[3] / "configs" / "lm_accumulate.gin")
 K = 4  # as in the config
 KEEP_ALL = "train.run.keep_checkpoint_max = None"
-SMALL = [
-    "num_layers = 1",
-    "d_model = 16",
-    "d_ff = 32",
-    "num_heads = 2",
-    "d_kv = 8",
-    "Unitransformer.max_length = 16",
-    "train.run.sequence_length = 16",
-    "train.run.eval_dataset_fn = None",
-    "train.run.log_steps = 1",
-    "mesh_shape = 'batch:2;model:2'",
-    "train.run.mesh_devices = None",
-]
 
 
 @pytest.fixture
 def train(tmp_path):
     """Runs the config with more bindings; returns what the run left."""
 
-    def call(steps, *bindings, model_dir="run"):
-        gin_files.load([CONFIG], [*SMALL, f"train.run.train_steps = {steps}", *bindings])
+    def call(steps, *bindings, model_dir="run", mesh_shape="batch:2;model:2"):
         directory = tmp_path / model_dir
-        run(gin_files.run_config(), str(directory), say=lambda line: None)
+        small_lm.train("lm_accumulate.gin", directory, mesh_shape, steps, *bindings)
         return directory
 
     return call
 
 
-def losses(directory):
-    rows = read_metrics(directory / held_out.METRICS_FILE)
-    return [row["loss"] for row in rows if "loss" in row]
-
-
-def variables(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-
-
 def test_shows_micro_step_and_update_step(train, capsys):
-    directory = train(2 * K + 2)
+    directory = train(2 * K + 2, REPORTS)
     error = capsys.readouterr().err
     shown = re.findall(r"^step (\d+)/10 .*micro step (\d+)  update step (\d+)$", error, re.M)
     assert shown, error
@@ -85,8 +57,7 @@ def test_variables_move_with_updates_only(train):
 def test_a_run_goes_on_in_mid_accumulation_on_another_mesh(train):
     whole = losses(train(3 * K, model_dir="whole"))
     train(K + 2, model_dir="parts")
-    other = "mesh_shape = 'batch:4;model:1'"
-    parts = losses(train(3 * K, other, model_dir="parts"))
+    parts = losses(train(3 * K, model_dir="parts", mesh_shape="batch:4;model:1"))
     assert len(parts) == len(whole) == 3 * K
     # Another mesh adds up in another order.
     np.testing.assert_allclose(parts, whole, rtol=1e-4)

@@ -1,33 +1,15 @@
 """configs/lm_sync_replicas.gin, with the model made small and a replica that sits out."""
 
 import re
-from pathlib import Path
 
 import gin
 import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.run import run
-
-CONFIG = str(Path(__file__).parents[3] / "configs" / "lm_sync_replicas.gin")
-SMALL = [
-    "num_layers = 1",
-    "d_model = 16",
-    "d_ff = 32",
-    "num_heads = 2",
-    "d_kv = 8",
-    "Unitransformer.max_length = 16",
-    "train.run.sequence_length = 16",
-    "train.run.eval_dataset_fn = None",
-    "train.run.batch_size = 8",
-    "train.run.log_steps = 1",
-    "mesh_shape = 'batch:4;model:1'",
-    "train.run.mesh_devices = None",
-    "SyncReplicasOptimizer.contributes = @contributing()",
-]
+from tests.train.config import small_lm
+from tests.train.conftest import REPORTS
 
 
 @gin.configurable
@@ -44,16 +26,16 @@ def train(tmp_path):
     """Runs the config with more bindings; returns the last checkpoint's variables."""
 
     def call(steps, *bindings):
-        gin_files.load([CONFIG], [*SMALL, f"train.run.train_steps = {steps}", *bindings])
-        run(gin_files.run_config(), str(tmp_path), say=lambda line: None)
-        reader = tf.train.load_checkpoint(str(tmp_path))
-        return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+        small = ["train.run.batch_size = 8", "SyncReplicasOptimizer.contributes = @contributing()"]
+        mesh_shape = "batch:4;model:1"
+        small_lm.train("lm_sync_replicas.gin", tmp_path, mesh_shape, steps, *small, *bindings)
+        return small_lm.variables(tmp_path)
 
     return call
 
 
 def test_one_of_four_may_be_missing_and_is_shown(train, capsys):
-    values = train(6, "contributing.absent = (1,)", "contributing.steps = (2, 3, 4)")
+    values = train(6, REPORTS, "contributing.absent = (1,)", "contributing.steps = (2, 3, 4)")
     error = capsys.readouterr().err
     shown = re.findall(
         r"^step (\d+)/6 .*update step (\d+)  made \[(.*)\]  dropped \[(.*)\]$", error, re.M

@@ -3,13 +3,14 @@ import math
 import numpy as np
 import pytest
 
-from mtf_gradsync.session import session_config
+from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.train import checkpoint
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.train.evaluation import scores
 from mtf_gradsync.train.evaluation.sample import sample
 from mtf_gradsync.train.model import ModelSettings
+from tests.train.conftest import NO_EVAL, train_tiny
 
 
 class Words:
@@ -27,15 +28,9 @@ class Words:
 @pytest.fixture(scope="module")
 def evaluator(tmp_path_factory):
     """An evaluator of a model that has made two steps."""
-    from mtf_gradsync.session import enable_mesh_defaults
-    from mtf_gradsync.train import gin_files
-    from mtf_gradsync.train.run import run
-    from tests.train.conftest import TINY
-
     enable_mesh_defaults()
     directory = str(tmp_path_factory.mktemp("model"))
-    gin_files.load([TINY], ["train.run.train_steps = 2", "train.run.eval_dataset_fn = None"])
-    run(gin_files.run_config(), directory, say=lambda line: None)
+    train_tiny(directory, "train.run.train_steps = 2", NO_EVAL)
     settings = ModelSettings(
         model_type="lm",
         vocabulary=ByteVocabulary(),

@@ -192,15 +192,14 @@ class Run:
     def odd(self, session, model):
         """What fails on purpose."""
         plan = self.plan
-        if plan.odd == "save":
+        if plan.odd == "fetches and save":
+            feeds = model.feeds(0, session.cores.local)
+            fetched = session.run([model.part, model.loss], feeds, per_replica=True)
+            say(f"fetched {[[x is not None for x in per_core] for per_core in fetched]}")
             try:
                 session.save("/dev/null/no_folder/step")
             except Exception as error:
                 say(f"save: {type(error).__name__}: {error}")
-        if plan.odd == "fetches":
-            feeds = model.feeds(0, session.cores.local)
-            fetched = session.run([model.part, model.loss], feeds, per_replica=True)
-            say(f"fetched {[[x is not None for x in per_core] for per_core in fetched]}")
         if plan.odd == "hold" and plan.index == 1:
             hold_the_lock()
         if plan.odd == f"hold patiently {plan.index}":

@@ -96,17 +96,21 @@ def test_checkpoints_are_written_once(of_two):
     ]
 
 
-def test_values_of_other_processes_are_none(jobs):
-    job = jobs.run(2, odd="fetches", steps=0)
-    for process, member in enumerate(job.members):
+@pytest.fixture(scope="module")
+def without_steps(jobs):
+    return jobs.run(2, odd="fetches and save", steps=0)
+
+
+def test_values_of_other_processes_are_none(without_steps):
+    for process, member in enumerate(without_steps.members):
         mine = [core // 4 == process for core in range(8)]
         assert f"fetched {[mine, mine]}" in member.output()
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(jobs):
-    job = jobs.run(2, odd="save", steps=0)
-    assert "save: " in job.members[0].output()
-    assert "save: ProcessesError: On process 0: " in job.members[1].output()
+def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(without_steps):
+    first, second = without_steps.members
+    assert "save: " in first.output()
+    assert "save: ProcessesError: On process 0: " in second.output()
 
 
 def test_another_program_is_an_error_everywhere(jobs):
