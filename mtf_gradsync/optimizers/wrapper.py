@@ -11,10 +11,11 @@ from mtf_gradsync.compat_v1 import is_v1
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.seen import Seen, Summed, seen_now
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import Plan, advance_step, gated_update
+from mtf_gradsync.step import Plan, gated_update
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
@@ -27,7 +28,7 @@ class _OrCounterpart(type):
         return vars(made).get("counterpart", made)
 
 
-class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
+class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCounterpart):
     """A Mesh-TF optimizer around another one.
 
     Subclasses say what happens to gradients on their way to the inner optimizer, by `_to_inner`.
@@ -341,76 +342,6 @@ class Wrapper(mtf.optimize.Optimizer, metaclass=_OrCounterpart):
     def _step_updated(self) -> mtf.Tensor | None:
         """What global_step grows by, an int32 scalar that is 0 or 1; None for 1."""
         return self.opt._step_updated() if isinstance(self.opt, Wrapper) else None
-
-    # The interface of tf.compat.v1.train.Optimizer.
-
-    def compute_gradients(
-        self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None
-    ) -> checks.GradsAndVars:
-        """Differentiates a loss.
-
-        Args:
-          loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.
-          var_list: mesh variables; None takes the trainable variables of the loss's graph.
-
-        Returns:
-          A list of (gradient or None, variable).
-
-        Raises:
-          TypeError: loss or var_list has the wrong type.
-          ValueError: var_list is empty.
-        """
-        if not isinstance(loss, mtf.Tensor):
-            raise TypeError(f"loss must be an mtf.Tensor, got {loss!r}.")
-        if var_list is None:
-            var_list = loss.graph.trainable_variables
-        variables = checks.check_variables(var_list)
-        if not variables:
-            raise ValueError("There are no variables to differentiate the loss by.")
-        self._check_variables(variables)
-        with Plan.of(loss.graph).undone_on_error():
-            scaled = self._scale_loss(loss)
-            grads = mtf.gradients([scaled], [v.value for v in variables])
-            return list(zip(self._enter(grads, variables), variables))
-
-    def apply_gradients(
-        self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
-    ) -> list[mtf.Operation]:
-        """Applies gradients, then advances global_step by one.
-
-        Args:
-          grads_and_vars: pairs as `compute_gradients` returns them.
-          global_step: an mtf or tf variable to add one to after the update, or None.
-          name: name of the operation that advances global_step; None takes the wrapper's name.
-
-        Returns:
-          A flat list of mtf operations.
-
-        Raises:
-          TypeError: an argument has the wrong type.
-          ValueError: grads_and_vars is malformed, or a gradient does not fit its variable.
-        """
-        pairs = checks.check_pairs(grads_and_vars)
-        checks.check_step(global_step)
-        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        operations = self.apply_grads(grads, variables)
-        if global_step is not None:
-            mesh = variables[0].mesh
-            operations.append(
-                advance_step(mesh, global_step, operations, name or self.name, self._step_updated())
-            )
-        return operations
-
-    def minimize(
-        self,
-        loss: mtf.Tensor,
-        global_step: Any = None,
-        var_list: Sequence[mtf.Variable] | None = None,
-        name: Any = None,
-    ) -> list[mtf.Operation]:
-        """`compute_gradients` and `apply_gradients` in one."""
-        checks.check_step(global_step)
-        return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
 
     # What it tells, and the stack.
 

@@ -235,8 +235,8 @@ class LossScaleOptimizer(Wrapper):
         else:
             bad = mtf.reduce_sum(NotFinite(present, self._axes_now(), self.reducer).outputs[0])
         finite = mtf.less_equal(bad, 0.0)
-        # Inside a branch everything waits already.
-        # Waiting for a gradient would sum it; what is finite has seen all that there is of them.
+        # Inside a branch everything waits already. Waiting for a gradient that is not summed would
+        # sum it; what says whether all are finite has seen them.
         gate = None if plan.is_in_branch else Gate(plan, [*(present if is_summed else []), finite])
         if inner_leaves_out:
             updates = self._apply_inner(taken, variables)

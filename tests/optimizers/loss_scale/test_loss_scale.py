@@ -200,3 +200,23 @@ def test_around_sync_replicas_the_other_shards_contribute(kind):
             result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
         )
     assert result.variables["count"] == STEPS
+
+
+def test_all_shards_decide_alike():
+    """Fetching from CPU replicas compares the cores; here all slices are compared."""
+    shape, layout, batch_dims = harness.MESHES["4"]
+
+    def make():
+        return gs.LossScaleOptimizer(models.OPTIMIZERS["momentum"](), **RULE)
+
+    built = harness.built("placement", shape, layout, train(make, batch_dims), feeds()[0])
+    with built.graph.as_default(), built._session() as session:
+        session.run(built.init)
+        session.run(built.restore)
+        for feed in feeds():
+            session.run(built.updates, {built.inputs[k]: x for k, x in feed.items()})
+        for variable, laid_out in built.lowering.variables.items():
+            first, *others = session.run(list(laid_out.laid_out_tensor.all_slices))
+            assert len(others) == 3
+            for other in others:
+                np.testing.assert_array_equal(other, first, err_msg=variable.name)
