@@ -277,3 +277,58 @@ def test_optimizers_know_dimensions_by_name():
     adafactor = mtf.optimize.AdafactorOptimizer(0.1, stacked_dim_names=["layers"])
     assert tuple(private.dims_known_by_name(adafactor)) == ("layers",)
     assert private.dims_known_by_name(mtf.optimize.SgdOptimizer(0.1)) == ()
+
+
+def test_calls_of_gradients_are_known_with_their_losses():
+    private.note_gradients()  # a second time changes nothing
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    d = mtf.Dimension("d", 2)
+    w, unused = (
+        mtf.get_variable(mesh, name, [d], initializer=tf.ones_initializer()) for name in "wu"
+    )
+    loss = mtf.reduce_sum(mtf.square(w))
+    (grad, none) = mtf.gradients([loss], [w, unused])
+    mtf.gradients([w], [w], [grad])  # begins with a gradient, not with ones
+    (call,) = private.gradients_calls(graph)
+    assert none is None
+    assert call.outputs == [grad]
+    (seed,) = call.seeds
+    assert seed.outputs[0].shape == loss.shape
+    seed.scale = mtf.import_tf_tensor(mesh, tf.constant(3.0), [])
+    lowered = graph.operations.index(seed)  # what scales comes before it
+    graph.operations.insert(lowered, graph.operations.pop())
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
+    lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+    values = lowering.export_to_tf_tensor(grad), lowering.export_to_tf_tensor(loss)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(lowering.copy_masters_to_slices())
+        scaled, value = session.run(values)
+    assert scaled.tolist() == [6.0, 6.0]
+    assert value == 2.0
+
+
+def test_microbatches_differentiate_through_the_same_function():
+    graph = mtf.Graph()
+    mesh = mtf.Mesh(graph, "mesh")
+    batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", 2)
+    w = mtf.get_variable(mesh, "w", [d], initializer=tf.ones_initializer())
+    x = mtf.import_tf_tensor(mesh, tf.ones([4, 2]), [batch, d])
+    loss = lambda features: {"loss": mtf.reduce_sum(features["x"] * w)}  # noqa: E731
+    mtf.serialize_training_step({"x": x}, loss, batch, 2)
+    assert private.gradients_calls(graph)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scalar", "expected"),
+    [("float16", -1e9, -65504.0), ("float16", 2.0, 2.0), ("float32", -1e9, -1e9)],
+)
+def test_scalars_stay_finite(dtype, scalar, expected):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    x = mtf.import_tf_tensor(mesh, tf.constant([0.0, 1.0], dtype), [mtf.Dimension("d", 2)])
+    product = x * scalar
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
+    value = mtf.Lowering(mesh.graph, {mesh: mesh_impl}).export_to_tf_tensor(product)
+    with tf.Session() as session:
+        assert session.run(value).tolist() == [0.0, expected]
