@@ -6,7 +6,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
 from mtf_gradsync._private.mesh_tensorflow import (
-    keep_scalars_finite,
+    keep_masks_finite,
     note_gradients,
     note_meshes,
 )
@@ -39,7 +39,7 @@ from mtf_gradsync.session import session_config
 
 note_meshes()
 note_gradients()
-keep_scalars_finite()
+keep_masks_finite()
 
 __all__ = [
     "ClipByGlobalNormOptimizer",

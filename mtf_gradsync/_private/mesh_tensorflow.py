@@ -7,7 +7,6 @@ fails where a version means something else.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -169,11 +168,14 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
 
 
-def keep_scalars_finite() -> None:
-    """Makes float16 tensors be multiplied by the largest finite number in place of a larger one.
+# What Mesh-TF multiplies masks by.
+_MASK = -1e9
 
-    Mesh-TF masks attention by -1e9, which is infinite in float16: the product with the zeros of
-    what is not masked is NaN.
+
+def keep_masks_finite() -> None:
+    """Makes float16 masks be multiplied by the smallest finite number in place of -1e9.
+
+    That is infinite in float16: the product with the zeros of what is not masked is NaN.
     """
     made = mtf.ScalarMultiplyOperation.__init__
     if hasattr(made, "__wrapped__"):
@@ -181,8 +183,8 @@ def keep_scalars_finite() -> None:
 
     @functools.wraps(made)
     def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
-        if x.dtype == tf.float16 and isinstance(scalar, (int, float)) and math.isfinite(scalar):
-            scalar = min(max(scalar, tf.float16.min), tf.float16.max)
+        if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
+            scalar = float(tf.float16.min)
         made(self, x, scalar, **how)
 
     mtf.ScalarMultiplyOperation.__init__ = make
@@ -193,9 +195,11 @@ class Seed(mtf.Constant):
 
     Attributes:
       scale: what they are multiplied by: None, a number or an mtf scalar.
+      rounded: what rounds a scale to one that every loss beside this one can hold.
     """
 
     scale: Any = None
+    rounded: Callable[[tf.Tensor], tf.Tensor] = staticmethod(tf.identity)
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
@@ -206,20 +210,25 @@ class Seed(mtf.Constant):
         value, mesh_impl = lowering.tensors[ones].to_laid_out_tensor(), lowering.mesh_impl(self)
         if isinstance(self.scale, mtf.Tensor):
             scale = lowering.tensors[self.scale].to_laid_out_tensor()
-            value = mesh_impl.slicewise(lambda x, by: x * tf.cast(by, x.dtype), value, scale)
+            value = mesh_impl.slicewise(self._scaled, value, scale)
         else:
-            value = mesh_impl.slicewise(lambda x: x * tf.cast(self.scale, x.dtype), value)
+            value = mesh_impl.slicewise(lambda x: self._scaled(x, tf.constant(self.scale)), value)
         lowering.set_tensor_lowering(ones, value)
+
+    def _scaled(self, ones: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        return ones * tf.cast(self.rounded(scale), ones.dtype)
 
 
 class GradientsCall(NamedTuple):
     """A call of `mtf.gradients` that began with ones.
 
     Attributes:
+      losses: what was differentiated.
       seeds: one for each loss.
       outputs: the gradients, without those that are None.
     """
 
+    losses: list[mtf.Tensor]
     seeds: list[Seed]
     outputs: list[mtf.Tensor]
 
@@ -245,7 +254,7 @@ def note_gradients() -> None:
             return made(ys, xs, grad_ys, operations)
         seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
         grads = made(ys, xs, [seed.outputs[0] for seed in seeds], operations)
-        call = GradientsCall(seeds, [g for g in grads if g is not None])
+        call = GradientsCall(list(ys), seeds, [g for g in grads if g is not None])
         vars(ys[0].graph).setdefault(_CALLS, []).append(call)
         return grads
 

@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.copies import (
     check_group_assignment,
     check_groups_cover,
 )
-from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
+from mtf_gradsync.gradients.losses import ScaledLosses, take_without_scale, unscaled_gradients
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.stages import (
     SumGradients,
@@ -52,5 +52,6 @@ __all__ = [
     "shards_not_finite",
     "sum_shards",
     "summed_elsewhere",
+    "take_without_scale",
     "unscaled_gradients",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -12,6 +13,11 @@ from mtf_gradsync.step import Part, PartLowering, Plan
 from mtf_gradsync.step.hook import flat
 
 Scale = Union[float, mtf.Tensor]
+_SHARED = (
+    "The gradient of {name!r} comes from a call of mtf.gradients whose losses {owner} scales, and "
+    "is applied by another optimizer, with the scale in it: give it to the same optimizer, or "
+    "compute it by a call of its own."
+)
 
 
 class ScaledLosses(Part):
@@ -24,13 +30,53 @@ class ScaledLosses(Part):
         self.unscaled: dict[mtf.Tensor, str] = {}
         # Whose gradients were applied.
         self.applied: frozenset[str] = frozenset()
+        # Losses whose gradients were taken as they are.
+        self.taken: frozenset[Seed] = frozenset()
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
         """See `Part.begin`."""
         del lowering
         for seed, (scale, _) in self.scales.items():
-            seed.scale = scale
+            seed.scale, seed.rounded = scale, _rounded_to(self.scales)
         return PartLowering()
+
+
+def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """What rounds a scale to one that losses of the dtypes of all seeds can hold."""
+    dtypes = {seed.outputs[0].dtype for seed in seeds}
+
+    def rounded(scale: tf.Tensor) -> tf.Tensor:
+        for dtype in sorted(dtypes, key=lambda x: x.name):
+            if dtype.size < 4:
+                # The largest power of two, so that a capped scale changes no bit either.
+                largest = 2.0 ** math.floor(math.log2(float(dtype.max)))
+                scale = tf.cast(tf.cast(tf.minimum(scale, largest), dtype), scale.dtype)
+        return scale
+
+    return rounded
+
+
+def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
+    """Notes that gradients are applied as they are.
+
+    Args:
+      grads: gradients that come into a stack of optimizers, None or without a scale.
+      names: what to call them.
+
+    Raises:
+      ValueError: another optimizer has scaled the loss behind one of them.
+    """
+    present = [g for g in grads if g is not None]
+    if not present:
+        return
+    graph = present[0].graph
+    seeds_of = {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
+    part = Plan.of(graph).part(ScaledLosses)
+    for grad, name in zip(grads, names):
+        for seed in seeds_of.get(grad, ()):
+            if seed in part.scales:
+                raise ValueError(_SHARED.format(name=name, owner=part.scales[seed][1]))
+    part.taken |= {seed for grad in present for seed in seeds_of.get(grad, ())}
 
 
 def unscaled_gradients(
@@ -68,7 +114,10 @@ def unscaled_gradients(
             way.check(name, owner)
     raw = [grad for grad, way in ways.items() if way.seeds]
     seeds = {seed for way in ways.values() for seed in way.seeds}
+    _check_first_order(plan.graph, seeds, owner)
     for seed in seeds:
+        if seed in part.taken:
+            raise ValueError(_SHARED.format(name="another variable", owner=owner))
         _, other = part.scales.get(seed, (None, owner))
         if other != owner:
             raise ValueError(
@@ -80,17 +129,39 @@ def unscaled_gradients(
     scale = make_scale()
     # Replaced, not changed, so that the plan can go back.
     part.scales = {**part.scales, **dict.fromkeys(seeds, (scale, owner))}
-    inverse = 1.0 / scale if not isinstance(scale, mtf.Tensor) else mtf.reciprocal(scale)
+    if not isinstance(scale, mtf.Tensor):
+        scale = mtf.constant(raw[0].mesh, scale, mtf.Shape([]), tf.float32)
+    inverse = mtf.cwise(lambda x: tf.math.reciprocal(_rounded_to(part.scales)(x)), [scale])
     outputs = {grad: _unscaled(grad, inverse) for grad in raw}
     part.unscaled = {**part.unscaled, **dict.fromkeys(outputs.values(), owner)}
     return on_present(grads, lambda some: [outputs.get(g, g) for g in some])
 
 
-def _unscaled(grad: mtf.Tensor, inverse: float | mtf.Tensor) -> mtf.Tensor:
+def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
+    """Raises ValueError where a loss among several is made of gradients of another one."""
+    calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
+    if len(calls) < 2:
+        return
+    outputs = {x for call in calls for x in call.outputs}
+    for call in calls:
+        seen, pending = set(call.losses), list(call.losses)
+        while pending:
+            tensor = pending.pop()
+            if tensor in outputs:
+                raise ValueError(
+                    f"{owner} scales losses of several calls of mtf.gradients, and a gradient by "
+                    f"one, {tensor.name!r}, is part of the loss of another (a penalty on "
+                    "gradients): that would be scaled twice. Add up the losses, and call "
+                    "mtf.gradients for the variables once."
+                )
+            new = [x for x in _sources(tensor) if x not in seen]
+            seen.update(new)
+            pending += new
+
+
+def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
     # In the narrow dtype, what the scale has kept from zero would become zero now.
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
-    if not isinstance(inverse, mtf.Tensor):
-        return mtf.cwise(lambda x: tf.cast(x, wide) * inverse, [grad], wide)
     return mtf.cwise(lambda x, by: tf.cast(x, wide) * tf.cast(by, wide), [grad, inverse], wide)
 
 
@@ -188,6 +259,8 @@ def _first_bend(
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
     """Whether an operation makes of scaled inputs what it makes of them, scaled."""
+    if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
+        return True
     if getattr(operation, "is_linear", False):
         return positions == set(range(len(operation.inputs)))
     if isinstance(operation, mtf.ScalarAddOperation):

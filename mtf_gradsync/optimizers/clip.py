@@ -25,6 +25,8 @@ class ClipByGlobalNormOptimizer(Wrapper):
     """
 
     takes_parts = True
+    # What makes it NaN is to be left out: a norm that overflows.
+    takes_norm = True
 
     def __init__(
         self,
@@ -75,11 +77,12 @@ class ClipByGlobalNormOptimizer(Wrapper):
             grads: Sequence[mtf.Tensor | None],
             variables: Sequence[mtf.Variable],
             finish: Callable[..., Any] = list,
+            hold: Callable[..., Any] | None = None,
         ) -> list[mtf.Operation]:
             def clip(totals: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
                 return self._clipped(finish(totals))
 
-            return self._apply_inner(grads, variables, lambda g, v: apply(g, v, clip))
+            return self._apply_inner(grads, variables, lambda g, v: apply(g, v, clip, hold))
 
         return apply_clipped
 

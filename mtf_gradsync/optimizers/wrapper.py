@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import is_v1
-from mtf_gradsync.gradients import SumGradients, on_present
+from mtf_gradsync.gradients import SumGradients, on_present, take_without_scale
 from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
@@ -42,6 +44,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
       came: the gradients that it was given last; None before.
       handed_on: those that it gave the inner optimizer.
       shards: the same as came, per shard, where it has told the shards apart.
+      times_applied: how often it has applied gradients in the graph that it was used in last.
       summed: the gradients that it has summed over the shards; None where it did not.
       takes_parts: whether it may be given parts of variables, as inside ShardedUpdateOptimizer.
     """
@@ -94,6 +97,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
         self.handed_on: Seen | None = None
         self.shards: Seen | None = None
         self.summed: Summed | None = None
+        self.times_applied = 0
+        self._graph: weakref.ref[mtf.Graph] | None = None
         self._check_inner_stack()
 
     # What a wrapper does.
@@ -189,6 +194,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
         """Gradients as the stack takes them."""
         for wrapper in self._wrappers():
             grads = wrapper._entered(grads, variables)
+        take_without_scale(grads, [v.name for v in variables])
         return list(grads)
 
     def _summed(
@@ -260,6 +266,27 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
             return dtype
         return tf.float32
 
+    def _in_dtypes_of_inner(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Gradients as Mesh-TF's Momentum takes them: in the dtype of the variable's value."""
+        if not isinstance(self.opt, mtf.optimize.MomentumOptimizer):
+            return list(grads)
+        other = [g is not None and g.dtype != v.activation_dtype for g, v in zip(grads, variables)]
+        if any(other):
+            narrow = variables[other.index(True)].activation_dtype.name
+            warn_once(
+                "narrow momentum",
+                "mtf.optimize.MomentumOptimizer takes gradients in the dtype of activations, %s, "
+                "and adds them up in it: small ones are lost. "
+                "MeshOptimizer(tf.train.MomentumOptimizer(...)) adds up in float32.",
+                narrow,
+            )
+        return [
+            mtf.cast(g, v.activation_dtype) if casts else g
+            for g, v, casts in zip(grads, variables, other)
+        ]
+
     def _apply_inner(
         self,
         grads: Sequence[mtf.Tensor | None],
@@ -276,6 +303,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
         Returns:
           What it returned.
         """
+        if not isinstance(self.opt, Wrapper):
+            grads = self._in_dtypes_of_inner(grads, variables)
         self.handed_on = seen_now(grads)
         graph = variables[0].graph
         before = set(graph.all_variables)
@@ -331,6 +360,10 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
         """`apply_grads` inside of another wrapper, whose `apply_grads` undoes what went wrong."""
         grads, variables = checks.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
+        graph = variables[0].graph
+        again = self._graph is not None and self._graph() is graph
+        self._graph = weakref.ref(graph)
+        self.times_applied = self.times_applied + 1 if again else 1
         self.came = seen_now(grads)
         self.handed_on = self.shards = self.summed = None
         return self._to_inner(grads, variables)

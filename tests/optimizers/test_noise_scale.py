@@ -171,6 +171,40 @@ def test_what_has_no_noise_scale(make, arguments, message):
     assert loss.graph.operations == operations
 
 
+def test_only_what_was_applied_at_once():
+    loss = model()
+    optimizer = gs.CrossShardOptimizer(still(), axes=AXES)
+    ((grad, variable),) = optimizer.compute_gradients(loss)
+    optimizer.apply_grad(grad, variable)
+    optimizer.apply_grad(grad, variable)
+    with pytest.raises(ValueError, match="there were 2 in this graph"):
+        gs.gradient_noise_scale(optimizer, 8)
+
+
+def test_of_shards_that_were_clipped():
+    shape, layout, _ = harness.MESHES["2x2"]
+    axes, norm = gs.ReplicaAxes(shape, layout), 2.0
+    feeds = list(batches(4, 8))
+
+    def step(mesh, inputs):
+        optimizer = gs.CrossShardOptimizer(still(), axes=axes)
+        grads, variables = zip(*optimizer.compute_gradients(regression(mesh, inputs, 8)))
+        clipped, _ = gs.clip_by_shard_norm(grads, norm, axes)
+        updates = optimizer.apply_grads(clipped, variables)
+        noise = gs.gradient_noise_scale(optimizer, 8, 0.0)
+        return [*updates, *noise.updates], {"noise": noise.value}
+
+    found = harness.run("simd", shape, layout, step, feeds).fetched
+    for feed, value in zip(feeds, found):
+        each = -feed["y"][:, None] * feed["x"].astype(float)
+        parts = [shard.sum(0) / 8 for shard in np.array_split(each, 2)]
+        parts = [g * min(1, norm / np.linalg.norm(g)) for g in parts]
+        of_shards = np.mean([np.square(2 * g).sum() for g in parts])
+        whole = np.square(np.sum(parts, 0)).sum()
+        expected = (of_shards - whole) / (1 / 4 - 1 / 8) / ((8 * whole - 4 * of_shards) / (8 - 4))
+        np.testing.assert_allclose(value["noise"], expected, rtol=1e-4)
+
+
 def test_only_what_a_wrapper_has_applied():
     with pytest.raises(TypeError, match="wrap it"):
         gs.gradient_noise_scale(still(), 8)

@@ -324,7 +324,7 @@ def test_microbatches_differentiate_through_the_same_function():
     ("dtype", "scalar", "expected"),
     [("float16", -1e9, -65504.0), ("float16", 2.0, 2.0), ("float32", -1e9, -1e9)],
 )
-def test_scalars_stay_finite(dtype, scalar, expected):
+def test_masks_stay_finite(dtype, scalar, expected):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     x = mtf.import_tf_tensor(mesh, tf.constant([0.0, 1.0], dtype), [mtf.Dimension("d", 2)])
     product = x * scalar

@@ -29,18 +29,25 @@ class NotFinite(StageOperation):
 
     takes_pending = True
 
-    def __init__(self, grads: Sequence[mtf.Tensor], axes: ReplicaAxes | None, strategy: Strategy):
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        axes: ReplicaAxes | None,
+        strategy: Strategy,
+        only_apart: bool = False,
+    ):
         """Adds the operation.
 
         Args:
           grads: gradients, pending, per shard or whole, at least one.
           axes: the replica axes; None for no shards.
           strategy: how sums cross the mesh.
+          only_apart: pass over gradients that all shards share.
 
         Outputs:
           A float32 tensor `[shards..., gradients]`, greater than 0 where one is not finite.
         """
-        self._strategy = strategy
+        self._strategy, self._only_apart = strategy, only_apart
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else ("batch",)
         PendingSums.want(grads, False, names, strategy)
@@ -51,14 +58,20 @@ class NotFinite(StageOperation):
         """See `mtf.Operation.lower`."""
         mesh_impl, (output,) = lowering.mesh_impl(self), self.outputs
         slice_shape = mesh_impl.slice_shape(output.shape)
-        values = [partial_sum(lowering, grad).value for grad in self.inputs]
+        parts = [partial_sum(lowering, grad) for grad in self.inputs]
+        own = set(mesh_impl.tensor_layout(output.shape)) - {None}
+        counts = [
+            not self._only_apart
+            or bool(own.intersection([*part.mesh_axes, *mesh_impl.tensor_layout(grad.shape)]))
+            for grad, part in zip(self.inputs, parts)
+        ]
 
         def look(*slices: tf.Tensor) -> tf.Tensor:
             finite = [tf.reduce_all(tf.math.is_finite(x)) for x in slices]
-            return tf.reshape(1.0 - tf.cast(tf.stack(finite), tf.float32), slice_shape)
+            found = 1.0 - tf.cast(tf.stack(finite), tf.float32)
+            return tf.reshape(found * tf.constant(counts, tf.float32), slice_shape)
 
-        found = mesh_impl.slicewise(look, *values)
-        own = set(mesh_impl.tensor_layout(output.shape))
+        found = mesh_impl.slicewise(look, *[part.value for part in parts])
         others = tuple(axis for axis in range(mesh_impl.shape.ndims) if axis not in own)
         (found,) = reduce_partial_sums(mesh_impl, [PartialSum(found, others)], self._strategy)
         self.set_outputs(lowering, [found])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import gin
 
 from mtf_gradsync._numbers import is_number, is_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
-from mtf_gradsync.gradients import ScaledLosses, not_finite, unscaled_gradients
+from mtf_gradsync.gradients import ScaledLosses, global_norm, not_finite, unscaled_gradients
 from mtf_gradsync.mesh.axes import axes_of_program
 from mtf_gradsync.optimizers.loss_scale.hook import LossScaleHook
 from mtf_gradsync.optimizers.loss_scale.not_finite import (
@@ -30,6 +29,8 @@ from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 
 DYNAMIC = "dynamic"
+# Scales whose reciprocals are far from float32's limits, too.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -224,32 +225,37 @@ class LossScaleOptimizer(Wrapper):
             )
         applied.applied |= {self.name}
         before = self._state_of(variables[0].mesh)
+        told: list[mtf.Operation] = []
+        decided: list[mtf.Tensor] = []
+
+        def hold(
+            sums: Sequence[mtf.Tensor | None], build: Callable[[], list[mtf.Operation]]
+        ) -> list[mtf.Operation]:
+            """Makes an update only where what it takes is finite."""
+            present = [g for g in sums if g is not None]
+            finite = self._are_finite(present)
+            gate = self._gate([*present, finite])
+            update = Conditional(finite, gate, Branch(plan, build), [], as_call=False)
+            told.extend(self._tell(finite, gate, grads, present, variables))
+            decided.append(finite)
+            return update.updates
+
         inner_leaves_out = any(map(_leaves_out, self.inner_stack()))
         apply = self._inner_apply_unsummed
-        is_summed = apply is None and not inner_leaves_out
-        taken = self._summed(grads, variables) if is_summed else grads
-        present = [g for g in taken if g is not None]
-        if is_summed:
-            # What overflows in the sum counts as well.
-            bad = not_finite(present, self.reducer)
-        else:
-            bad = mtf.reduce_sum(NotFinite(present, self._axes_now(), self.reducer).outputs[0])
-        finite = mtf.less_equal(bad, 0.0)
-        # Inside a branch everything waits already. Waiting for a gradient that is not summed would
-        # sum it; what says whether all are finite has seen them.
-        gate = None if plan.is_in_branch else Gate(plan, [*(present if is_summed else []), finite])
         if inner_leaves_out:
-            updates = self._apply_inner(taken, variables)
+            updates = self._beside(grads, variables, told, decided)
+        elif apply is not None:
+            updates = self._apply_inner(grads, variables, lambda g, v: apply(g, v, list, hold))
         else:
-            branch = Branch(plan, lambda: self._apply_inner(taken, variables, apply))
-            updates = Conditional(finite, gate, branch, [], as_call=False).updates
-        tell = Branch(plan, lambda: [self._tell(grads, present if is_summed else [], variables)])
-        told = Conditional(mtf.logical_not(finite), gate, tell, [], as_call=False).updates
+            sums = self._summed(grads, variables)
+            updates = hold(sums, lambda: self._apply_inner(sums, variables))
+        (finite,) = decided
         after = after_step(before, finite, self._rule)
         writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
+        gate = self._gate([finite])
         if gate is not None:
             gate.hold(writes)
-        self._told, self._writes = told[0], writes
+        self._writes = writes
         self._now = None if plan.is_in_branch else after
         if plan.is_in_branch:
             self._updated = None
@@ -259,26 +265,79 @@ class LossScaleOptimizer(Wrapper):
             self._updated = mtf.cast(finite, tf.int32)
         return [*updates, *told, *writes]
 
+    def _beside(
+        self,
+        grads: list[mtf.Tensor | None],
+        variables: list[mtf.Variable],
+        told: list[mtf.Operation],
+        decided: list[mtf.Tensor],
+    ) -> list[mtf.Operation]:
+        """Watches what an inner optimizer leaves out by itself."""
+        # Where it tells shards apart, each shard's gradient is looked at; or else their sum, in
+        # which more can overflow.
+        if any(map(_tells_apart, self.inner_stack())):
+            taken = grads
+            present = [g for g in taken if g is not None]
+            found = NotFinite(present, self._axes_now(), self.reducer).outputs[0]
+            finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
+        else:
+            taken = self._summed(grads, variables)
+            present = [g for g in taken if g is not None]
+            finite = self._are_finite(present)
+        told.extend(self._tell(finite, self._gate([finite]), grads, present, variables))
+        decided.append(finite)
+        return self._apply_inner(taken, variables)
+
+    def _are_finite(self, sums: list[mtf.Tensor]) -> mtf.Tensor:
+        """Whether sums, or parts of them, are, a boolean scalar."""
+        if any(getattr(inner, "takes_norm", False) for inner in self.inner_stack()):
+            # Its squares overflow before they do, and the norm would make them NaN.
+            return mtf.less(global_norm(sums, self.reducer), float("inf"))
+        return mtf.less_equal(not_finite(sums, self.reducer), 0.0)
+
+    def _gate(self, tensors: list[mtf.Tensor]) -> Gate | None:
+        """What writes wait for; inside a branch everything waits already."""
+        plan = Plan.of(tensors[0].graph)
+        return None if plan.is_in_branch else Gate(plan, tensors)
+
     def _axes_now(self) -> Any:
         return self.axes or axes_of_program(self._shard_names)
 
     def _tell(
         self,
+        finite: mtf.Tensor,
+        gate: Gate | None,
         grads: Sequence[mtf.Tensor | None],
         sums: Sequence[mtf.Tensor],
         variables: Sequence[mtf.Variable],
-    ) -> TellNotFinite:
+    ) -> list[mtf.Operation]:
+        """Names what is not finite, where something is not."""
+        plan, mesh = Plan.of(finite.graph), finite.mesh
         axes = self._axes_now()
         parts = [g for g in grads if g is not None]
         names = [v.name for g, v in zip(grads, variables) if g is not None]
-        found = []
-        if axes or not sums:
-            found.append(mtf.anonymize(NotFinite(parts, axes, self.reducer).outputs[0]))
-        if sums:
+        self._told = None
+
+        def tell() -> list[mtf.Operation]:
+            found = []
+            if axes:
+                of_shards = NotFinite(parts, axes, self.reducer, only_apart=True)
+                found.append(mtf.anonymize(of_shards.outputs[0]))
             found.append(mtf.anonymize(NotFinite(sums, None, self.reducer).outputs[0]))
-        mesh, rows = variables[0].mesh, sum(x.shape.size for x in found) // len(names)
-        variable = places_variable(mesh, f"{self.name}/not_finite", rows, len(names))
-        return TellNotFinite(found, variable, self._state.skipped, names, self.name)
+            rows = sum(x.shape.size for x in found) // len(names)
+            variable = places_variable(mesh, f"{self.name}/not_finite", rows, len(names))
+            self._told = TellNotFinite(found, variable, self._state.skipped, names, self.name)
+            return [self._told]
+
+        bad = mtf.logical_not(finite)
+        return Conditional(bad, gate, Branch(plan, tell), [], as_call=False).updates
+
+
+def _tells_apart(opt: Any) -> bool:
+    """Whether an optimizer takes each shard's gradients."""
+    return getattr(opt, "accumulate", None) == "local" or getattr(
+        opt, "tells_replicas_apart", False
+    )
 
 
 def _leaves_out(opt: Any) -> bool:
@@ -298,13 +357,17 @@ def _rule(
     is_dynamic = loss_scale == DYNAMIC if isinstance(loss_scale, str) else False
     if not is_dynamic and not _is_positive(loss_scale):
         raise ValueError(
-            f"loss_scale must be {DYNAMIC!r} or a number greater than 0, got {loss_scale!r}."
+            f"loss_scale must be {DYNAMIC!r} or a number greater than 0 that float32 can hold, as "
+            f"{_LEAST:g} to {_MOST:g}, got {loss_scale!r}."
         )
     scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
     for name, value in scales.items():
         if not _is_positive(value):
-            raise ValueError(f"{name} must be finite and greater than 0, got {value!r}.")
-    if not min_scale <= initial_scale <= max_scale:
+            raise ValueError(
+                f"{name} must be greater than 0 and one that float32 can hold, as {_LEAST:g} to "
+                f"{_MOST:g}, got {value!r}."
+            )
+    if is_dynamic and not min_scale <= initial_scale <= max_scale:
         raise ValueError(
             "initial_scale must lie between min_scale and max_scale, got "
             + ", ".join(f"{name}={value!r}" for name, value in scales.items())
@@ -322,4 +385,4 @@ def _rule(
 
 
 def _is_positive(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value) and value > 0
+    return is_number(value) and _LEAST <= value <= _MOST

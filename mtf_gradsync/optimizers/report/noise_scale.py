@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Sequence
 
+import gin
+
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
@@ -32,6 +34,7 @@ class NoiseScale(NamedTuple):
     updates: list[mtf.Operation]
 
 
+@gin.configurable(module="mtf_gradsync")
 def gradient_noise_scale(
     opt: Wrapper,
     batch_size: float,
@@ -85,7 +88,8 @@ def gradient_noise_scale(
         made: list[mtf.Operation] = []
 
         def smooth() -> list[mtf.Operation]:
-            parts, _ = norms_of_shards(summed.parts, axes, wrapper.reducer)
+            own, clipped = norms_of_shards(summed.parts, axes, wrapper.reducer)
+            parts = own if clipped is None else clipped
             if parts is None:
                 raise ValueError(
                     "The shards' gradients cannot be told apart without sums of the size of "
@@ -120,6 +124,11 @@ def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summe
         )
     if opt.came is None:
         raise ValueError("gradient_noise_scale has to be called after gradients were applied.")
+    if opt.times_applied > 1:
+        raise ValueError(
+            "gradient_noise_scale looks at one call of apply_grads, and there were "
+            f"{opt.times_applied} in this graph; give apply_grads all variables at once."
+        )
     wrappers = opt._wrappers()
     apart = next((w for w in wrappers if getattr(w, "tells_replicas_apart", False)), None)
     if apart is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import gin
 
@@ -24,6 +24,11 @@ from mtf_gradsync.reduce import Strategy
 
 #: What is still to be done to sums, or parts of them: takes their list, and returns one like it.
 Finish = Callable[[Sequence[Optional[mtf.Tensor]]], Sequence[Optional[mtf.Tensor]]]
+#: Decides on an update: takes the sums that the inner optimizer is to get, and what builds its
+#: operations; returns these.
+Hold = Callable[
+    [Sequence[Optional[mtf.Tensor]], Callable[[], List[mtf.Operation]]], List[mtf.Operation]
+]
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -133,6 +138,7 @@ class ShardedUpdateOptimizer(Wrapper):
         grads: list[mtf.Tensor | None],
         variables: list[mtf.Variable],
         finish: Finish = list,
+        hold: Hold | None = None,
     ) -> list[mtf.Operation]:
         """Applies gradients that an outer wrapper has not summed.
 
@@ -142,6 +148,7 @@ class ShardedUpdateOptimizer(Wrapper):
           finish: what is to be done to the sums before they go to the inner optimizer: to their
             elements, or to all together, as clipping by their norm. It gets parts of sums where
             variables are split, and returns tensors of the same shapes.
+          hold: what decides whether the update is made; None makes it.
 
         Returns:
           As `apply_grads`.
@@ -168,7 +175,11 @@ class ShardedUpdateOptimizer(Wrapper):
         for index, (total, variable, shape) in enumerate(zip(totals, variables, shapes)):
             if total is not None and shape is not None:
                 inner[index] = parts[variable] = self._part(variable, shape)
-        return self._apply_to_parts(totals, variables, inner, parts)
+
+        def build() -> list[mtf.Operation]:
+            return self._apply_to_parts(totals, variables, inner, parts)
+
+        return build() if hold is None else hold(totals, build)
 
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]

@@ -22,7 +22,10 @@ def sgd():
         ({"loss_scale": 0}, "loss_scale must be 'dynamic' or a number"),
         ({"loss_scale": float("inf")}, "loss_scale must be 'dynamic' or a number"),
         ({"loss_scale": True}, "loss_scale must be 'dynamic' or a number"),
-        ({"initial_scale": -1.0}, "initial_scale must be finite"),
+        ({"initial_scale": -1.0}, "initial_scale must be greater than 0"),
+        ({"max_scale": 1e39}, "max_scale must be greater than 0 and one that float32 can hold"),
+        ({"min_scale": 1e-60}, "min_scale must be greater than 0 and one that float32 can hold"),
+        ({"loss_scale": 1e-60}, "that float32 can hold"),
         ({"initial_scale": 2.0**30}, "between min_scale and max_scale"),
         ({"min_scale": 4.0, "initial_scale": 2.0}, "between min_scale and max_scale"),
         ({"multiplier": 1.0}, "multiplier must be finite and greater than 1"),
@@ -103,11 +106,15 @@ def summed(grads, values):
     return gs.sum_shards(grads)
 
 
+def shown(grads, values):
+    return [mtf.stop_gradient(mtf.Print(g, [g], "gradient")) for g in grads]
+
+
 def by_a_factor(grads, values):
     return [mtf.einsum([g, mtf.reduce_sum(v)], g.shape) for g, v in zip(grads, values)]
 
 
-@pytest.mark.parametrize("change", [halved, cast, summed, by_a_factor])
+@pytest.mark.parametrize("change", [halved, cast, summed, shown, by_a_factor])
 def test_gradients_may_be_changed_linearly_before(change):
     loss, variables = model()
     values = [v.value for v in variables]
@@ -152,6 +159,30 @@ def test_one_loss_has_one_scale():
     gs.LossScaleOptimizer(sgd(), name="first").apply_grads(grads[:1], variables[:1])
     with pytest.raises(ValueError, match="second and first would both scale"):
         gs.LossScaleOptimizer(sgd(), name="second").apply_grads(grads[1:], variables[1:])
+
+
+@pytest.mark.parametrize("scaled_first", [True, False])
+def test_other_optimizers_do_not_get_the_scale(scaled_first):
+    loss, variables = model()
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    stacks = [gs.LossScaleOptimizer(sgd()), gs.CrossShardOptimizer(sgd())]
+    first, second = stacks if scaled_first else stacks[::-1]
+    first.apply_grads(grads[:1], variables[:1])
+    with pytest.raises(ValueError, match="whose losses LossScaleOptimizer scales"):
+        second.apply_grads(grads[1:], variables[1:])
+
+
+def test_a_gradient_in_a_loss_is_not_scaled_twice():
+    loss, variables = model()
+    values = [v.value for v in variables]
+    first = mtf.gradients([loss], values)
+    penalty = mtf.reduce_sum(mtf.square(first[0]))
+    (second,) = mtf.gradients([penalty], values[1:])
+    optimizer = gs.LossScaleOptimizer(sgd())
+    with pytest.raises(ValueError, match="would be scaled twice"):
+        optimizer.apply_grads([first[0], first[1] + second], variables)
+    whole = mtf.gradients([loss + penalty], values)
+    assert optimizer.apply_grads(whole, variables)
 
 
 def test_gradients_of_another_optimizer():

@@ -1,0 +1,124 @@
+"""What overflows on the way: sums, norms, the scale itself, and losses that are narrow."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+
+SHAPE, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
+AXES = gs.ReplicaAxes(SHAPE, LAYOUT)
+
+
+def program(make, dtype=tf.float32, loss_dtype=None):
+    """A variable of zeros whose gradient is the sum of the inputs over a batch of four."""
+
+    def build(mesh, inputs):
+        batch, dim = mtf.Dimension("batch", 4), mtf.Dimension("wide", 4)
+        x = mtf.cast(mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, dim])), dtype)
+        kind = mtf.VariableDType(tf.float32, tf.float32, dtype)
+        w = mtf.get_variable(mesh, "w", [dim], kind, initializer=tf.zeros_initializer())
+        loss = mtf.cast(mtf.reduce_sum(x * w), loss_dtype or dtype)
+        optimizer = make()
+        updates = optimizer.apply_grads(mtf.gradients([loss], [w]), [w.operation])
+        told = gs.reported(optimizer)
+        return updates, {x: told[x] for x in told if x.startswith("loss_scale/")}
+
+    return build
+
+
+def run(kind, make, values, **how):
+    feeds = [{"x": np.full([4, 4], value, "f")} for value in values]
+    result = harness.run(kind, SHAPE, LAYOUT, program(make, **how), feeds)
+    scales = [float(step.get("loss_scale/scale", np.nan)) for step in result.fetched]
+    return result.variables["w"], scales, int(result.fetched[-1]["loss_scale/skipped"])
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(1.0)
+
+
+def sharded():
+    return gs.ShardedUpdateOptimizer(sgd(), axes=AXES, min_size=1)
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+def test_a_sum_of_finite_shards_that_overflows_in_float16(kind):
+    """Accumulation of sums leaves the step out, and the scale has to learn of it."""
+
+    def make():
+        accumulation = gs.GradientAccumulationOptimizer(
+            sgd(), 1, accumulate="synced", should_skip_update_fn=gs.skip_not_finite
+        )
+        return gs.LossScaleOptimizer(accumulation, initial_scale=2.0**15)
+
+    w, scales, skipped = run(kind, make, [1.0] * 4, dtype=tf.float16)
+    # The sum is 4 scale: 2^14 times 4 is more than float16 holds, 2^13 times 4 is not.
+    assert scales == [2.0**14, 2.0**13, 2.0**13, 2.0**13]
+    assert skipped == 2
+    np.testing.assert_array_equal(w, np.full(4, -8.0))
+
+
+OUT = {
+    "bare": sgd,
+    "sharded": sharded,
+    "clipped": lambda: gs.ClipByGlobalNormOptimizer(sgd(), 1.0),
+    "clipped around parts": lambda: gs.ClipByGlobalNormOptimizer(sharded(), 1.0),
+    "clipped parts": lambda: gs.ShardedUpdateOptimizer(
+        gs.ClipByGlobalNormOptimizer(sgd(), 1.0), axes=AXES, min_size=1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+@pytest.mark.parametrize("inner", OUT)
+def test_sums_and_norms_that_overflow_are_left_out(kind, inner):
+    """Of float32: the sum of four times 2e38, and the norm of 1e25 where one is made."""
+    values = [2e38, 1e25] if "clipped" in inner else [2e38]
+
+    def make():
+        return gs.LossScaleOptimizer(OUT[inner](), loss_scale=1.0)
+
+    w, _, skipped = run(kind, make, values)
+    assert skipped == len(values)
+    np.testing.assert_array_equal(w, np.zeros(4))
+
+
+@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.CrossShardOptimizer])
+def test_momentum_takes_narrow_gradients(wrap):
+    def make():
+        return gs.LossScaleOptimizer(wrap(mtf.optimize.MomentumOptimizer(0.5, 0.5)))
+
+    w, _, _ = run("simd", make, [0.25, 0.25], dtype=tf.float16)
+    # Of the gradients 1 and 1; the velocity is used a step later.
+    np.testing.assert_array_equal(w, np.full(4, -0.5))
+
+
+@pytest.mark.parametrize(
+    ("loss_dtype", "scale"), [(tf.float16, 2.0**17), (tf.float16, 4099.0), (tf.bfloat16, 1001.0)]
+)
+def test_a_narrow_loss_takes_a_scale_that_it_can_hold(loss_dtype, scale):
+    """Gradients are divided by the same number, so that no error is left."""
+
+    def make():
+        return gs.LossScaleOptimizer(sgd(), loss_scale=scale)
+
+    w, _, skipped = run("simd", make, [0.25], loss_dtype=loss_dtype)
+    assert skipped == 0
+    # float32 rounds a product with a reciprocal twice.
+    np.testing.assert_allclose(w, np.full(4, -1.0), rtol=2 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("wrap", ["accumulated", "summed before"])
+def test_what_shards_share_is_blamed_on_their_sum(wrap, capfd):
+    def make():
+        scaled = gs.LossScaleOptimizer(sgd(), axes=AXES)
+        if wrap == "accumulated":
+            return gs.GradientAccumulationOptimizer(scaled, 2, axes=AXES)
+        return gs.CrossShardOptimizer(scaled)
+
+    run("placement", make, [1.0, np.nan])
+    lines = [line for line in capfd.readouterr().err.splitlines() if "left out" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("not finite: w (sum over shards).")
