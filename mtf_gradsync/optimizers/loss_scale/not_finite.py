@@ -19,6 +19,7 @@ from mtf_gradsync.reduce import Strategy
 
 # Of a list that may be as long as the model has variables times the mesh shards.
 _MOST_NAMED = 8
+_NONE = "none by itself, but the norm of all"
 
 
 class NotFinite(StageOperation):
@@ -149,6 +150,7 @@ class TellNotFinite(mtf.Operation):
         more = tf.shape(where)[0] - _MOST_NAMED
         rest = tf.where_v2(more > 0, tf.strings.format(" and {} more", more), "")
         named = tf.strings.reduce_join(lines, separator=", ")
+        named = tf.where_v2(tf.equal(named, ""), _NONE, named)
         text = tf.strings.join([_beginning(self.owner), " ", named, rest, "."])
         return tf.print(text, output_stream=sys.stderr)
 
@@ -195,7 +197,7 @@ class Told:
                 ]
                 more = len(rows) - _MOST_NAMED
                 rest = f" and {more} more" if more > 0 else ""
-                return f"{_beginning(told.owner)} {', '.join(named)}{rest}."
+                return f"{_beginning(told.owner)} {', '.join(named) or _NONE}{rest}."
         return None
 
 

@@ -122,3 +122,11 @@ def test_what_shards_share_is_blamed_on_their_sum(wrap, capfd):
     lines = [line for line in capfd.readouterr().err.splitlines() if "left out" in line]
     assert len(lines) == 1
     assert lines[0].endswith("not finite: w (sum over shards).")
+
+
+def test_a_norm_that_overflows_is_blamed(capfd):
+    def make():
+        return gs.LossScaleOptimizer(gs.ClipByGlobalNormOptimizer(sgd(), 1.0), axes=AXES)
+
+    run("placement", make, [1e25])
+    assert "not finite: none by itself, but the norm of all." in capfd.readouterr().err
