@@ -70,8 +70,7 @@ def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
     if not present:
         return
     graph = present[0].graph
-    seeds_of = {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
-    part = Plan.of(graph).part(ScaledLosses)
+    seeds_of, part = _seeds_of(graph), Plan.of(graph).part(ScaledLosses)
     for grad, name in zip(grads, names):
         for seed in seeds_of.get(grad, ()):
             if seed in part.scales:
@@ -107,10 +106,11 @@ def unscaled_gradients(
         return list(grads)
     plan = Plan.of(present[0].graph)
     part = plan.part(ScaledLosses)
+    computed = _seeds_of(plan.graph)
     ways = {}
     for grad, name in zip(grads, names):
         if grad is not None:
-            ways[grad] = way = _way_to(grad, part)
+            ways[grad] = way = _way_to(grad, part, computed)
             way.check(name, owner)
     raw = [grad for grad, way in ways.items() if way.seeds]
     seeds = {seed for way in ways.values() for seed in way.seeds}
@@ -200,10 +200,13 @@ class _Way(NamedTuple):
             )
 
 
-def _way_to(grad: mtf.Tensor, part: ScaledLosses) -> _Way:
+def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
+    """What each gradient by `mtf.gradients` began with."""
+    return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
+
+
+def _way_to(grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]) -> _Way:
     """Goes back from a gradient to where it was computed."""
-    graph = grad.graph
-    computed = {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
     seeds: set[Seed] = set()
     owners: set[str] = set()
     between: set[mtf.Operation] = set()
@@ -223,7 +226,7 @@ def _way_to(grad: mtf.Tensor, part: ScaledLosses) -> _Way:
             if source not in seen:
                 seen.add(source)
                 pending.append(source)
-    bends = _first_bend(graph, between, ends) if seeds else None
+    bends = _first_bend(grad.graph, between, ends) if seeds else None
     if seeds and owners and bends is None:
         bends = grad.operation  # half of it still has the scale
     return _Way(frozenset(seeds), frozenset(owners), bends)

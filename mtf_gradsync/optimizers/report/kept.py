@@ -8,7 +8,8 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import whole_values
+from mtf_gradsync.optimizers.state.held import held_after
 from mtf_gradsync.optimizers.state.variables import state_variable
 from mtf_gradsync.step import Branch
 
@@ -33,31 +34,6 @@ class _Keep(mtf.Operation):
         value = lowering.mesh_impl(self).slicewise(together, *values).to_laid_out_tensor()
         variable = lowering.variables[self._variable]
         lowering.operations[self] = tf.group(variable.assign_to_slices(write, value.all_slices))
-
-
-class _Kept(StageOperation):
-    """What a variable holds once the branch has run, or was skipped."""
-
-    def __init__(self, variable: mtf.Variable, keep: _Keep):
-        count = len(keep.inputs)
-        shapes, dtypes = [mtf.Shape([])] * count, [tf.float32] * count
-        super().__init__([variable.value], shapes, "kept_reported", dtypes)
-        self._variable = variable
-        self._keep = keep
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-
-        def read(variable: Any) -> tuple[tf.Tensor, ...]:
-            value = tf.convert_to_tensor(variable)
-            known = tf.where_v2(value[-1] > 0, value, tf.fill(value.shape, np.float32(np.nan)))
-            return tuple(tf.unstack(known)[:-1])
-
-        variable = lowering.variables[self._variable].laid_out_tensor
-        # The operation of a branch is the whole conditional.
-        with tf.control_dependencies([lowering.operations[self._keep]]):
-            values = lowering.mesh_impl(self).slicewise(read, variable)
-        self.set_outputs(lowering, list(values))
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
@@ -86,4 +62,10 @@ def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Te
         return [keep]
 
     branch.add(write)
-    return list(_Kept(variable, keep).outputs)
+    (held,) = held_after([variable], [keep])
+    *known, has_run = mtf.unstack(held, shape.dims[0])
+    return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
+
+
+def _or_nan(value: tf.Tensor, has_run: tf.Tensor) -> tf.Tensor:
+    return tf.where_v2(has_run > 0, value, np.float32(np.nan))

@@ -95,9 +95,7 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
         _over_steps(
             "Gradient noise scale",
             "sequences",
-            [
-                _Line("noise scale", series_of(rows, "gradient_noise_scale")),
-            ],
+            [_Line("noise scale", series_of(rows, "gradient_noise_scale"))],
             "About the batch size from which on a larger batch saves few steps; smoothed.",
         ),
         _over_steps(
