@@ -12,3 +12,14 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """A run that was set up correctly cannot go on, for example because its loss is not finite."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing.
+
+    TensorFlow's sessions add where in the program an operation was made, in many lines; what they
+    say first is in the error that they were handling.
+    """
+    if type(error.__context__) is type(error):
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+
+
+@contextlib.contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Makes errors of the file system in a run's directory errors that a user can act on.
+
+    Args:
+      directory: the run's.
+
+    Raises:
+      TrainingError: if the block raised OSError: a full disk, one that turned read-only, a quota.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # of who reads what is printed
+        raise
+    except OSError as error:
+        raise TrainingError(
+            f"{error.filename or directory} cannot be written: {error.strerror or error}. The "
+            f"checkpoints in {directory} are as they were; once it can be written to, the same "
+            "command goes on from the newest."
+        ) from error
+
+
+def free_name(path: Path) -> Path:
+    """The path, or one like it that nothing has yet."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def write_text(path: Path, text: str) -> None:

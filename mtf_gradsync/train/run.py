@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -12,14 +13,17 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.session import session_config
-from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.checkpoints.choice import Choice, choose_checkpoint, latest_checkpoint
+from mtf_gradsync.train.checkpoints.configuration import check_configuration, described
+from mtf_gradsync.train.checkpoints.initial import initialize_from
+from mtf_gradsync.train.checkpoints.leftovers import only_run_in, remove_leftovers
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data import datasets as data
-from mtf_gradsync.train.errors import ConfigError, TrainingError
+from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
-from mtf_gradsync.train.files import check_matplotlib, write_text
+from mtf_gradsync.train.files import check_matplotlib, write_text, writing_to
 from mtf_gradsync.train.job import TrainingJob, build_simd, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics.file import read_metrics
@@ -29,7 +33,7 @@ from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_f
 from mtf_gradsync.train.report.page import Ended, check_jinja, write_page
 from mtf_gradsync.train.report.traffic import list_traffic
 from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
-from mtf_gradsync.train.runners.runner import Runner
+from mtf_gradsync.train.runners.runner import Runner, Start
 from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
 from mtf_gradsync.train.runtime import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph
@@ -53,7 +57,28 @@ class RunResult(NamedTuple):
     unigram: Score | None
 
 
-def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -> RunResult:
+class Accepted(NamedTuple):
+    """What a user says that a run may go on from.
+
+    Attributes:
+      differences: a checkpoint of another configuration; what only one of them has is dropped, or
+        begins as in a new run.
+      damage: an older checkpoint, where the newest is damaged.
+    """
+
+    differences: bool = False
+    damage: bool = False
+
+
+_NOTHING = Accepted()
+
+
+def run(
+    config: RunConfig,
+    model_dir: str,
+    say: Callable[[str], None] = print,
+    accepted: Accepted = _NOTHING,
+) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
     A run goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which
@@ -64,33 +89,41 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
       config: what to train; ``RunConfig()`` is what gin says of it.
       model_dir: directory of everything that the run writes.
       say: takes each line that tells how the run goes.
+      accepted: which checkpoints it may go on from, besides its own.
 
     Returns:
       What the run came to.
 
     Raises:
-      ConfigError: if a setting cannot work.
-      TrainingError: if the loss is no longer finite, or updates no longer come.
+      ConfigError: if a setting cannot work, another run writes to the directory, or its newest
+        checkpoint is damaged or of another configuration, and that is not accepted.
+      TrainingError: if the loss is no longer finite, updates no longer come, or nothing can be
+        written any more.
     """
     _check_schedule(config)
     check_matplotlib()
     check_jinja()
     runtime = choose_runtime(config)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
-    directory = _make_directory(model_dir)
-    path = checkpoint.latest_checkpoint(model_dir)
-    begin = checkpoint.checkpoint_step(path) if path else None
+    directory = Path(model_dir)
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
     evaluation = HeldOut(job.model, directory, session, say)
-    if config.eval_dataset_fn is not None:
-        evaluation.prepare(
-            config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
-        )
-    with evaluation:
+    with only_run_in(model_dir), evaluation, writing_to(directory):
+        remove_leftovers(model_dir)
+        choice = choose_checkpoint(model_dir, accepted.damage, say)
+        if config.eval_dataset_fn is not None:
+            evaluation.prepare(
+                config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
+            )
         try:
-            result = _train(config, job, runtime, directory, begin, session, evaluation, say)
-        except TrainingError as error:
-            _write_report(config, directory, evaluation, None, f"ended by an error, {error}", say)
+            result = _train(
+                config, job, runtime, directory, choice, accepted, session, evaluation, say
+            )
+        except (TrainingError, OSError) as error:
+            # Perhaps nothing can be written any more.
+            with contextlib.suppress(OSError):
+                how = f"ended by an error, {error}"
+                _write_report(config, directory, evaluation, None, how, say)
             raise
         if result.stopped_by is not None:
             evaluation.plot()
@@ -105,9 +138,7 @@ def run(config: RunConfig, model_dir: str, say: Callable[[str], None] = print) -
             rate = result.steps_made * job.tokens_per_step / result.seconds
             speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
             say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-        held_out = evaluation.finish(
-            checkpoint.latest_checkpoint(model_dir), step=result.step, **speed
-        )
+        held_out = evaluation.finish(latest_checkpoint(model_dir), step=result.step, **speed)
         _write_report(config, directory, evaluation, result.step, "finished", say)
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
@@ -153,13 +184,14 @@ def _train(
     job: TrainingJob,
     runtime: Runtime,
     directory: Path,
-    begin: int | None,
+    choice: Choice,
+    accepted: Accepted,
     session: tf.ConfigProto,
     evaluation: HeldOut,
     say: Callable[[str], None],
 ) -> LoopResult:
-    """Makes the steps that are missing after a checkpoint's, or all where that is None."""
-    step = begin or 0
+    """Makes the steps that are missing after a checkpoint's, or all where there is none."""
+    step = choice.step
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
@@ -167,12 +199,16 @@ def _train(
     began = time.monotonic()
     with tf.Graph().as_default():
         graph, program, make_runner = _training_graph(job, runtime)
-        if config.init_checkpoint and begin is None:
-            count = checkpoint.initialize_from(config.init_checkpoint)
+        start = Start()
+        if choice.path:
+            found = check_configuration(choice.path, tf.global_variables(), accepted.differences)
+            if any(found):
+                say(f"going on from {choice.path}, of another configuration:\n{described(found)}")
+            new = tuple(name for name in found.new if name not in found.adapted)
+            start = Start(choice.path, choice.kept, new)
+        elif config.init_checkpoint:
+            count = initialize_from(config.init_checkpoint)
             say(f"{count} variables begin as in {config.init_checkpoint}")
-        path = checkpoint.latest_checkpoint(str(directory))
-        if path:
-            checkpoint.check_fits(path, tf.global_variables(), str(directory))
         say(
             f"training {graph.num_parameters:,} parameters on the mesh "
             f"{mesh_text(job.model.mesh.shape)}, from step {step} to {config.train_steps} (graph "
@@ -198,7 +234,7 @@ def _train(
                 recorder.flush()
 
             return train_loop(
-                make_runner(str(directory), config, session),
+                make_runner(str(directory), start, config, session),
                 graph.optimizers,
                 LoopSettings(
                     train_steps=config.train_steps,
@@ -213,7 +249,9 @@ def _train(
 
 def _training_graph(
     job: TrainingJob, runtime: Runtime
-) -> tuple[TrainGraph, simd.Program | None, Callable[[str, RunConfig, tf.ConfigProto], Runner]]:
+) -> tuple[
+    TrainGraph, simd.Program | None, Callable[[str, Start, RunConfig, tf.ConfigProto], Runner]
+]:
     """Builds the training step for a runtime; returns it, its program, what makes the runner."""
     global_step = tf.train.get_or_create_global_step()
     features = data.training_batches(
@@ -224,26 +262,21 @@ def _training_graph(
     if runtime.name == "placement_mesh":
         graph = job.build(features)
 
-        def on_devices(model_dir: str, config: RunConfig, session: tf.ConfigProto) -> Runner:
+        def on_devices(
+            model_dir: str, start: Start, config: RunConfig, session: tf.ConfigProto
+        ) -> Runner:
             hooks = [hook() for hook in config.hooks]
             keep = config.keep_checkpoint_max
-            return PlacementMeshRunner(graph, model_dir, keep, session, hooks)
+            return PlacementMeshRunner(graph, model_dir, start, keep, session, hooks)
 
         return graph, None, on_devices
     graph, program = build_simd(job, features)
 
-    def on_cores(model_dir: str, config: RunConfig, session: tf.ConfigProto) -> Runner:
+    def on_cores(
+        model_dir: str, start: Start, config: RunConfig, session: tf.ConfigProto
+    ) -> Runner:
         del session
         keep = config.keep_checkpoint_max
-        return SimdProgramRunner(graph, program, runtime.name, model_dir, keep)
+        return SimdProgramRunner(graph, program, runtime.name, model_dir, start, keep)
 
     return graph, program, on_cores
-
-
-def _make_directory(model_dir: str) -> Path:
-    directory = Path(model_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--model_dir={model_dir} cannot be made: {error}") from error
-    return directory

@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import unittest.mock
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
+from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.run import run
 
@@ -41,6 +43,28 @@ def train_tiny(directory, *bindings, with_plots=False):
     gin_files.load([TINY], [*QUICK, *bindings])
     result, said = run_quietly(directory, with_plots)
     return result, directory, said
+
+
+@pytest.fixture
+def after_step(monkeypatch):
+    """Makes runs call a function after a number of their own steps; None lets them be."""
+    at = {"left": None, "call": None}
+    original = run_module.train_loop
+
+    def loop(runner, *args):
+        dispatch, made = runner.dispatch, itertools.count(1)
+
+        def dispatch_and_call():
+            result = dispatch()
+            if next(made) == at["left"]:
+                at["call"]()
+            return result
+
+        runner.dispatch = dispatch_and_call
+        return original(runner, *args)
+
+    monkeypatch.setattr(run_module, "train_loop", loop)
+    return lambda left, call=None: at.update(left=left, call=call)
 
 
 @pytest.fixture

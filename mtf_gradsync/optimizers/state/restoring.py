@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import uuid
-from typing import Any, NamedTuple
+from typing import Any, Mapping, NamedTuple
 
 import numpy as np
 
@@ -129,7 +129,9 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     temporary = os.path.join(directory, f".resharding-{uuid.uuid4().hex}")
     tf.io.gfile.makedirs(temporary)
     try:
-        _write(path, os.path.join(temporary, name), changed)
+        reader = tf.train.load_checkpoint(path)
+        new = {state: _value(reader, state, changed) for state in sorted(changed)}
+        write_changed(path, os.path.join(temporary, name), new)
         # A checkpoint is there when its index is: it goes first and comes last.
         if tf.io.gfile.exists(target + ".index"):
             tf.io.gfile.remove(target + ".index")
@@ -143,11 +145,16 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     return target
 
 
-def _write(path: str, target: str, changed: dict[str, Change]) -> None:
-    reader = tf.train.load_checkpoint(path)
-    dtypes = reader.get_variable_to_dtype_map()
-    copied = sorted(set(dtypes) - set(changed))
-    new = {name: _value(reader, name, changed) for name in sorted(changed)}
+def write_changed(path: str, target: str, new: Mapping[str, np.ndarray]) -> None:
+    """Writes a checkpoint like another one, but for some values.
+
+    Args:
+      path: the other one; it is only read.
+      target: the checkpoint to write.
+      new: values by name, in place of what is there or beside it.
+    """
+    dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    copied = sorted(set(dtypes) - set(new))
     with tf.Graph().as_default():
         values = (
             list(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mtf_gradsync.train.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_names, loaded_config
 
 _DESCRIPTION = """\
@@ -40,6 +41,17 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="where checkpoints and results go (default: runs/ and the name of the last gin file)",
     )
+    parser.add_argument(
+        ACCEPT_FLAG,
+        action="store_true",
+        help="go on from a checkpoint of another configuration: what only one of them has is "
+        "dropped, or begins as in a new run",
+    )
+    parser.add_argument(
+        SKIP_FLAG,
+        action="store_true",
+        help="where the newest checkpoint is damaged, put it aside and go on from an older one",
+    )
     parser.set_defaults(run_command=main)
 
 
@@ -50,7 +62,10 @@ def main(args: argparse.Namespace) -> int:
     with loaded_config(args):
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.run import run
+        from mtf_gradsync.train.run import Accepted, run
 
-        result = run(gin_files.run_config(), model_dir)
+        accepted = Accepted(
+            differences=args.accept_checkpoint_differences, damage=args.skip_damaged_checkpoint
+        )
+        result = run(gin_files.run_config(), model_dir, accepted=accepted)
     return 0 if result.stopped_by is None else 128 + result.stopped_by

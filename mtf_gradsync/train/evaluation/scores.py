@@ -8,7 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.checkpoints.configuration import check_has
 from mtf_gradsync.train.evaluation.graph import EvalGraph, build_eval_graph
 from mtf_gradsync.train.model import ModelSettings
 
@@ -85,7 +85,7 @@ class Evaluator:
         Raises:
           ConfigError: if the checkpoint does not fit.
         """
-        checkpoint.check_fits(path, self._variables, model_dir)
+        check_has(path, self._variables, model_dir)
         self._saver.restore(self._session, path)
         self._session.run(self._masters_to_slices)
 

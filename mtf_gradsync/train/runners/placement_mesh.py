@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.checkpoint import Checkpointer
-from mtf_gradsync.train.runners.runner import LeftOut, Runner, Waits, fetches_of
+from mtf_gradsync.train.checkpoints.saving import Checkpointer
+from mtf_gradsync.train.runners.runner import LeftOut, Runner, Start, Waits, fetches_of
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
@@ -17,6 +17,7 @@ class PlacementMeshRunner(Runner):
         self,
         graph: TrainGraph,
         model_dir: str,
+        start: Start,
         keep_checkpoint_max: int | None,
         config: tf.ConfigProto,
         hooks: Sequence[Any] = (),
@@ -26,28 +27,32 @@ class PlacementMeshRunner(Runner):
         Args:
           graph: from `build_train_graph`, in the default graph.
           model_dir: directory of the checkpoints.
+          start: where it begins.
           keep_checkpoint_max: older checkpoints are deleted; None keeps all.
           config: of the session.
           hooks: more tf.train.SessionRunHooks.
         """
         # The hook adds the copy from masters to slices and runs it after every restore.
         masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
-        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max)
+        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max, start.kept)
         self._fetches = fetches_of(graph)
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
         self._global_step = tf.train.get_global_step()
-        creator = tf.train.ChiefSessionCreator(
-            scaffold=tf.train.Scaffold(saver=self._checkpoints.saver),
-            config=config,
-            checkpoint_dir=model_dir,
-        )
-        self._make = lambda: tf.train.MonitoredSession(creator, hooks=[masters_to_slices, *hooks])
+        self._start, self._config, self._hooks = start, config, [masters_to_slices, *hooks]
+        self._initializers = {v.op.name: v.initializer for v in tf.global_variables()}
         self._session: Any = None
 
     def __enter__(self) -> PlacementMeshRunner:
         """See `Runner`."""
-        self._session = self._make().__enter__()
+        with self._start.restorable(self._initial_values) as path:
+            # Not one that begins again by itself where a device is lost: the loop counts steps.
+            self._session = tf.train.SingularMonitoredSession(
+                hooks=self._hooks,
+                scaffold=tf.train.Scaffold(saver=self._checkpoints.saver),
+                config=self._config,
+                checkpoint_filename_with_path=path,
+            ).__enter__()
         self.first_step = int(self._session.run(self._global_step))
         return self
 
@@ -75,6 +80,12 @@ class PlacementMeshRunner(Runner):
     def should_stop(self) -> bool:
         """See `Runner`."""
         return self._session.should_stop()
+
+    def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
+        with tf.Session(config=self._config) as session:
+            session.run([self._initializers[name] for name in names])
+            variables = {v.op.name: v for v in tf.global_variables() if v.op.name in names}
+            return session.run(variables)
 
     def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
         """Calls a function with the session without hooks."""

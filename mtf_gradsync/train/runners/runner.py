@@ -3,14 +3,53 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Callable, Sequence
+import contextlib
+import os
+import shutil
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer
+from mtf_gradsync.train.checkpoints.initial import completed
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
+class Start(NamedTuple):
+    """Where a runner begins.
+
+    Attributes:
+      path: the checkpoint that it restores; None for initial values.
+      kept: all checkpoints of the run, from the oldest to the newest.
+      new: names of variables that the checkpoint does not have, and that begin as in a new run.
+    """
+
+    path: str | None = None
+    kept: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def restorable(
+        self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]]
+    ) -> Iterator[str | None]:
+        """Gives a checkpoint that has all variables.
+
+        Args:
+          initial_values: gives those of variables, by name.
+
+        Yields:
+          The path; None for a run that begins.
+        """
+        if not self.path or not self.new:
+            yield self.path
+            return
+        path = completed(self.path, initial_values(self.new))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(os.path.dirname(path))
+
+
 class Runner(abc.ABC):
-    """Makes training steps and checkpoints. Entered, it has restored the newest checkpoint.
+    """Makes training steps and checkpoints. Entered, it has restored a checkpoint.
 
     Attributes:
       first_step: steps made before, known once it is entered.
@@ -22,7 +61,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def __enter__(self) -> Runner:
-        """Begins, from the newest checkpoint where there is one."""
+        """Begins, from the checkpoint of its `Start` where it has one."""
 
     @abc.abstractmethod
     def __exit__(self, *exception: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.checkpoint import Checkpointer, latest_checkpoint
+from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.runners.runner import LeftOut, Runner, Waits, fetches_of
+from mtf_gradsync.train.runners.runner import LeftOut, Runner, Start, Waits, fetches_of
 from mtf_gradsync.train.train_graph import TrainGraph
 
 # Enough to keep devices busy while the host reads a result and fetches a batch.
@@ -24,6 +24,7 @@ class SimdProgramRunner(Runner):
         program: simd.Program,
         runtime: str,
         model_dir: str,
+        start: Start,
         keep_checkpoint_max: int | None,
     ):
         """Adds what it needs to the default graph.
@@ -33,11 +34,12 @@ class SimdProgramRunner(Runner):
           program: what it was lowered into.
           runtime: "xla" or "cpu_replicas".
           model_dir: directory of the checkpoints.
+          start: where it begins.
           keep_checkpoint_max: older checkpoints are deleted; None keeps all.
         """
         self._graph, self._program, self._runtime = graph, program, runtime
-        self._model_dir = model_dir
-        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max)
+        self._start = start
+        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max, start.kept)
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
         self._fetches = fetches_of(graph)
@@ -57,11 +59,9 @@ class SimdProgramRunner(Runner):
                 self._session = self._program.session(lowering)
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
-        path = latest_checkpoint(self._model_dir)
-        if path:
-            self._session.restore(path)
-            known = tf.train.get_checkpoint_state(self._model_dir).all_model_checkpoint_paths
-            self._checkpoints.saver.recover_last_checkpoints(known)
+        with self._start.restorable(self._initial_values) as path:
+            if path:
+                self._session.restore(path)
         self._session.run(self._begin)
         self._left_out.message(self._session)
         self.first_step = int(self._session.run(self._global_step))
@@ -102,6 +102,9 @@ class SimdProgramRunner(Runner):
     def left_out(self) -> str | None:
         """See `Runner`."""
         return self._left_out.message(self._session)
+
+    def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: self._session.read(name) for name in names}
 
     def _other_runtime(self, error: Exception) -> TrainingError:
         return TrainingError(

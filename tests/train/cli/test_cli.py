@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from tests.cluster.processes import Processes
 
@@ -119,7 +119,7 @@ def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(timeout=60) == 128 + signal.SIGINT
     out, error = process.output(), process.errors()
-    step = checkpoint.checkpoint_step(checkpoint.latest_checkpoint(str(tmp_path)))
+    step = choose_checkpoint(str(tmp_path), False, print).step
     assert step >= 4
     assert f"stopped after step {step}" in out
     assert "Traceback" not in error

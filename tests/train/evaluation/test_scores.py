@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync.session import enable_mesh_defaults, session_config
-from mtf_gradsync.train import checkpoint
+from mtf_gradsync.train.checkpoints.choice import latest_checkpoint
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.train.evaluation import scores
@@ -45,7 +45,7 @@ def evaluator(tmp_path_factory):
     targets[1, 9:] = 0
     config = session_config(num_cpu_devices=4)
     with scores.Evaluator(settings, [{"targets": targets}], config) as made:
-        made.restore(checkpoint.latest_checkpoint(directory), directory)
+        made.restore(latest_checkpoint(directory), directory)
         yield made
 
 

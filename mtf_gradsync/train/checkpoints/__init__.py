@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written, checked, chosen, and compared with what a config describes."""

@@ -1,0 +1,132 @@
+"""Chooses the checkpoint that a run goes on from; deletes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.checkpoints.damage import damage_of
+from mtf_gradsync.train.checkpoints.flags import SKIP_FLAG
+from mtf_gradsync.train.checkpoints.manifest import checkpoint_files
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.files import free_name
+
+# TensorFlow's file that says which checkpoint is the newest.
+STATE_FILE = "checkpoint"
+DAMAGED_DIRECTORY = "damaged"
+
+
+class Choice(NamedTuple):
+    """Where a run goes on.
+
+    Attributes:
+      path: the checkpoint; None where the run begins.
+      step: steps made before it.
+      kept: all checkpoints of the run, from the oldest to the newest.
+    """
+
+    path: str | None
+    step: int
+    kept: tuple[str, ...]
+
+
+def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], None]) -> Choice:
+    """Finds the newest checkpoint of a directory, and reads it whole.
+
+    Args:
+      model_dir: a directory.
+      skip_damaged: whether to go on from an older one where the newest is damaged, whose files are
+        put aside then.
+      say: takes a line about what is not as it should be.
+
+    Returns:
+      The choice.
+
+    Raises:
+      ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older
+        one is whole.
+    """
+    paths = _known(model_dir, say)
+    if not paths:
+        return Choice(None, 0, ())
+    newest = paths[-1]
+    damage = damage_of(newest)
+    if not damage:
+        return _chosen(paths)
+    found = f"the newest checkpoint, {newest}, is damaged: {damage}."
+    others = {*paths[:-1], *_on_disk(model_dir)} - {newest}
+    older = sorted((path for path in others if _step_of(path) < _step_of(newest)), key=_step_of)
+    whole = next((path for path in reversed(older) if damage_of(path) is None), None)
+    if whole is None:
+        raise ConfigError(
+            f"{found} No older one in {model_dir} is whole. Nothing was changed. Put a copy of a "
+            "checkpoint there, or train in another --model_dir."
+        )
+    if not skip_damaged:
+        raise ConfigError(
+            f"{found} Nothing was changed. With {SKIP_FLAG} the run goes on from {whole}, which is "
+            "whole, and puts the damaged files into "
+            f"{os.path.join(model_dir, DAMAGED_DIRECTORY)}."
+        )
+    say(f"{found} The run goes on from {whole}.")
+    for path in (newest, *older):
+        if _step_of(path) > _step_of(whole):
+            _put_aside(path)
+    kept = older[: older.index(whole) + 1]
+    names = [os.path.basename(path) for path in kept]
+    tf.train.update_checkpoint_state(model_dir, names[-1], names)
+    return _chosen(kept)
+
+
+def latest_checkpoint(model_dir: str) -> str | None:
+    """The newest checkpoint as the state file says, which a run has written whole; or None."""
+    return tf.train.latest_checkpoint(model_dir)
+
+
+def _chosen(paths: list[str]) -> Choice:
+    step = int(tf.train.load_variable(paths[-1], "global_step"))
+    return Choice(paths[-1], step, tuple(paths))
+
+
+def _known(model_dir: str, say: Callable[[str], None]) -> list[str]:
+    """The checkpoints that the state file lists, the newest last; without one those on disk."""
+    # Not tf.train.latest_checkpoint: for a file that cannot be read, or one that names what is not
+    # there, it returns None, and a run would begin again from nothing.
+    try:
+        state = tf.train.get_checkpoint_state(model_dir)
+    except ValueError:
+        state = None
+    if state is not None and state.model_checkpoint_path:
+        newest = state.model_checkpoint_path
+        others = [path for path in state.all_model_checkpoint_paths if path != newest]
+        return [*(path for path in others if tf.train.checkpoint_exists(path)), newest]
+    found = sorted(_on_disk(model_dir), key=_step_of)
+    if found:
+        is_there = os.path.exists(os.path.join(model_dir, STATE_FILE))
+        say(
+            f"{os.path.join(model_dir, STATE_FILE)}, which says what the newest checkpoint is, "
+            f"{'cannot be read' if is_there else 'is missing'}: the newest there is {found[-1]}"
+        )
+    return found
+
+
+def _on_disk(model_dir: str) -> list[str]:
+    directory = Path(model_dir)
+    indices = directory.glob("model.ckpt-*.index") if directory.is_dir() else ()
+    return [str(path)[: -len(".index")] for path in indices if _step_of(str(path)) >= 0]
+
+
+def _step_of(path: str) -> int:
+    """The step that a checkpoint's name says; -1 for none."""
+    match = re.search(r"model\.ckpt-(\d+)(\.index)?$", path)
+    return int(match.group(1)) if match else -1
+
+
+def _put_aside(path: str) -> None:
+    for file in checkpoint_files(path):
+        aside = file.parent / DAMAGED_DIRECTORY
+        aside.mkdir(exist_ok=True)
+        os.replace(file, free_name(aside / file.name))

@@ -1,0 +1,168 @@
+"""Compares what a checkpoint holds with what a config describes, name by name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.restoring import changes
+from mtf_gradsync.train.checkpoints.damage import UNREADABLE
+from mtf_gradsync.train.checkpoints.flags import ACCEPT_FLAG
+from mtf_gradsync.train.errors import ConfigError, first_line
+
+# More than these are counted, not listed.
+_MAX_LISTED = 40
+
+
+class Differences(NamedTuple):
+    """What a checkpoint and a graph do not share.
+
+    Attributes:
+      dropped: names that only the checkpoint has.
+      new: names that only the graph has.
+      adapted: those of `new` that a wrapper knows to begin from the checkpoint's other values.
+      unfit: sentences about variables that both have, and that cannot be restored.
+    """
+
+    dropped: tuple[str, ...]
+    new: tuple[str, ...]
+    adapted: tuple[str, ...]
+    unfit: tuple[str, ...]
+
+
+def differences(path: str, variables: Sequence[Any]) -> Differences:
+    """Compares a checkpoint with the variables of the default graph.
+
+    State of wrappers in another number of shards is no difference: it is laid out anew.
+
+    Args:
+      path: the checkpoint.
+      variables: tf variables that are to be restored.
+
+    Returns:
+      What differs.
+
+    Raises:
+      ConfigError: if the checkpoint cannot be read.
+    """
+    try:
+        reader = tf.train.load_checkpoint(path)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    except UNREADABLE as error:
+        raise ConfigError(f"checkpoint {path} cannot be read: {first_line(error)}") from error
+    changed = changes(path)
+    new, unfit = [], []
+    for variable in variables:
+        name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
+        change = changed.get(name)
+        if name not in shapes or (change is not None and change.saved_shape is None):
+            new.append(name)
+        elif change is not None and change.fits:
+            continue
+        elif shapes[name] != shape:
+            unfit.append(f"{name} has the shape {shapes[name]} there and {shape} here")
+        elif dtypes[name] != dtype:
+            unfit.append(f"{name} has the type {dtypes[name].name} there and {dtype.name} here")
+    dropped = set(shapes) - {variable.op.name for variable in variables}
+    return Differences(
+        dropped=tuple(sorted(dropped)),
+        new=tuple(sorted(new)),
+        adapted=tuple(name for name in sorted(new) if name in changed),
+        unfit=tuple(unfit),
+    )
+
+
+def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:
+    """Checks that a run goes on as it began, before anything is restored.
+
+    Args:
+      path: the checkpoint to go on from.
+      variables: all tf variables of the graph.
+      accept: whether what only one of them has is accepted.
+
+    Returns:
+      What differs, and was accepted.
+
+    Raises:
+      ConfigError: if anything does that was not accepted, or has another shape or type.
+    """
+    found = differences(path, variables)
+    parts = _lines(found)
+    if found.unfit:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"the checkpoint {path} was made by another model or optimizer than this "
+                    "config describes:",
+                    *_listed(found.unfit),
+                    *parts,
+                    "Nothing was changed. Use the config that made it, or another --model_dir.",
+                ]
+            )
+        )
+    if parts and not accept:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"the checkpoint {path} was made by another configuration than this one:",
+                    *parts,
+                    f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use "
+                    "the config that made it, or another --model_dir.",
+                ]
+            )
+        )
+    return found
+
+
+def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
+    """Checks that a checkpoint has all of some variables.
+
+    Args:
+      path: the checkpoint.
+      variables: tf variables.
+      model_dir: named in the error.
+
+    Raises:
+      ConfigError: if it does not.
+    """
+    found = differences(path, variables)
+    missing = [f"{name} is not in the checkpoint" for name in found.new]
+    if missing or found.unfit:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"the checkpoint {path} was made by another model than this config describes:",
+                    *_listed([*missing, *found.unfit]),
+                    f"Use the config that made it, or another --model_dir than {model_dir}.",
+                ]
+            )
+        )
+
+
+def described(found: Differences) -> str:
+    """What was accepted, for who reads along; empty where nothing differs."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Differences) -> list[str]:
+    begins = [name for name in found.new if name not in found.adapted]
+    lines = []
+    if found.dropped:
+        lines += ["it holds, and this config does not have (dropped, if accepted):"]
+        lines += _listed(found.dropped)
+    if begins:
+        lines += ["this config has, and it does not hold (begins as in a new run, if accepted):"]
+        lines += _listed(begins)
+    if found.adapted:
+        lines += [
+            "a wrapper of this config has, and it does not hold (begins from the checkpoint's "
+            "steps and variables, if accepted):"
+        ]
+        lines += _listed(found.adapted)
+    return lines
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _MAX_LISTED
+    listed = [f"  {line}" for line in lines[:_MAX_LISTED]]
+    return [*listed, f"  and {more} more"] if more > 0 else listed

@@ -1,0 +1,46 @@
+"""Finds out whether a checkpoint can be restored, before anything depends on it."""
+
+from __future__ import annotations
+
+import os
+
+from tqdm import tqdm
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.checkpoints.manifest import differs_from_manifest
+from mtf_gradsync.train.errors import first_line
+
+# What TensorFlow's reader raises of a file that it cannot read.
+UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeError, OSError)
+
+
+def damage_of(path: str) -> str | None:
+    """Reads a checkpoint whole, so that TensorFlow compares its checksums.
+
+    Args:
+      path: a checkpoint.
+
+    Returns:
+      What is wrong with it, in words; None where all is well.
+    """
+    if not os.path.exists(f"{path}.index"):
+        return f"{os.path.basename(path)}.index is missing"
+    different = differs_from_manifest(path)
+    if different:
+        return different
+    try:
+        reader = tf.train.load_checkpoint(path)
+        shapes = reader.get_variable_to_shape_map()
+    except UNREADABLE as error:
+        return f"its index cannot be read: {first_line(error)}"
+    if "global_step" not in shapes:
+        return "it has no global_step: it is no checkpoint of a training run"
+    # Seconds for the largest models; silent where nobody watches.
+    for name in tqdm(
+        sorted(shapes), desc="checking the checkpoint", unit="variable", leave=False, disable=None
+    ):
+        try:
+            reader.get_tensor(name)
+        except UNREADABLE as error:
+            return f"{name} cannot be read: {first_line(error)}"
+    return None

@@ -1,0 +1,68 @@
+"""Initial values from checkpoints: another run's, and what a run's own does not have."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Mapping
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.restoring import write_changed
+from mtf_gradsync.train.errors import ConfigError, first_line
+
+COMPLETED_PREFIX = ".completed-"
+
+
+def initialize_from(init_checkpoint: str) -> int:
+    """Makes the initial values of the default graph those of another run's checkpoint.
+
+    The step starts at 0. Variables that the other model did not have keep their own
+    initial values.
+
+    Args:
+      init_checkpoint: a checkpoint path, or a directory whose newest one is used.
+
+    Returns:
+      How many variables are taken from it.
+
+    Raises:
+      ConfigError: if there is no such checkpoint, or none of its variables is in the graph.
+    """
+    try:
+        saved = dict(tf.train.list_variables(init_checkpoint))
+    except (tf.errors.OpError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"train.run.init_checkpoint = {init_checkpoint!r} is not a checkpoint: "
+            f"{first_line(error)}"
+        ) from error
+    chosen = {
+        v.op.name: v
+        for v in tf.global_variables()
+        if v.op.name != "global_step" and saved.get(v.op.name) == v.shape.as_list()
+    }
+    if not chosen:
+        raise ConfigError(
+            f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
+            f"has for example {sorted(saved)[:3]}"
+        )
+    tf.train.init_from_checkpoint(init_checkpoint, chosen)
+    return len(chosen)
+
+
+def completed(path: str, new: Mapping[str, np.ndarray]) -> str:
+    """Writes a checkpoint with more variables beside a run's own.
+
+    Args:
+      path: a checkpoint; it is only read.
+      new: more variables, by name.
+
+    Returns:
+      The new checkpoint, in a directory of its own beside the other, where every machine sees it
+      that sees the other; whoever called removes it.
+    """
+    directory = tempfile.mkdtemp(prefix=COMPLETED_PREFIX, dir=os.path.dirname(path))
+    target = os.path.join(directory, os.path.basename(path))
+    write_changed(path, target, new)
+    return target

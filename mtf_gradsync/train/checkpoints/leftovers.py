@@ -1,0 +1,78 @@
+"""Keeps a run's directory for one run at a time, and free of what killed ones left half written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Iterator
+
+from mtf_gradsync.train.errors import ConfigError
+
+# What TensorFlow writes before it renames it, what `files.write_text` does, and what is made to
+# restore a checkpoint of another configuration.
+_LEFTOVER = re.compile(
+    r"model\.ckpt-\d+\.(data-\d+-of-\d+|index)\.tempstate\d+|model\.ckpt-\d+_temp"
+    r"|checkpoint\.tmp[0-9a-f]+|\.[\w.-]+\.(json|jsonl|gin|html|png|txt|md)\.\w{8}"
+    r"|\.(completed|adapted|resharding)-\w+"
+)
+
+
+def remove_leftovers(model_dir: str) -> None:
+    """Removes files that were being written when a process was killed.
+
+    Args:
+      model_dir: a directory in which nobody writes now.
+    """
+    with contextlib.suppress(OSError):
+        for path in Path(model_dir).iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextlib.contextmanager
+def only_run_in(model_dir: str) -> Iterator[None]:
+    """Holds a directory, so that no second run writes there; makes it where it is not there.
+
+    Args:
+      model_dir: the directory.
+
+    Raises:
+      ConfigError: if another run holds it, or nothing can be written there.
+    """
+    try:
+        os.makedirs(model_dir, exist_ok=True)
+        # Permissions and mounts say less than a try.
+        with tempfile.TemporaryFile(dir=model_dir) as probe:
+            probe.write(b"x")
+            probe.flush()
+        descriptor = os.open(model_dir, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(
+            f"--model_dir={model_dir} cannot be written to: {error.strerror}"
+        ) from error
+    try:
+        _lock(descriptor, model_dir)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, model_dir: str) -> None:
+    """Takes the lock, which ends with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # no POSIX
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another run writes to {model_dir}: wait for its end, or choose another --model_dir"
+        ) from error
+    except OSError:  # a file system without locks
+        return

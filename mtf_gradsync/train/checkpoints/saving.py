@@ -1,0 +1,96 @@
+"""Writes checkpoints, in the format and under the names of Mesh-TensorFlow's own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Sequence
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+from mtf_gradsync.train.checkpoints.leftovers import remove_leftovers
+from mtf_gradsync.train.checkpoints.manifest import note_checkpoint
+from mtf_gradsync.train.errors import TrainingError, first_line
+
+
+class Checkpointer:
+    """Saves the state of a lowered graph: the masters, brought up to date from the slices.
+
+    Attributes:
+      prefix: path of a checkpoint without its step.
+      saver: writes them, counts them and deletes old ones.
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        lowering: Any,
+        keep_checkpoint_max: int | None,
+        kept: Sequence[str] = (),
+    ):
+        """Adds the saving operations to the default graph.
+
+        Args:
+          model_dir: directory of the checkpoints.
+          lowering: an mtf.Lowering whose variables are all made.
+          keep_checkpoint_max: older ones are deleted; None keeps all.
+          kept: those that are there, from the oldest on; they count.
+        """
+        self.prefix = os.path.join(model_dir, "model.ckpt")
+        self._slices_to_masters = lowering.copy_slices_to_masters()
+        self.saver = _Saver(
+            tf.global_variables(),
+            # The Saver's own word for "all" is 0.
+            max_to_keep=keep_checkpoint_max or 0,
+            save_relative_paths=True,
+        )
+        self.saver.recover_last_checkpoints(list(kept))
+
+    def save(self, session: tf.Session, step: int) -> str:
+        """Writes a checkpoint and returns its path."""
+        session.run(self._slices_to_masters)
+        # The graph is built from the config; as a file it would be many times the variables.
+        return self.saver.save(session, self.prefix, global_step=step, write_meta_graph=False)
+
+
+class _Saver(ReshardingSaver):
+    """Writes nothing that a run could not go on from."""
+
+    def __init__(self, variables: Sequence[Any], **kwargs: Any):
+        super().__init__(variables, **kwargs)
+        trained = [v for v in tf.trainable_variables() if v.dtype.is_floating]
+        self._trained = [v.op.name for v in trained]
+        with tf.name_scope("finite"):
+            flags = [tf.reduce_all(tf.math.is_finite(v)) for v in trained]
+            self._finite = tf.stack(flags).name if flags else None
+
+    def save(self, sess: Any, save_path: str, *args: Any, **kwargs: Any) -> str:
+        """See `tf.train.Saver.save`.
+
+        Raises:
+          TrainingError: if a trained variable holds what is no finite number, or the checkpoint
+            cannot be written. The one before is as it was.
+        """
+        if self._finite:
+            # By name: a SIMD program's session runs a graph of its own.
+            finite = np.asarray(sess.run(self._finite))
+            if not finite.all():
+                bad = [name for name, ok in zip(self._trained, finite) if not ok]
+                more = f" and {len(bad) - 2} more" if len(bad) > 2 else ""
+                raise TrainingError(
+                    f"{', '.join(bad[:2])}{more} hold numbers that are not finite, after step "
+                    f"{kwargs.get('global_step')}; no checkpoint was written of it"
+                )
+        try:
+            path = super().save(sess, save_path, *args, **kwargs)
+            note_checkpoint(path)
+        except (tf.errors.OpError, OSError, ValueError) as error:
+            directory = os.path.dirname(save_path)
+            # They take room where there may be none.
+            remove_leftovers(directory)
+            raise TrainingError(
+                f"the checkpoint of step {kwargs.get('global_step')} cannot be written to "
+                f"{directory}: {first_line(error)}"
+            ) from error
+        return path

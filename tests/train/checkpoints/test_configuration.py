@@ -1,0 +1,99 @@
+"""Checkpoints of another configuration: what differs is said by name, and accepted by a flag."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.run import Accepted, run
+from tests.train.conftest import NO_EVAL, QUICK, TINY, train_tiny
+
+MORE = "train.run.train_steps = 13"
+ADAM = "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer"
+SGD = "CrossShardOptimizer.opt = @SgdOptimizer"
+ACCUMULATE = [
+    "train.run.optimizer = @GradientAccumulationOptimizer",
+    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+    "GradientAccumulationOptimizer.backward_passes_per_step = 2",
+    "GradientAccumulationOptimizer.mesh_shape = 'batch:2;model:1'",
+    "GradientAccumulationOptimizer.layout = 'batch:batch'",
+    "GradientAccumulationOptimizer.accumulate = 'local'",
+]
+ON_MESH = "train.run.runtime = 'placement_mesh'"
+
+
+@pytest.fixture(scope="module")
+def adafactor(tmp_path_factory):
+    """The directory of a run of 12 steps; tests only read it."""
+    return train_tiny(tmp_path_factory.mktemp("adafactor"), NO_EVAL)[1]
+
+
+def go_on(directory, *bindings, accepted):
+    """Runs tiny.gin with more bindings in a directory; returns what was said."""
+    gin_files.load([TINY], [*QUICK, NO_EVAL, MORE, *bindings])
+    said = []
+    run(gin_files.run_config(), str(directory), said.append, Accepted(differences=accepted))
+    return "\n".join(said)
+
+
+def values(directory):
+    reader = tf.train.load_checkpoint(str(directory))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+@pytest.mark.parametrize(
+    ("bindings", "only_there", "only_here"),
+    [
+        ([SGD], "embedding_slot_v", None),
+        ([ADAM], "embedding_slot_v", "embedding/adam_m"),
+        ([ADAM, ON_MESH], "embedding_slot_v", "embedding/adam_m"),
+        (ACCUMULATE, None, "gradient_accumulation/"),
+    ],
+    ids=["fewer", "others", "others on a placement mesh", "a wrapper"],
+)
+def test_what_differs_is_named_and_accepted_by_a_flag(
+    adafactor, tmp_path, bindings, only_there, only_here
+):
+    directory = shutil.copytree(adafactor, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError) as raised:
+        go_on(directory, *bindings, accepted=False)
+    message = str(raised.value)
+    assert "--accept_checkpoint_differences" in message
+    assert ("it holds, and this config does not have" in message) == (only_there is not None)
+    for name in filter(None, [only_there, only_here]):
+        assert name in message
+    after = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    assert after == before
+
+    said = go_on(directory, *bindings, accepted=True)
+    assert "of another configuration:" in said
+    old, new = values(adafactor), values(directory)
+    assert new["global_step"] == 13
+    assert (only_there is None) == any(name.endswith("_slot_v") for name in new)
+    if only_here == "embedding/adam_m":
+        # It began at zero and has had one step: what its first gradient adds.
+        name = "transformer/embedding"
+        assert np.any(new[f"{name}/adam_m"])
+        # A step of Adam is at most the learning rate, of Adafactor's first values many times it.
+        assert 0 < np.max(np.abs(new[name] - old[name])) < 0.1
+    # Nothing that served to restore is left behind.
+    assert not [path for path in directory.iterdir() if path.name.startswith(".")]
+    # The next start finds its own configuration.
+    assert "another configuration" not in go_on(directory, *bindings, accepted=False)
+
+
+def test_what_does_not_fit_is_not_accepted(adafactor, tmp_path):
+    directory = shutil.copytree(adafactor, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"made by another model .*\n.* has the shape \[\d+, 16"):
+        go_on(directory, "d_model = 32", accepted=True)
+
+
+def test_a_variable_of_another_type_is_named(adafactor, tmp_path):
+    directory = shutil.copytree(adafactor, tmp_path / "run")
+    bfloat16 = ["utils.get_variable_dtype.master_dtype = 'bfloat16'"]
+    with pytest.raises(ConfigError, match="has the type float32 there and bfloat16 here"):
+        go_on(directory, *bfloat16, accepted=True)

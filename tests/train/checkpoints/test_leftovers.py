@@ -1,0 +1,50 @@
+"""One run in a directory at a time, and what killed ones left half written."""
+
+import pytest
+
+from mtf_gradsync.train.checkpoints.leftovers import only_run_in, remove_leftovers
+from mtf_gradsync.train.errors import ConfigError
+
+LEFT = [
+    "model.ckpt-20.data-00000-of-00001.tempstate1234567",
+    "model.ckpt-20.index.tempstate987",
+    "checkpoint.tmp0123456789abcdef0123456789abcdef",
+    ".metrics.jsonl.abc_1234",
+    ".operative_config.gin.zz00zz00",
+]
+OURS_AND_OTHERS = [
+    "model.ckpt-10.data-00000-of-00001",
+    "model.ckpt-10.index",
+    "checkpoint",
+    "metrics.jsonl",
+    ".gitignore",
+    ".notes.txt",
+    "tempstate123",
+    "my.tempstate1",
+]
+
+
+def test_leftovers_go_and_nothing_else_does(tmp_path):
+    for name in (*LEFT, *OURS_AND_OTHERS):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".completed-abc123").mkdir()
+    (tmp_path / ".completed-abc123" / "model.ckpt-10.index").write_text("x")
+    remove_leftovers(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == set(OURS_AND_OTHERS)
+    remove_leftovers(str(tmp_path / "not there"))
+
+
+def test_a_second_run_is_refused(tmp_path):
+    directory = str(tmp_path / "run")
+    with only_run_in(directory):
+        with pytest.raises(ConfigError, match="another run writes to"), only_run_in(directory):
+            pytest.fail("two runs at once")
+    with only_run_in(directory):
+        pass
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="cannot be written to: Not a directory"):
+        only_run_in(str(tmp_path / "file" / "run")).__enter__()
