@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Iterator
 
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.errors import ConfigError
 
 # What TensorFlow writes before it renames it, what `files.write_text` does, and what is made to
@@ -19,19 +20,42 @@ _LEFTOVER = re.compile(
     r"|checkpoint\.tmp[0-9a-f]+|\.[\w.-]+\.(json|jsonl|gin|html|png|txt|md)\.\w{8}"
     r"|\.(completed|adapted|resharding)-\w+"
 )
+_DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 
 
 def remove_leftovers(model_dir: str) -> None:
-    """Removes files that were being written when a process was killed.
+    """Removes files that were being written, or being deleted, when a process was killed.
+
+    Of a checkpoint that is deleted the index goes first: its data cannot be read any more. What the
+    state file lists stays, whatever it lacks.
 
     Args:
       model_dir: a directory in which nobody writes now.
     """
     with contextlib.suppress(OSError):
+        listed = _listed(model_dir)
         for path in Path(model_dir).iterdir():
-            if _LEFTOVER.fullmatch(path.name):
+            data = _DATA.fullmatch(path.name)
+            is_orphan = (
+                data is not None
+                and listed is not None
+                and data.group(1) not in listed
+                and not path.with_name(f"{data.group(1)}.index").exists()
+            )
+            if is_orphan or _LEFTOVER.fullmatch(path.name):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _listed(model_dir: str) -> set[str] | None:
+    """The checkpoints that the state file lists, by name; None where it lists none."""
+    try:
+        state = tf.train.get_checkpoint_state(model_dir)
+    except ValueError:
+        state = None
+    if state is None:
+        return None
+    return {os.path.basename(path) for path in state.all_model_checkpoint_paths}
 
 
 @contextlib.contextmanager

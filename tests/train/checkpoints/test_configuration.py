@@ -50,7 +50,7 @@ def values(directory):
         ([SGD], "embedding_slot_v", None),
         ([ADAM], "embedding_slot_v", "embedding/adam_m"),
         ([ADAM, ON_MESH], "embedding_slot_v", "embedding/adam_m"),
-        (ACCUMULATE, None, "gradient_accumulation/"),
+        (ACCUMULATE, None, "accum"),
     ],
     ids=["fewer", "others", "others on a placement mesh", "a wrapper"],
 )

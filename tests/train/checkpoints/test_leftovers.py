@@ -2,6 +2,7 @@
 
 import pytest
 
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.leftovers import only_run_in, remove_leftovers
 from mtf_gradsync.train.errors import ConfigError
 
@@ -32,6 +33,17 @@ def test_leftovers_go_and_nothing_else_does(tmp_path):
     remove_leftovers(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(OURS_AND_OTHERS)
     remove_leftovers(str(tmp_path / "not there"))
+
+
+def test_data_of_a_half_deleted_checkpoint_goes_unless_the_state_file_lists_it(tmp_path):
+    for step in (10, 20):
+        (tmp_path / f"model.ckpt-{step}.data-00000-of-00001").write_text("x")
+    remove_leftovers(str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2  # no state file: nothing is known
+    tf.train.update_checkpoint_state(str(tmp_path), "model.ckpt-20", ["model.ckpt-20"])
+    remove_leftovers(str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint", "model.ckpt-20.data-00000-of-00001"}
 
 
 def test_a_second_run_is_refused(tmp_path):

@@ -1,0 +1,312 @@
+"""The faults, and what must follow from each."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+from tests.soak import settings
+from tests.soak.injected import random_moment
+from tests.soak.started import Run
+
+NONE = "null"
+# A fault that ends a run has to do so, with its cause, in this time.
+LIMIT_S = 30.0
+
+
+class Seen(NamedTuple):
+    """What a fault came to.
+
+    Attributes:
+      hit: whether it happened before the run was over.
+      problems: what should not have been, in words.
+      seconds: from the fault to the end of what it ended.
+    """
+
+    hit: bool
+    problems: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+class Fault(NamedTuple):
+    """A kind of fault.
+
+    Attributes:
+      name: for the table.
+      act: starts the run, brings the fault about and looks at its end.
+      damages: whether the newest checkpoint is lost by it.
+      runtimes: where it makes sense: "one", "several", "all".
+    """
+
+    name: str
+    act: Callable[[Run, random.Random], Seen]
+    damages: bool = False
+    runtimes: str = "one"
+
+
+def _kill_at_random(run: Run, rng: random.Random) -> Seen:
+    processes = run.start()
+    processes.sleep(rng.uniform(0.2, run.usual_seconds))
+    hit = processes.are_alive()
+    processes.kill_all()
+    return Seen(hit)
+
+
+def _kill_at_moment(run: Run, rng: random.Random) -> Seen:
+    fault = random_moment(rng, run.saves_to_come())
+    processes = run.start(json.dumps(fault))
+    hit = processes.wait_first(run.patience) == -signal.SIGKILL
+    processes.kill_all()
+    return Seen(hit)
+
+
+def _signal(number: int) -> Callable[[Run, random.Random], Seen]:
+    def act(run: Run, rng: random.Random) -> Seen:
+        processes = run.start()
+        processes.sleep(rng.uniform(0.2, run.usual_seconds))
+        hit = processes.are_alive()
+        began = time.monotonic()
+        processes[0].send(number)
+        status = processes.wait_first(LIMIT_S)
+        seconds = time.monotonic() - began
+        problems = []
+        # Before the loop it ends as any program does.
+        if hit and status not in (0, 128 + number, -number):
+            problems.append(f"ended with {status}: {processes[0].errors()[-300:]}")
+        if "Traceback" in processes[0].errors() and status != 128 + number:
+            problems.append("a traceback")
+        problems += processes.others_end(LIMIT_S, (0, 75))
+        processes.kill_all()
+        return Seen(hit and status != 0, tuple(problems), seconds)
+
+    return act
+
+
+def _stand_still(run: Run, rng: random.Random) -> Seen:
+    processes = run.start()
+    processes.sleep(rng.uniform(0.2, run.usual_seconds))
+    hit = processes.are_alive()
+    who = rng.choice(range(len(processes)))
+    processes[who].send(signal.SIGSTOP)
+    time.sleep(rng.uniform(0.1, 0.8))
+    processes[who].send(signal.SIGCONT)
+    return Seen(hit, processes.all_end_well(run.patience))
+
+
+def _clock_set_back(run: Run, rng: random.Random) -> Seen:
+    # Files of the past are of the future then.
+    future = time.time() + 7200
+    for path in run.directory.glob("*"):
+        os.utime(path, (future, future))
+    fault = ["set_clock_back", {"step": rng.randint(1, 4), "seconds": 7200.0}]
+    processes = run.start(json.dumps(fault))
+    return Seen(True, processes.all_end_well(run.patience))
+
+
+def _ends_with(run: Run, processes: Any, since: float, code: int, words: str) -> Seen:
+    """What is seen of a run that must end by itself, with an error of one line."""
+    status = processes.wait_first(LIMIT_S)
+    seconds = time.monotonic() - since
+    errors = processes[0].errors()
+    problems = []
+    if status == 0:
+        return Seen(False, (), seconds)
+    if status != code:
+        problems.append(f"ended with {status} and not {code} in {seconds:.0f} s: {errors[-300:]}")
+    elif words not in errors:
+        problems.append(f"does not say {words!r}: {errors[-300:]}")
+    if "Traceback" in errors:
+        problems.append(f"a traceback: {errors[-600:]}")
+    processes.kill_all()
+    return Seen(True, tuple(problems), seconds)
+
+
+def _full_disk(run: Run, rng: random.Random) -> Seen:
+    processes = run.start()
+    processes.sleep(rng.uniform(0.2, run.usual_seconds))
+    if not processes.are_alive():
+        return Seen(False)
+    began = time.monotonic()
+    # What it prints may grow, and what it has to leave behind may not.
+    limit = rng.choice([4096, 8192, 16384])
+    resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+    status = processes.wait_first(LIMIT_S)
+    if status == 2:
+        return _ends_with(run, processes, began, 2, "cannot be written")
+    return _ends_with(run, processes, began, 1, "cannot be written")
+
+
+def _read_only(run: Run, rng: random.Random) -> Seen:
+    processes = run.start(json.dumps(["obey_permissions", {}]))
+    processes.sleep(rng.uniform(0.0, run.usual_seconds))
+    if not processes.are_alive():
+        return Seen(False)
+    began = time.monotonic()
+    run.directory.mkdir(exist_ok=True)
+    run.directory.chmod(0o555)
+    try:
+        status = processes.wait_first(LIMIT_S)
+        code = 2 if status == 2 else 1
+        return _ends_with(run, processes, began, code, "cannot be written")
+    finally:
+        run.directory.chmod(0o755)
+
+
+def _nan_shard(run: Run, rng: random.Random) -> Seen:
+    if run.first_step() >= settings.STEPS:
+        return Seen(False)
+    step = rng.randrange(run.first_step(), settings.STEPS)
+    fault = ["nan_in_shard", {"step": step, "shard": rng.randrange(2)}]
+    began = time.monotonic()
+    processes = run.start(json.dumps(fault))
+    status = processes.wait_first(run.patience)
+    words = "not finite" if "not finite" in processes[0].errors() else "is nan"
+    del status
+    return _ends_with(run, processes, began, 1, words)
+
+
+def _damage(how: str) -> Callable[[Run, random.Random], Seen]:
+    def act(run: Run, rng: random.Random) -> Seen:
+        newest = run.newest()
+        if newest is None:
+            return Seen(False)
+        backup = shutil.copytree(run.directory, run.scratch / "backup")
+        try:
+            files = sorted(run.directory.glob(f"{newest}.*"))
+            if how == "of another run":
+                if not run.foreign(newest):
+                    return Seen(False)
+            else:
+                _damage_file(rng.choice(files), how, rng)
+            return _is_refused_and_skipped(run, newest, backup)
+        finally:
+            shutil.rmtree(backup)
+
+    return act
+
+
+def _is_refused_and_skipped(run: Run, newest: str, backup: Path) -> Seen:
+    before = run.contents()
+    began = time.monotonic()
+    seen = _ends_with(run, run.start(), began, 2, f"{newest}, is damaged: ")
+    if not seen.hit:
+        return Seen(True, (f"{newest} was not found to be damaged",))
+    problems = list(seen.problems)
+    if run.contents() != before:
+        problems.append("something was changed")
+    processes = run.start(NONE, "--skip_damaged_checkpoint")
+    if run.has_older(newest):
+        problems += processes.all_end_well(run.patience)
+        aside = {path.name for path in (run.directory / "damaged").glob("*")}
+        if not any(name.startswith(newest) for name in aside):
+            problems.append(f"{newest} was not put aside: {aside}")
+        shutil.rmtree(run.directory / "damaged", ignore_errors=True)
+    else:
+        problems += _ends_with(run, processes, time.monotonic(), 2, "No older one").problems
+        shutil.rmtree(run.directory)
+        shutil.copytree(backup, run.directory)
+    return Seen(True, tuple(problems), seen.seconds)
+
+
+def _damage_file(file: Path, how: str, rng: random.Random) -> None:
+    content = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    elif how == "emptied":
+        file.write_bytes(b"")
+    elif how == "truncated":
+        file.write_bytes(content[: rng.randrange(1, len(content))])
+    else:
+        place = rng.randrange(len(content))
+        flipped = content[place] ^ (1 << rng.randrange(8))
+        file.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+
+
+def _state_file(run: Run, rng: random.Random) -> Seen:
+    state = run.directory / "checkpoint"
+    if not state.exists():
+        return Seen(False)
+    _damage_file(state, rng.choice(["gone", "emptied", "truncated"]), rng)
+    return Seen(True, run.start().all_end_well(run.patience))
+
+
+def _other_config(run: Run, rng: random.Random) -> Seen:
+    if run.newest() is None:
+        return Seen(False)
+    others = [name for name in settings.CONFIGS if name != run.config]
+    before = run.contents()
+    began = time.monotonic()
+    processes = run.start(config=rng.choice(others))
+    seen = _ends_with(run, processes, began, 2, "made by another configuration")
+    if run.contents() != before:
+        return seen._replace(problems=(*seen.problems, "something was changed"))
+    return seen
+
+
+def _lost(who: int, number: int) -> Callable[[Run, random.Random], Seen]:
+    """A process of several is killed, or stands still for good."""
+
+    def act(run: Run, rng: random.Random) -> Seen:
+        processes = run.start()
+        if not processes.have_met(60):
+            return Seen(True, (f"never met: {processes[0].errors()[-500:]}",))
+        processes.sleep(rng.uniform(0, run.usual_seconds))
+        if not processes.are_alive():
+            processes.kill_all()
+            return Seen(False)
+        began = time.monotonic()
+        processes[who].send(number)
+        other = processes[1 - who]
+        status = other.wait(LIMIT_S)
+        seconds = time.monotonic() - began
+        problems = []
+        if status == 0:
+            processes.kill_all()
+            return Seen(False)
+        if status != 75:
+            problems.append(
+                f"the other ended with {status} in {seconds:.0f} s: {other.errors()[-500:]}"
+            )
+        elif f" {who} (" not in other.errors():
+            problems.append(f"does not name {who}: {other.errors()[-500:]}")
+        processes.kill_all()
+        return Seen(True, tuple(problems), seconds)
+
+    return act
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("SIGKILL at a random moment", _kill_at_random, runtimes="all"),
+    Fault("SIGKILL at a chosen moment", _kill_at_moment, runtimes="all"),
+    Fault("SIGTERM", _signal(signal.SIGTERM), runtimes="all"),
+    Fault("SIGINT", _signal(signal.SIGINT)),
+    Fault("SIGSTOP, then SIGCONT", _stand_still, runtimes="all"),
+    Fault("clock set back", _clock_set_back),
+    Fault("full disk", _full_disk),
+    Fault("read-only directory", _read_only),
+    Fault("NaN in a shard", _nan_shard),
+    Fault("truncated checkpoint file", _damage("truncated"), damages=True),
+    Fault("emptied checkpoint file", _damage("emptied"), damages=True),
+    Fault("missing checkpoint file", _damage("gone"), damages=True),
+    Fault("flipped bit in a checkpoint file", _damage("flipped"), damages=True),
+    Fault("checkpoint of another run under its name", _damage("of another run"), damages=True),
+    Fault("damaged state file", _state_file),
+    Fault("checkpoint of another configuration", _other_config),
+    Fault("worker killed", _lost(1, signal.SIGKILL), runtimes="several"),
+    Fault("chief killed", _lost(0, signal.SIGKILL), runtimes="several"),
+    Fault("worker frozen", _lost(1, signal.SIGSTOP), runtimes="several"),
+    Fault("chief frozen", _lost(0, signal.SIGSTOP), runtimes="several"),
+)
+
+
+def faults_for(num_processes: int) -> list[Fault]:
+    """The faults that make sense for runs of so many processes."""
+    kinds = ("one", "all") if num_processes == 1 else ("several", "all")
+    return [fault for fault in FAULTS if fault.runtimes in kinds]

@@ -1,0 +1,24 @@
+"""The program that is trained under faults: ``mtf-gradsync``, with a fault inside."""
+
+from __future__ import annotations
+
+import sys
+from typing import Sequence
+
+from mtf_gradsync.train.cli import main as cli
+from mtf_gradsync.train.evaluation import held_out
+from mtf_gradsync.train.report import plots
+from tests.soak.injected import install
+
+
+def program(fault: str, arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit code."""
+    install(fault)
+    # Pictures take longer than all the rest, and no fault here is about them.
+    plots.draw_plots = lambda *unused_args, **unused_kwargs: []
+    held_out.plot_losses = lambda *unused_args, **unused_kwargs: None
+    return cli.main(list(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(program(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,112 @@
+"""What is trained under faults: runtimes and configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, NamedTuple, Sequence
+
+from benchmarks.cluster import free_ports
+
+TINY = Path(__file__).resolve().parents[1] / "train" / "tiny.gin"
+STEPS, SAVE_EVERY, KEEP = 16, 4, 3
+# How long a process of several may be silent before the others give it up.
+SILENCE_S = 6.0
+
+_COMMON = (
+    "train.run.mesh_shape = 'batch:2;model:1'",
+    "train.run.eval_dataset_fn = None",
+    f"train.run.train_steps = {STEPS}",
+    f"train.run.save_checkpoints_steps = {SAVE_EVERY}",
+    f"train.run.keep_checkpoint_max = {KEEP}",
+)
+_LAYOUT = "batch:batch,d_ff:model,heads:model,vocab:model"
+_LOCAL = "mesh_shape = 'batch:2;model:1'", f"layout = '{_LAYOUT}'"
+
+CONFIGS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "accumulation": (
+        "train.run.optimizer = @GradientAccumulationOptimizer",
+        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+        "GradientAccumulationOptimizer.backward_passes_per_step = 3",
+        "GradientAccumulationOptimizer.accumulate = 'local'",
+        *(f"GradientAccumulationOptimizer.{one}" for one in _LOCAL),
+    ),
+    "sync replicas": (
+        "train.run.optimizer = @SyncReplicasOptimizer",
+        "SyncReplicasOptimizer.opt = @AdafactorOptimizer",
+        "SyncReplicasOptimizer.replicas_to_aggregate = 2",
+        *(f"SyncReplicasOptimizer.{one}" for one in _LOCAL),
+    ),
+    "sharded updates": (
+        "train.run.optimizer = @ShardedUpdateOptimizer",
+        "ShardedUpdateOptimizer.opt = @AdamWeightDecayOptimizer",
+        "ShardedUpdateOptimizer.min_size = 16",
+        *(f"ShardedUpdateOptimizer.{one}" for one in _LOCAL),
+    ),
+}
+
+
+class Runtime(NamedTuple):
+    """What runs the steps.
+
+    Attributes:
+      name: for people.
+      binding: the value of train.run.runtime.
+      flags: gives the flags of each process, process 0 first.
+      environment: of its processes.
+      seconds: that one may take to start; faults at random moments come within them.
+    """
+
+    name: str
+    binding: str
+    flags: Callable[[], Sequence[Sequence[str]]]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def _alone() -> list[list[str]]:
+    return [[]]
+
+
+def _cluster() -> list[list[str]]:
+    ports = free_ports(3)
+    spec = f"worker=127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
+    flags = [f"--cluster_spec={spec}", "--job_name=worker", f"--watch_port={ports[2]}"]
+    return [[*flags, f"--task_index={i}", f"--silence={SILENCE_S}"] for i in range(2)]
+
+
+def _xla_processes() -> list[list[str]]:
+    flags = [f"--coordinator=127.0.0.1:{free_ports(1)[0]}", "--num_processes=2"]
+    return [[*flags, f"--process_id={i}", f"--silence={SILENCE_S}"] for i in range(2)]
+
+
+RUNTIMES = {
+    one.name: one
+    for one in (
+        Runtime("placement mesh", "placement_mesh", _alone),
+        Runtime("CPU replicas", "cpu_replicas", _alone),
+        Runtime("XLA devices", "xla", _alone),
+        Runtime("XLA devices of two processes", "xla", _xla_processes),
+        Runtime("cluster of two", "placement_mesh", _cluster),
+    )
+}
+
+# How often runs are on each: those of several processes take longest.
+WEIGHTS = {
+    "placement mesh": 4,
+    "CPU replicas": 6,
+    "XLA devices": 4,
+    "XLA devices of two processes": 1,
+    "cluster of two": 2,
+}
+
+
+def command(runtime: Runtime, config: str, flags: Sequence[str], directory: Path) -> list[str]:
+    """Arguments of ``mtf-gradsync`` for one process of a run."""
+    bindings = [*_COMMON, f"train.run.runtime = '{runtime.binding}'", *CONFIGS[config]]
+    return [
+        "train",
+        f"--gin_file={TINY}",
+        f"--model_dir={directory}",
+        *(f"--gin_param={one}" for one in bindings),
+        *flags,
+    ]
