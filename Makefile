@@ -1,5 +1,6 @@
 # make train   the main job: trains a small language model on a CPU mesh
 # make test    the test suite
+# make soak    a thousand faults, and what is left; ARGS="--faults=50" for fewer
 # make docs    the documentation site, in build/site
 # Each makes its environment first, once, from pyproject.toml and the exact versions in constraints/.
 
@@ -21,11 +22,11 @@ DOCS_VENV ?= .venv-docs
 DOCS_CONSTRAINTS := constraints/docs.txt
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: help venv train test test-matrix test-t5 bench docs docs-serve lint format clean
+.PHONY: help venv train test test-matrix test-t5 bench soak docs docs-serve lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train | test | test-matrix | test-t5 | bench | docs | docs-serve | lint | format | clean"
+	@echo "make train | test | test-matrix | test-t5 | bench | soak | docs | docs-serve | lint | format | clean"
 
 venv: $(STAMP)
 
@@ -49,6 +50,10 @@ test-t5: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Small models on every runtime, under seeded faults; python -m tests.soak --help.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 $(DOCS_STAMP): pyproject.toml $(DOCS_CONSTRAINTS)
 	@PYTHON="$(PYTHON)" flock $(DOCS_VENV).lock .ci/make_venv $(DOCS_VENV) $(DOCS_CONSTRAINTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,8 @@ def _lanes(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
                 *(f"--config={one}" for one in args.config),
             ],
             stdin=subprocess.DEVNULL,
+            # Building a graph may start threads that a fork does not have: see `prebuilt`.
+            env={**os.environ, "TF_OVERRIDE_GLOBAL_THREADPOOL": "1"},
         )
         for i, share in enumerate(shares)
     ]  # fmt: skip

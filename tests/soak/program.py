@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Sequence
+from typing import Callable, Sequence
 
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation import held_out
@@ -11,8 +11,19 @@ from mtf_gradsync.train.report import plots
 from tests.soak.injected import install
 
 
-def program(fault: str, arguments: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code."""
+def program(fault: str, arguments: Sequence[str], prepare: Callable[[], None] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      fault: for `tests.soak.injected`.
+      arguments: of ``mtf-gradsync``.
+      prepare: called first.
+
+    Returns:
+      The exit code.
+    """
+    if prepare is not None:
+        prepare()
     install(fault)
     # Pictures take longer than all the rest, and no fault here is about them.
     plots.draw_plots = lambda *unused_args, **unused_kwargs: []

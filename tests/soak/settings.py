@@ -100,13 +100,17 @@ WEIGHTS = {
 }
 
 
+def bindings(runtime: str, config: str) -> list[str]:
+    """What gin binds for a runtime and a config, by their names."""
+    return [*_COMMON, f"train.run.runtime = '{RUNTIMES[runtime].binding}'", *CONFIGS[config]]
+
+
 def command(runtime: Runtime, config: str, flags: Sequence[str], directory: Path) -> list[str]:
     """Arguments of ``mtf-gradsync`` for one process of a run."""
-    bindings = [*_COMMON, f"train.run.runtime = '{runtime.binding}'", *CONFIGS[config]]
     return [
         "train",
         f"--gin_file={TINY}",
         f"--model_dir={directory}",
-        *(f"--gin_param={one}" for one in bindings),
+        *(f"--gin_param={one}" for one in bindings(runtime.name, config)),
         *flags,
     ]

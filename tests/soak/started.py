@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.damage import damage_of
 from tests.soak import settings
 from tests.soak.child import Child
+from tests.soak.prebuilt import prebuilt
 from tests.soak.program import program
 
 
@@ -110,15 +112,19 @@ class Run:
           config: another one's name.
         """
         self._starts += 1
+        # Not where the fault is in the graph, nor for clusters, whose devices have addresses.
+        flags_of_all = self.runtime.flags()
+        is_usual = len(flags_of_all) == 1 and "nan_in_shard" not in fault
+        prepare = prebuilt(self.runtime.name, config or self.config) if is_usual else None
         children = []
-        for number, own in enumerate(self.runtime.flags()):
+        for number, own in enumerate(flags_of_all):
             arguments = settings.command(
                 self.runtime, config or self.config, [*own, *flags], self.directory
             )
             inside = fault if number == 0 else "null"
             children.append(
                 Child(
-                    lambda inside=inside, arguments=arguments: program(inside, arguments),
+                    functools.partial(program, inside, arguments, prepare),
                     self.scratch / f"{self._starts}.{number}",
                     dict(self.runtime.environment),
                 )
