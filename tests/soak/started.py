@@ -133,7 +133,10 @@ class Run:
 
     def newest(self) -> str | None:
         """The name of the newest checkpoint as the state file has it."""
-        path = tf.train.latest_checkpoint(str(self.directory))
+        try:
+            path = tf.train.latest_checkpoint(str(self.directory))
+        except ValueError:  # an emptied state file
+            path = None
         return Path(path).name if path else None
 
     def first_step(self) -> int:

@@ -49,12 +49,21 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
       ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older
         one is whole.
     """
-    paths = _known(model_dir, say)
+    paths = _listed(model_dir)
+    is_listed = bool(paths)
+    if not is_listed:
+        paths = sorted(_on_disk(model_dir), key=_step_of)
     if not paths:
         return Choice(None, 0, ())
     newest = paths[-1]
     damage = damage_of(newest)
     if not damage:
+        if not is_listed:
+            say(
+                f"{os.path.join(model_dir, STATE_FILE)}, which says what the newest checkpoint is, "
+                f"is missing or cannot be read: the newest there is {newest}"
+            )
+            _list(model_dir, paths)
         return _chosen(paths)
     found = f"the newest checkpoint, {newest}, is damaged: {damage}."
     others = {*paths[:-1], *_on_disk(model_dir)} - {newest}
@@ -76,8 +85,7 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
         if _step_of(path) > _step_of(whole):
             _put_aside(path)
     kept = older[: older.index(whole) + 1]
-    names = [os.path.basename(path) for path in kept]
-    tf.train.update_checkpoint_state(model_dir, names[-1], names)
+    _list(model_dir, kept)
     return _chosen(kept)
 
 
@@ -91,26 +99,24 @@ def _chosen(paths: list[str]) -> Choice:
     return Choice(paths[-1], step, tuple(paths))
 
 
-def _known(model_dir: str, say: Callable[[str], None]) -> list[str]:
-    """The checkpoints that the state file lists, the newest last; without one those on disk."""
-    # Not tf.train.latest_checkpoint: for a file that cannot be read, or one that names what is not
-    # there, it returns None, and a run would begin again from nothing.
+def _listed(model_dir: str) -> list[str]:
+    """The checkpoints that the state file lists, the newest last; none where it cannot be read."""
+    # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
+    # a run would begin again from nothing.
     try:
         state = tf.train.get_checkpoint_state(model_dir)
     except ValueError:
         state = None
-    if state is not None and state.model_checkpoint_path:
-        newest = state.model_checkpoint_path
-        others = [path for path in state.all_model_checkpoint_paths if path != newest]
-        return [*(path for path in others if tf.train.checkpoint_exists(path)), newest]
-    found = sorted(_on_disk(model_dir), key=_step_of)
-    if found:
-        is_there = os.path.exists(os.path.join(model_dir, STATE_FILE))
-        say(
-            f"{os.path.join(model_dir, STATE_FILE)}, which says what the newest checkpoint is, "
-            f"{'cannot be read' if is_there else 'is missing'}: the newest there is {found[-1]}"
-        )
-    return found
+    if state is None:
+        return []
+    newest = state.model_checkpoint_path
+    others = [path for path in state.all_model_checkpoint_paths if path != newest]
+    return [*(path for path in others if tf.train.checkpoint_exists(path)), newest]
+
+
+def _list(model_dir: str, paths: list[str]) -> None:
+    names = [os.path.basename(path) for path in paths]
+    tf.train.update_checkpoint_state(model_dir, names[-1], names)
 
 
 def _on_disk(model_dir: str) -> list[str]:
