@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.runners.runner import Runner
+from mtf_gradsync.train.runners.runner import Runner, leaves_out_not_finite
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
@@ -229,8 +229,7 @@ class Patience:
         Args:
           optimizers: the optimizer and those inside it.
         """
-        leaves_out = any(getattr(opt, "leaves_out_not_finite", False) for opt in optimizers)
-        self._most = self._STEPS if leaves_out else 0
+        self._most = self._STEPS if leaves_out_not_finite(optimizers) else 0
         self._bad = 0
         self._update_step: int | None = None
 

@@ -238,7 +238,7 @@ def _state_file(run: Run, rng: random.Random) -> Seen:
 
 
 def _other_config(run: Run, rng: random.Random) -> Seen:
-    if run.newest() is None:
+    if run.newest() is None or run.first_step() >= settings.STEPS:
         return Seen(False)
     others = [name for name in settings.CONFIGS if name != run.config]
     before = run.contents()

@@ -19,12 +19,18 @@ from mtf_gradsync.train.metrics.file import MetricsFile
 _PR_SET_SECUREBITS, _NO_ROOT = 28, 1 | 2
 
 
-def install(fault: str) -> None:
+_set: Callable[[Any, str, Any], None] = setattr
+
+
+def install(fault: str, set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Prepares this process for a fault.
 
     Args:
       fault: JSON: the name of a function below, and its arguments; "null" for none.
+      set_attribute: replaces attributes of modules and classes.
     """
+    global _set
+    _set = set_attribute
     asked = json.loads(fault)
     if asked:
         name, arguments = asked
@@ -37,7 +43,7 @@ def _die() -> None:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    setattr(owner, name, make(getattr(owner, name)))
+    _set(owner, name, make(getattr(owner, name)))
 
 
 def _at_call(number: int, before: Callable[..., None]) -> Callable[[Any], Any]:

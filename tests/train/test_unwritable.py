@@ -1,6 +1,7 @@
 """Runs whose files cannot be written: an error in one line, and the checkpoints as they were."""
 
 import errno
+import json
 import math
 import re
 
@@ -12,6 +13,7 @@ from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.metrics import file as metrics_file
 from mtf_gradsync.train.metrics.events import EventFile
+from tests.soak.injected import install
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 
 
@@ -66,6 +68,22 @@ def test_no_checkpoint_is_written_of_what_is_not_finite(train, tmp_path, monkeyp
     with pytest.raises(TrainingError, match=message):
         train(NO_EVAL, f"train.run.runtime = '{runtime}'")
     assert choose_checkpoint(str(tmp_path / "run"), False, pytest.fail).step == 6
+
+
+def test_no_checkpoint_is_written_of_sums_that_are_not_finite(train, tmp_path, monkeypatch):
+    """They would be in the next update, and in that of each run that goes on from there."""
+    install(json.dumps(["nan_in_shard", {"step": 5, "shard": 1}]), monkeypatch.setattr)
+    accumulation = [
+        "train.run.optimizer = @GradientAccumulationOptimizer",
+        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
+        "GradientAccumulationOptimizer.backward_passes_per_step = 4",
+        "GradientAccumulationOptimizer.accumulate = 'local'",
+        "GradientAccumulationOptimizer.mesh_shape = 'batch:2;model:1'",
+        "GradientAccumulationOptimizer.layout = 'batch:batch'",
+    ]
+    with pytest.raises(TrainingError, match=r"hold numbers that are not finite, after step 6; no"):
+        train(NO_EVAL, *accumulation)
+    assert choose_checkpoint(str(tmp_path / "run"), False, pytest.fail).path is None
 
 
 def test_event_file_says_what_it_cannot_write(tmp_path):

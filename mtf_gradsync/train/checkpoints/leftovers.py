@@ -38,6 +38,7 @@ def remove_leftovers(model_dir: str) -> None:
             data = _DATA.fullmatch(path.name)
             is_orphan = (
                 data is not None
+                and path.is_file()
                 and listed is not None
                 and data.group(1) not in listed
                 and not path.with_name(f"{data.group(1)}.index").exists()

@@ -8,6 +8,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.notes import STATE_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 from mtf_gradsync.train.checkpoints.leftovers import remove_leftovers
 from mtf_gradsync.train.checkpoints.manifest import note_checkpoint
@@ -28,6 +29,7 @@ class Checkpointer:
         lowering: Any,
         keep_checkpoint_max: int | None,
         kept: Sequence[str] = (),
+        sums_may_be_bad: bool = False,
     ):
         """Adds the saving operations to the default graph.
 
@@ -36,11 +38,14 @@ class Checkpointer:
           lowering: an mtf.Lowering whose variables are all made.
           keep_checkpoint_max: older ones are deleted; None keeps all.
           kept: those that are there, from the oldest on; they count.
+          sums_may_be_bad: whether an optimizer leaves out sums that are not finite, so that a
+            checkpoint may hold some.
         """
         self.prefix = os.path.join(model_dir, "model.ckpt")
         self._slices_to_masters = lowering.copy_slices_to_masters()
         self.saver = _Saver(
             tf.global_variables(),
+            sums_may_be_bad,
             # The Saver's own word for "all" is 0.
             max_to_keep=keep_checkpoint_max or 0,
             save_relative_paths=True,
@@ -57,26 +62,30 @@ class Checkpointer:
 class _Saver(ReshardingSaver):
     """Writes nothing that a run could not go on from."""
 
-    def __init__(self, variables: Sequence[Any], **kwargs: Any):
+    def __init__(self, variables: Sequence[Any], sums_may_be_bad: bool, **kwargs: Any):
         super().__init__(variables, **kwargs)
-        trained = [v for v in tf.trainable_variables() if v.dtype.is_floating]
-        self._trained = [v.op.name for v in trained]
+        names = {v.op.name for v in tf.trainable_variables()}
+        if not sums_may_be_bad:
+            # What an accumulator holds is in the next update.
+            names.update(note.name for note in tf.get_collection(STATE_COLLECTION))
+        checked = [v for v in variables if v.op.name in names and v.dtype.is_floating]
+        self._checked = [v.op.name for v in checked]
         with tf.name_scope("finite"):
-            flags = [tf.reduce_all(tf.math.is_finite(v)) for v in trained]
+            flags = [tf.reduce_all(tf.math.is_finite(v)) for v in checked]
             self._finite = tf.stack(flags).name if flags else None
 
     def save(self, sess: Any, save_path: str, *args: Any, **kwargs: Any) -> str:
         """See `tf.train.Saver.save`.
 
         Raises:
-          TrainingError: if a trained variable holds what is no finite number, or the checkpoint
-            cannot be written. The one before is as it was.
+          TrainingError: if a trained variable or a sum of gradients holds what is no finite number,
+            or the checkpoint cannot be written. The one before is as it was.
         """
         if self._finite:
             # By name: a SIMD program's session runs a graph of its own.
             finite = np.asarray(sess.run(self._finite))
             if not finite.all():
-                bad = [name for name, ok in zip(self._trained, finite) if not ok]
+                bad = [name for name, ok in zip(self._checked, finite) if not ok]
                 more = f" and {len(bad) - 2} more" if len(bad) > 2 else ""
                 raise TrainingError(
                     f"{', '.join(bad[:2])}{more} hold numbers that are not finite, after step "

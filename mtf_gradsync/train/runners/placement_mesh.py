@@ -6,7 +6,14 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
-from mtf_gradsync.train.runners.runner import LeftOut, Runner, Start, Waits, fetches_of
+from mtf_gradsync.train.runners.runner import (
+    LeftOut,
+    Runner,
+    Start,
+    Waits,
+    fetches_of,
+    leaves_out_not_finite,
+)
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
@@ -34,7 +41,13 @@ class PlacementMeshRunner(Runner):
         """
         # The hook adds the copy from masters to slices and runs it after every restore.
         masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
-        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max, start.kept)
+        self._checkpoints = Checkpointer(
+            model_dir,
+            graph.lowering,
+            keep_checkpoint_max,
+            start.kept,
+            sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
+        )
         self._fetches = fetches_of(graph)
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)

@@ -106,6 +106,11 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     return fetches
 
 
+def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
+    """Whether an optimizer of a stack leaves out gradients that are not finite numbers."""
+    return any(getattr(opt, "leaves_out_not_finite", False) for opt in optimizers)
+
+
 class Waits:
     """Knows when an optimizer waits too long for its replicas."""
 

@@ -8,7 +8,14 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.errors import TrainingError
-from mtf_gradsync.train.runners.runner import LeftOut, Runner, Start, Waits, fetches_of
+from mtf_gradsync.train.runners.runner import (
+    LeftOut,
+    Runner,
+    Start,
+    Waits,
+    fetches_of,
+    leaves_out_not_finite,
+)
 from mtf_gradsync.train.train_graph import TrainGraph
 
 # Enough to keep devices busy while the host reads a result and fetches a batch.
@@ -39,7 +46,13 @@ class SimdProgramRunner(Runner):
         """
         self._graph, self._program, self._runtime = graph, program, runtime
         self._start = start
-        self._checkpoints = Checkpointer(model_dir, graph.lowering, keep_checkpoint_max, start.kept)
+        self._checkpoints = Checkpointer(
+            model_dir,
+            graph.lowering,
+            keep_checkpoint_max,
+            start.kept,
+            sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
+        )
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
         self._fetches = fetches_of(graph)
