@@ -96,19 +96,27 @@ class Flow:
       forced: operation -> inputs that are pending, which it has to have whole.
     """
 
-    def __init__(self, graph: mtf.Graph, targets: Iterable[mtf.Tensor], layout: Layout):
+    def __init__(
+        self,
+        graph: mtf.Graph,
+        targets: Iterable[mtf.Tensor],
+        layout: Layout,
+        sums: Iterable[mtf.Tensor] = (),
+    ):
         """Follows the sums.
 
         Args:
           graph: the graph.
           targets: tensors of it, gradients as a rule.
           layout: where tensors lie.
+          sums: more targets, which are sums themselves, also where the shards' parts differ.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}
         self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
-        self.operations = {op for t in targets for op in self._before(t)}
+        self.operations = {op for t in (*targets, *sums) for op in self._before(t)}
+        self.operations.update(t.operation for t in sums)
         in_order = list(flat(graph.operations))
         carried = _carried_by_loops(in_order)
         for operation in in_order:

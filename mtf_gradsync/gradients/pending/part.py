@@ -28,12 +28,14 @@ class _Want(NamedTuple):
       whole: whether they are wanted summed, or as each processor's part.
       batch_dims: names of the dimensions of the batch.
       strategy: how sums cross the mesh.
+      are_sums: whether they are sums themselves, over whatever axes of the mesh.
     """
 
     tensors: tuple[mtf.Tensor, ...]
     whole: bool
     batch_dims: tuple[str, ...]
     strategy: Strategy
+    are_sums: bool
 
 
 class PendingSums(Part):
@@ -49,6 +51,7 @@ class PendingSums(Part):
         whole: bool,
         batch_dims: Sequence[str],
         strategy: Strategy,
+        are_sums: bool = False,
     ) -> None:
         """Says that gradients are going to be used.
 
@@ -60,11 +63,13 @@ class PendingSums(Part):
           whole: whether they are wanted summed, or as each processor's part.
           batch_dims: names of the dimensions that the batch is split along.
           strategy: how sums cross the mesh.
+          are_sums: whether they are sums themselves, over whatever axes of the mesh: then they
+            cross together where each shard holds its own part of them, too.
         """
         plan = Plan.of(tensors[0].graph)
         plan.adopt()
         part = plan.part(cls)
-        part._wants += (_Want(tuple(tensors), whole, tuple(batch_dims), strategy),)
+        part._wants += (_Want(tuple(tensors), whole, tuple(batch_dims), strategy, are_sums),)
 
     def begin(self, lowering: mtf.Lowering) -> _Lowering:
         """See `Part.begin`."""
@@ -77,8 +82,11 @@ class PendingSums(Part):
             axes = {axis_of(mesh, mtf.Dimension(name, 1)) for name in names}
             return Axes(axes - {None})
 
-        targets = [t for want in self._wants for t in want.tensors]
-        flow = Flow(lowering.graph, targets, Layout(axis_of, replica_axes))
+        targets, sums = (
+            [t for want in self._wants if want.are_sums is are for t in want.tensors]
+            for are in (False, True)
+        )
+        flow = Flow(lowering.graph, targets, Layout(axis_of, replica_axes), sums)
         together: dict[mtf.Tensor, Strategy] = {}
         for want in self._wants:
             for tensor in flow.sums_behind(want.tensors, want.whole):

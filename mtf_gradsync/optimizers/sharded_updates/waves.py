@@ -29,7 +29,8 @@ def sum_together(
       strategy: how the sums cross.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
-    flow = Flow(types.SimpleNamespace(operations=list(operations)), sums, _layout(axes))
+    graph = types.SimpleNamespace(operations=list(operations))
+    flow = Flow(graph, (), _layout(axes), sums)
     pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
     wave: dict[mtf.Tensor, int] = {}
     wave_of: dict[mtf.Operation, int] = {}
@@ -48,7 +49,7 @@ def sum_together(
     order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else wave_of[op])
     Plan.of(operations[0].graph).arrange(order)
     if pending:
-        PendingSums.want(pending, True, axes.batch_dims, strategy)
+        PendingSums.want(pending, True, axes.batch_dims, strategy, are_sums=True)
 
 
 def _layout(axes: ReplicaAxes) -> Layout:
