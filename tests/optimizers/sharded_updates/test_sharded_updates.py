@@ -119,8 +119,8 @@ def test_sums_are_scattered_and_new_values_gathered_once():
     assert scatter.bytes_per_core == size
     # The new values, and before the update the statistics of w1's and w2's columns.
     assert sorted(row.bytes_per_core for row in gathers) == [2 * 4 * 32, size]
-    # Those of statistics over the model's axis alone are one as well: w1's rows, which are in
-    # parts, and the mean of squares of b1, which is whole. (The other is of the forward pass.)
+    # Those of statistics over the model's axis alone are one as well; the other one is of the
+    # forward pass.
     over_model = [row.bytes_per_core for row in rows if row.group == "cols"]
     assert sorted(over_model) == [4 * 20, 4 * 128]
 
