@@ -10,6 +10,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     note_gradients,
     note_meshes,
 )
+from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
@@ -34,6 +35,7 @@ from mtf_gradsync.optimizers import (
 )
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, adapt_checkpoint
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
+from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
 from mtf_gradsync.session import session_config
 
@@ -42,12 +44,15 @@ note_gradients()
 keep_masks_finite()
 
 __all__ = [
+    "LOST_PROCESS_EXIT_CODE",
     "ClipByGlobalNormOptimizer",
+    "Cluster",
     "CrossShardOptimizer",
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
     "LossScaleOptimizer",
     "MeshOptimizer",
+    "ProcessesError",
     "ReplicaAxes",
     "ReshardingSaver",
     "ShardedUpdateOptimizer",
@@ -58,6 +63,7 @@ __all__ = [
     "clip_by_shard_norm",
     "get_update_step",
     "gradient_noise_scale",
+    "join_cluster",
     "moving_average",
     "per_shard",
     "per_update",

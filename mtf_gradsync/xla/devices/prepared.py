@@ -6,6 +6,7 @@ from typing import NamedTuple, Sequence
 
 from mtf_gradsync._private.jax import LoadedProgram
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.processes.watchdog import patience
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 from mtf_gradsync.simd.masters import MasterOps
@@ -15,7 +16,6 @@ from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.outside import Outside
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.processes.cores import Cores
-from mtf_gradsync.xla.processes.watchdog import patience
 
 
 class Compiled(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import numpy as np
 
+from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.xla.processes import gathering
-from mtf_gradsync.xla.processes.errors import ProcessesError
 
 _Result = TypeVar("_Result")
 

@@ -1,13 +1,6 @@
-"""What goes wrong between processes."""
+"""Which errors may be those of a process that is lost."""
 
 from __future__ import annotations
-
-# EX_TEMPFAIL of sysexits.h: nothing is wrong with the program; started again, it goes on.
-LOST_PROCESS_EXIT_CODE = 75
-
-
-class ProcessesError(RuntimeError):
-    """Processes cannot work together on one mesh."""
 
 
 def is_from_xla(error: BaseException | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync.xla.processes.errors import ProcessesError
+from mtf_gradsync.processes.errors import ProcessesError
 
 _Result = TypeVar("_Result")
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
-from types import TracebackType
 from typing import Callable
 
 from mtf_gradsync._private.jax import (
@@ -16,19 +14,19 @@ from mtf_gradsync._private.jax import (
     distributed_is_initialized,
     use_cpu_collectives,
 )
+from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.processes.meeting import Place, meet
+from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.membership import Membership
+from mtf_gradsync.processes.watchdog import Watchdog
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.processes.aborting import pause_before_abort
 from mtf_gradsync.xla.processes.cpu_devices import make_cpu_devices
-from mtf_gradsync.xla.processes.errors import ProcessesError, is_from_xla
-from mtf_gradsync.xla.processes.meeting import meet
-from mtf_gradsync.xla.processes.members import Member
+from mtf_gradsync.xla.processes.errors import is_from_xla
 from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
-from mtf_gradsync.xla.processes.watchdog import Watchdog
-
-_LONGEST = 300
 
 
-class Processes:
+class Processes(Membership):
     """This process among the others. Use it as a context manager around all work on the mesh.
 
     An exception that leaves the context ends the other processes, too; so does the end of this
@@ -44,60 +42,34 @@ class Processes:
     ):
         self.process_index = me.index
         self.num_processes = num_processes
-        self._watchdog = watchdog
         self._undo = undo
-        self._closed = False
         self._exit_code: int | None = None
-        # Before jax's own, which waits for all processes.
-        atexit.register(self._at_exit)
+        # Its end of this process comes before jax's own, which waits for all processes.
+        super().__init__(watchdog)
 
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-        else:
-            self._fail(error)
-
-    def close(self) -> None:
-        """Waits until all processes have come here, and leaves them."""
-        if self._closed:
-            return
+    def _leave(self) -> None:
         import jax
 
-        self._closed = True
-        self._watchdog.leave()
+        super()._leave()
         jax.distributed.shutdown()
         self._undo()
 
+    def _may_be_a_loss(self, error: BaseException) -> bool:
+        return is_from_xla(error)  # perhaps a collective without one of its processes
+
     def _fail(self, error: BaseException) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if is_from_xla(error):
-            # A collective without one of its processes, perhaps: then this does not return.
-            self._watchdog.wait_for_verdict()
-        code = error.code if isinstance(error, SystemExit) else 1
-        self._exit_code = code if isinstance(code, int) else 1
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        self._watchdog.fail(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+        if not self._closed:
+            code = error.code if isinstance(error, SystemExit) else 1
+            self._exit_code = code if isinstance(code, int) else 1
+        super()._fail(error)
 
     def _at_exit(self) -> None:
-        uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None:
-            self._fail(uncaught)
+        super()._at_exit()
         if self._exit_code is not None:
             # jax would wait for processes that have ended.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._exit_code)
-        self.close()
 
 
 def start_processes(
@@ -150,15 +122,15 @@ def start_processes(
     leave_absent_tpus_alone()
     import jax
 
-    me = Member.this(cluster.process_id)
-    facts = {"jax": jax.__version__, "cpu_devices": cpu_devices}
-    peers = meet(
-        _host_and_port(cluster.coordinator),
-        me,
-        cluster.num_processes,
-        facts,
-        end - time.monotonic(),
-    )
+    names = [f"process {index}" for index in range(cluster.num_processes)]
+    me = Member.this(cluster.process_id, names[cluster.process_id])
+    facts = {
+        "num_processes": cluster.num_processes,
+        "jax": jax.__version__,
+        "cpu_devices": cpu_devices,
+    }
+    place = Place(*_host_and_port(cluster.coordinator), "coordinator")
+    peers = meet(place, me, names, facts, end - time.monotonic())
     undo = pause_before_abort()
     watchdog = Watchdog(me, peers, silence)
     processes = Processes(me, cluster.num_processes, watchdog, undo)

@@ -18,7 +18,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.processes.watchdog import patience
+from mtf_gradsync.processes.watchdog import patience
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
 CORES, ROWS, COLS = 8, 4, 2

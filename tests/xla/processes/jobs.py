@@ -11,7 +11,7 @@ import time
 from benchmarks.cluster import free_ports
 from tests.cluster.processes import TIME_LIMIT, Processes
 
-_PORT_TAKEN = "cannot listen on the coordinator's port"
+_PORT_TAKEN = "cannot listen on port"
 
 
 class Member:

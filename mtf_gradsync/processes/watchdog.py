@@ -19,10 +19,10 @@ import threading
 import time
 from typing import Any, Iterator, Mapping
 
-from mtf_gradsync.xla.processes import proxy
-from mtf_gradsync.xla.processes.errors import LOST_PROCESS_EXIT_CODE
-from mtf_gradsync.xla.processes.members import Member
-from mtf_gradsync.xla.processes.messages import Connection, ConnectionBroken
+from mtf_gradsync.processes import proxy
+from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE
+from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.messages import Connection, ConnectionBroken
 
 _BEAT_S = 1.0
 # A loop that was late by this much has to read before it can say who was silent.
@@ -58,6 +58,7 @@ class Watchdog:
         self._doom: tuple[float, str] | None = None  # when to end, and why
         self._requests: collections.deque[tuple[str, str]] = collections.deque()
         self._finished = threading.Event()
+        self._dismissed = threading.Event()  # process 0 said goodbye
         self._noted = threading.Event()
         self._waker, self._wakened = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -71,6 +72,11 @@ class Watchdog:
         """Says goodbye, and waits until all processes have."""
         self._request("goodbye", "")
         self._finished.wait()
+
+    def serve(self) -> None:
+        """Waits until process 0 says goodbye, and leaves, too."""
+        self._dismissed.wait()
+        self.leave()
 
     def fail(self, reason: str) -> None:
         """Tells the others that this process ends with an error, so that they end, too.
@@ -166,6 +172,8 @@ class Watchdog:
         for message in messages:
             if "goodbye" in message:
                 self._left.add(member)
+                if member.index == 0:
+                    self._dismissed.set()
             elif "all_left" in message:
                 self._finished.set()
             elif "failed" in message:

@@ -1,9 +1,9 @@
-"""Brings the processes of a job together before jax starts.
+"""Brings the processes of a job together before they work on one mesh.
 
-jax itself ends a process by SIGABRT where its coordinator does not answer, by SIGSEGV where the
-coordinator's port is taken, and may wait without end for a process that never comes. So they meet
-on the coordinator's port first, over plain TCP, where whoever is missing can be named. Then the
-port is free again for jax; the connections stay, for the watchdog.
+TensorFlow waits without end for a process that never comes. jax does, too, ends a process by
+SIGABRT where its coordinator does not answer, by SIGSEGV where the coordinator's port is taken. So
+they meet first, over plain TCP, where whoever is missing can be named. Then the port is free again,
+for jax for example; the connections stay, for the watchdog.
 """
 
 from __future__ import annotations
@@ -12,29 +12,46 @@ import contextlib
 import selectors
 import socket
 import time
-from typing import Any, Mapping
+from typing import Any, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.xla.processes.errors import ProcessesError
-from mtf_gradsync.xla.processes.members import Member
-from mtf_gradsync.xla.processes.messages import Connection, ConnectionBroken
+from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.messages import Connection, ConnectionBroken
 
 _PAUSE_S = 0.1
 _GRACE_S = 5.0
 
 
+class Place(NamedTuple):
+    """Where the processes of a job meet.
+
+    Attributes:
+      host: the machine of process 0, as the others see it.
+      port: any free one there.
+      argument: what a user knows the place by.
+    """
+
+    host: str
+    port: int
+    argument: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port} ({self.argument})"
+
+
 def meet(
-    coordinator: tuple[str, int],
+    place: Place,
     me: Member,
-    num_processes: int,
+    names: Sequence[str],
     facts: Mapping[str, Any],
     timeout: float,
 ) -> dict[Member, Connection]:
     """Waits until all processes are there.
 
     Args:
-      coordinator: host and port of process 0.
+      place: where process 0 is.
       me: this process.
-      num_processes: how many there are.
+      names: of all processes, in their order.
       facts: what has to be the same in all processes, by the name that a user knows it under.
       timeout: seconds.
 
@@ -45,26 +62,25 @@ def meet(
       ProcessesError: when the time is up, the port is taken, or the processes do not fit together.
     """
     end = time.monotonic() + timeout
-    facts = {"num_processes": num_processes, **facts}
     if me.index == 0:
-        return _Host(me, facts, coordinator[1]).wait(num_processes, end)
-    return _join(coordinator, me, facts, end)
+        return _Host(me, facts, place).wait(names, end)
+    return _join(place, me, names[0], facts, end)
 
 
 class _Host:
     """Process 0 while it waits for the others."""
 
-    def __init__(self, me: Member, facts: dict[str, Any], port: int):
-        self._me, self._facts, self._port = me, facts, port
+    def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
+        self._me, self._facts, self._place = me, facts, place
         self._there: dict[int, tuple[Member, Connection]] = {}
         self._selector = selectors.DefaultSelector()
 
-    def wait(self, num_processes: int, end: float) -> dict[Member, Connection]:
-        with contextlib.closing(_listening(self._port)) as server, self._selector:
+    def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
+        with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
             try:
-                while len(self._there) < num_processes - 1:
-                    self._check_time(num_processes, end)
+                while len(self._there) < len(names) - 1:
+                    self._check_time(names, end)
                     for key, _ in self._selector.select(_PAUSE_S):
                         if key.fileobj is server:
                             stranger = Connection(server.accept()[0])
@@ -103,26 +119,33 @@ class _Host:
             self._refuse(connection, f"{self._me} and {member} were started with {other}")
         if member.index in self._there:
             twin = self._there[member.index][0]
-            self._refuse(connection, f"{twin} and {member} have the same process_id")
+            self._refuse(connection, f"{twin} and {member} have the same number")
         self._selector.modify(connection, selectors.EVENT_READ, member.index)
         self._there[member.index] = member, connection
 
-    def _check_time(self, num_processes: int, end: float) -> None:
+    def _check_time(self, names: Sequence[str], end: float) -> None:
         if time.monotonic() > end:
-            missing = [str(i) for i in range(1, num_processes) if i not in self._there]
+            missing = [name for i, name in enumerate(names) if i and i not in self._there]
             self._refuse(
                 None,
-                f"process 0 waited on port {self._port} for {num_processes} processes, and these "
-                f"did not come in time: {', '.join(missing)}",
+                f"{names[0]} waited on port {self._place.port} for the {len(names)} processes of "
+                f"the job, and these did not come in time: {', '.join(missing)}",
+                MissingProcessesError,
             )
 
-    def _refuse(self, connection: Connection | None, reason: str) -> None:
+    def _refuse(
+        self,
+        connection: Connection | None,
+        reason: str,
+        error: type[ProcessesError] = ProcessesError,
+    ) -> None:
         """Ends the start, here and for those who wait."""
+        missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._there.values())]:
             if other is not None:
-                self._tell(other, refused=reason)
+                self._tell(other, refused=reason, missing=missing)
                 other.close()
-        raise ProcessesError(f"The job cannot start: {reason}.")
+        raise error(f"The job cannot start: {reason}.")
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
@@ -134,50 +157,51 @@ class _Host:
             connection.send(**message)
 
 
-def _listening(port: int) -> socket.socket:
+def _listening(me: Member, place: Place) -> socket.socket:
+    port = place.port
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
         raise ProcessesError(
-            f"Process 0 cannot listen on the coordinator's port {port}: {error.strerror}. Give all "
-            "processes another port; if you did not start this job twice, another program has it."
+            f"{me} cannot listen on port {port} ({place.argument}), where the others meet it: "
+            f"{error.strerror}. Give all processes another port; if you did not start this job "
+            "twice, another program has it."
         ) from error
 
 
 def _join(
-    coordinator: tuple[str, int], me: Member, facts: dict[str, Any], end: float
+    place: Place, me: Member, first: str, facts: Mapping[str, Any], end: float
 ) -> dict[Member, Connection]:
-    host, port = coordinator
     why = "it has not answered"
     while time.monotonic() < end:
         try:
-            connection = _connected(coordinator)
+            connection = _connected(place)
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(_PAUSE_S)
             continue
         try:
-            connection.send(member=me, facts=facts)
+            connection.send(member=me, facts=dict(facts))
             why = "it waits for other processes"
             # Longer than process 0 waits, because it knows who is missing.
             return {_welcome(connection, end + _GRACE_S): connection}
         except ConnectionBroken:
             # Another program's port, or a process 0 that has failed and may be started again.
-            why = "what listens there is not process 0 of this job"
+            why = f"what listens there is not {first} of this job"
             connection.close()
             time.sleep(_PAUSE_S)
         except TimeoutError:
             connection.close()
-    raise ProcessesError(
-        f"{me} cannot meet process 0 at the coordinator's address {host}:{port}: {why}. Start all "
-        "processes, and give each the address of process 0 as it sees it."
+    raise MissingProcessesError(
+        f"{me} cannot meet {first} at {place}: {why}. Start all processes, and give each the "
+        f"address of {first} as it sees it."
     )
 
 
-def _connected(address: tuple[str, int]) -> Connection:
-    sock = socket.create_connection(address, timeout=5)
+def _connected(place: Place) -> Connection:
+    sock = socket.create_connection((place.host, place.port), timeout=5)
     if sock.getsockname() == sock.getpeername():
         # On one machine, TCP connects a socket to itself where it is given the very port that it
         # asks for, and nobody listens there.
@@ -193,7 +217,8 @@ def _welcome(connection: Connection, end: float) -> Member:
         while time.monotonic() < end:
             for message in connection.receive() if selector.select(_PAUSE_S) else ():
                 if "refused" in message:
-                    raise ProcessesError(f"The job cannot start: {message['refused']}.")
+                    error = MissingProcessesError if message["missing"] else ProcessesError
+                    raise error(f"The job cannot start: {message['refused']}.")
                 if "all_here" in message:
                     return Member(*message["all_here"])
     raise TimeoutError

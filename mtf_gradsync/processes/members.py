@@ -14,16 +14,18 @@ class Member(NamedTuple):
       index: its number, from 0.
       host: name of its machine.
       pid: its number there.
+      name: what its job calls it: "process 1", "worker 1".
     """
 
     index: int
     host: str
     pid: int
+    name: str
 
     def __str__(self) -> str:
-        return f"process {self.index} (host {self.host}, pid {self.pid})"
+        return f"{self.name} (host {self.host}, pid {self.pid})"
 
     @classmethod
-    def this(cls, index: int) -> Member:
+    def this(cls, index: int, name: str) -> Member:
         """This process, as one of a job."""
-        return cls(index, socket.gethostname(), os.getpid())
+        return cls(index, socket.gethostname(), os.getpid(), name)

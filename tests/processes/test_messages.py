@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 
-from mtf_gradsync.xla.processes import proxy
-from mtf_gradsync.xla.processes.messages import Connection
+from mtf_gradsync.processes import proxy
+from mtf_gradsync.processes.messages import Connection
 
 
 def test_the_proxy_says_what_a_connection_says():

@@ -7,15 +7,20 @@ import time
 import pytest
 
 from benchmarks.cluster import free_ports
-from mtf_gradsync import xla
-from mtf_gradsync.xla.processes.meeting import meet
-from mtf_gradsync.xla.processes.members import Member
+from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.processes.meeting import Place, meet
+from mtf_gradsync.processes.members import Member
 
 FACTS = {"jax": "1.2.3", "cpu_devices": 4}
 
 
 def member(index):
-    return Member(index, "here", 1000 + index)
+    return Member(index, "here", 1000 + index, f"process {index}")
+
+
+def meeting(port, index, count=2, facts=FACTS, timeout=60.0):
+    names = [f"process {i}" for i in range(count)]
+    return meet(Place("127.0.0.1", port, "coordinator"), member(index), names, facts, timeout)
 
 
 def met(count, indices, timeout=60.0, facts=None):
@@ -24,7 +29,7 @@ def met(count, indices, timeout=60.0, facts=None):
         (port,) = free_ports(1)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             tasks = [
-                pool.submit(meet, ("127.0.0.1", port), member(i), count, own, timeout)
+                pool.submit(meeting, port, i, count, own, timeout)
                 for i, own in zip(indices, facts or [FACTS] * len(indices))
             ]
         found = [task.exception() or task.result() for task in tasks]
@@ -72,9 +77,9 @@ def test_strangers_are_ignored():
     # The other one comes only when the stranger has been there.
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        host = pool.submit(meet, ("127.0.0.1", port), member(0), 2, FACTS, 60.0)
+        host = pool.submit(meeting, port, 0)
         stranger(port)
-        other = pool.submit(meet, ("127.0.0.1", port), member(1), 2, FACTS, 60.0)
+        other = pool.submit(meeting, port, 1)
     for connections in (host.result(), other.result()):
         for connection in connections.values():
             connection.close()
@@ -83,32 +88,35 @@ def test_strangers_are_ignored():
 def test_processes_that_do_not_come_are_named():
     found = met(4, [0, 2], timeout=2.0)
     for error in found:
-        assert isinstance(error, xla.ProcessesError)
-        assert "4 processes, and these did not come in time: 1, 3" in str(error)
+        assert isinstance(error, MissingProcessesError)
+        assert (
+            "4 processes of the job, and these did not come in time: process 1, process 3"
+            in str(error)
+        )
 
 
 def test_no_coordinator_is_an_error_with_its_address():
     (error,) = met(2, [1], timeout=0.5)
-    assert isinstance(error, xla.ProcessesError)
-    assert "cannot meet process 0 at the coordinator's address 127.0.0.1:" in str(error)
+    assert isinstance(error, MissingProcessesError)
+    assert "cannot meet process 0 at 127.0.0.1:" in str(error)
     assert "refused" in str(error)
 
 
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(xla.ProcessesError, match=f"cannot listen on .* port {port}"):
-            meet(("127.0.0.1", port), member(0), 2, FACTS, 1.0)
+        with pytest.raises(ProcessesError, match=f"cannot listen on port {port} .coordinator"):
+            meeting(port, 0, timeout=1.0)
 
 
 def test_processes_that_were_started_differently_are_named():
     found = met(2, [0, 1], facts=[FACTS, {**FACTS, "jax": "1.2.4"}])
     for error in found:
-        assert isinstance(error, xla.ProcessesError)
+        assert isinstance(error, ProcessesError)
         assert "with jax='1.2.3' and '1.2.4'" in str(error)
         assert "process 0 (host here, pid 1000) and process 1 (host here, pid 1001)" in str(error)
 
 
 def test_two_processes_of_one_number_are_named():
     errors = [error for error in met(3, [0, 1, 1]) if isinstance(error, Exception)]
-    assert any("have the same process_id" in str(error) for error in errors)
+    assert any("have the same number" in str(error) for error in errors)

@@ -1,0 +1,9 @@
+"""A mesh over the tasks of a ``tf.train.Server`` cluster.
+
+See ``docs/clusters.md``.
+"""
+
+from mtf_gradsync.cluster.join import Cluster, join_cluster
+from mtf_gradsync.cluster.task import Task, task_of_environment, task_of_spec
+
+__all__ = ["Cluster", "Task", "join_cluster", "task_of_environment", "task_of_spec"]

@@ -1,0 +1,184 @@
+"""Makes this process a task of a cluster, and ends it with an error when another one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from typing import Any, Iterator, Mapping, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.cluster.task import Task, task_of_environment, task_of_spec
+from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.processes.meeting import Place, meet
+from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.membership import Membership
+from mtf_gradsync.processes.watchdog import Watchdog
+from mtf_gradsync.session import session_config
+
+# What a session may raise when a task is gone.
+_LOSSES = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Terminals and process managers deliver one Ctrl-C more than once.
+_SAME_KEYSTROKE_SECONDS = 1.0
+
+
+class Cluster(Membership):
+    """This process as a task of a cluster. Use it as a context manager around all work on the mesh.
+
+    The chief works inside the context. Where the other tasks come to its end, they serve their
+    devices until the chief comes to it, too, and then leave it. An exception that leaves the
+    context of one task ends the other tasks with an error that quotes it.
+
+    Attributes:
+      task: which one this process is.
+      is_chief: whether it is the one that builds the graph and runs the session: task 0 of the job
+        "chief", or of "worker" where there is no chief.
+      target: for ``tf.Session(target)`` and ``master=`` of monitored sessions.
+      config: the ConfigProto of the server, for sessions.
+      devices: strings of the CPU devices of all tasks, task by task, the chief's first.
+    """
+
+    def __init__(self, task: Task, server: Any, config: tf.ConfigProto, watchdog: Watchdog):
+        self.task = task
+        self.is_chief = task.number == 0
+        self.target: str = server.target
+        self.config = config
+        self.devices = task.devices(config.device_count.get("CPU", 1))
+        self._server = server
+        super().__init__(watchdog)
+
+    def _leave(self) -> None:
+        if self.is_chief:
+            super()._leave()
+        else:
+            with _serving_in_spite_of_signals(self.task):
+                self._watchdog.serve()
+
+    def _may_be_a_loss(self, error: BaseException) -> bool:
+        return isinstance(error, _LOSSES)
+
+
+def join_cluster(
+    cluster_spec: str | Mapping[str, Sequence[str]] | None = None,
+    job_name: str | None = None,
+    task_index: int | None = None,
+    *,
+    num_cpu_devices: int = 1,
+    watch_port: int | None = None,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+) -> Cluster:
+    """Starts this process's ``tf.train.Server``; returns when all tasks of the cluster are there.
+
+    Call it in every task. Afterwards a thread watches over the tasks: when one dies, or says
+    nothing for a while, all others end with an error that names it and
+    `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would wait without end.
+
+    Args:
+      cluster_spec: addresses "host:port" of each job's tasks, a dictionary, JSON of one, or text
+        like "worker=host1:2222,host2:2222"; None takes all three from the environment variable
+        TF_CONFIG, as Estimator does.
+      job_name: the job of this process.
+      task_index: its number in the job.
+      num_cpu_devices: how many CPU devices each task has; the same in all.
+      watch_port: the port of the chief's machine at which the tasks meet and watch each other; None
+        is the first one after the chief's own that no task of the cluster has.
+      timeout: seconds to wait for the other tasks.
+      silence: seconds without a sign of life after which a task is lost.
+
+    Returns:
+      A context manager; close it when the work is done.
+
+    Raises:
+      ValueError: when there is no cluster, or it makes no sense.
+      ProcessesError: when the tasks cannot meet.
+    """
+    task = _task(cluster_spec, job_name, task_index)
+    names = task.names
+    chief_job, chief_index = task.all_tasks[0]
+    config = session_config(
+        num_cpu_devices=num_cpu_devices,
+        collective_group_leader=f"/job:{chief_job}/task:{chief_index}",
+    )
+    me = Member.this(task.number, names[task.number])
+    end = time.monotonic() + timeout
+    try:
+        server = tf.train.Server(task.jobs, task.job, task.index, config=config)
+    except tf.errors.OpError as error:
+        raise ProcessesError(
+            f"{me} cannot serve on port {task.address[1]}, which the cluster gives it: "
+            f"{error.message or type(error).__name__}. If this task does not run already, another "
+            "program has the port; give the task another one, in all processes."
+        ) from error
+    port = watch_port or task.free_port()
+    facts = {
+        "cluster": json.dumps(task.jobs),
+        "num_cpu_devices": num_cpu_devices,
+        "tensorflow": tf.__version__,
+    }
+    place = Place(task.chief_address[0], port, "watch_port")
+    peers = meet(place, me, names, facts, end - time.monotonic())
+    return Cluster(task, server, config, Watchdog(me, peers, silence))
+
+
+def _task(
+    cluster_spec: str | Mapping[str, Sequence[str]] | None,
+    job_name: str | None,
+    task_index: int | None,
+) -> Task:
+    given = {"cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index}
+    missing = [name for name, value in given.items() if value is None]
+    if not missing:
+        return task_of_spec(cluster_spec, job_name, task_index)
+    if len(missing) < len(given):
+        raise ValueError(
+            f"join_cluster got {', '.join(n for n in given if n not in missing)} without "
+            f"{' and '.join(missing)}. Give all three, or none of them and TF_CONFIG."
+        )
+    task = task_of_environment()
+    if task is None:
+        raise ValueError(
+            "join_cluster got no cluster, and the environment variable TF_CONFIG has none. Give "
+            "cluster_spec, job_name and task_index."
+        )
+    return task
+
+
+@contextlib.contextmanager
+def _serving_in_spite_of_signals(task: Task) -> Iterator[None]:
+    """Lets the chief save its work first where a signal is for all tasks; a second one ends it."""
+    received: list[float] = []
+
+    def handle(number: int, unused_frame: Any) -> None:
+        now = time.monotonic()
+        if received and now - received[0] > _SAME_KEYSTROKE_SECONDS:
+            raise KeyboardInterrupt
+        if not received:
+            received.append(now)
+            print(
+                f"mtf_gradsync: {task.names[task.number]} got {signal.Signals(number).name} and "
+                f"serves until {task.names[0]} has ended; a second signal ends it now",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

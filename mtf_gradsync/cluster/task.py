@@ -1,0 +1,184 @@
+"""Which tasks a cluster has, and which of them this process is."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Mapping, NamedTuple, Sequence
+
+# The first of these that a cluster has is the chief's job.
+_CHIEF_JOBS = ("chief", "master", "worker")
+_ORDER = (*_CHIEF_JOBS, "ps")
+_EXAMPLE = '"worker=host1:2222,host2:2222" or {"worker": ["host1:2222", "host2:2222"]}'
+
+
+class Task(NamedTuple):
+    """A task of a cluster.
+
+    Attributes:
+      jobs: addresses "host:port" of each job's tasks. The chief's job comes first, then workers,
+        parameter servers, and other jobs by name.
+      job: the job of this task.
+      index: its number in the job.
+    """
+
+    jobs: dict[str, list[str]]
+    job: str
+    index: int
+
+    @property
+    def all_tasks(self) -> list[tuple[str, int]]:
+        """Job and number of all tasks, the chief first."""
+        return [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tasks, the chief's first: "worker 0" and so on."""
+        return [f"{job} {index}" for job, index in self.all_tasks]
+
+    @property
+    def number(self) -> int:
+        """The place of this task among all; 0 is the chief."""
+        return self.all_tasks.index((self.job, self.index))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of this task."""
+        return _host_and_port(self.jobs[self.job][self.index], self.job)
+
+    @property
+    def chief_address(self) -> tuple[str, int]:
+        """Host and port of the chief."""
+        job, index = self.all_tasks[0]
+        return _host_and_port(self.jobs[job][index], job)
+
+    def devices(self, each: int) -> list[str]:
+        """The CPU devices of all tasks, task by task.
+
+        Args:
+          each: how many a task has.
+
+        Returns:
+          Device strings.
+        """
+        return [
+            f"/job:{job}/task:{index}/device:CPU:{device}"
+            for job, index in self.all_tasks
+            for device in range(each)
+        ]
+
+    def free_port(self) -> int:
+        """The first port after the chief's that no task has."""
+        taken = {
+            _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
+        }
+        return next(p for p in range(self.chief_address[1] + 1, 1 << 17) if p not in taken)
+
+
+def task_of_spec(
+    cluster_spec: str | Mapping[str, Sequence[str]], job_name: str, task_index: int
+) -> Task:
+    """Checks what is said of a cluster.
+
+    Args:
+      cluster_spec: addresses "host:port" of each job's tasks; a dictionary, JSON of one, or text
+        like "worker=host1:2222,host2:2222" with ";" between jobs.
+      job_name: the job of this process.
+      task_index: its number in the job.
+
+    Returns:
+      This process's task.
+
+    Raises:
+      ValueError: if that is no cluster, has no chief or worker, or not this task.
+    """
+    spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(f"a cluster must be like {_EXAMPLE}; got {cluster_spec!r}")
+    jobs = {job: spec[job] for job in sorted(spec, key=_place)}
+    addresses = set()
+    for job, tasks in jobs.items():
+        if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
+            raise ValueError(
+                f"the job {job!r} of a cluster must list addresses, like {_EXAMPLE}; got {tasks!r}"
+            )
+        for address in tasks:
+            _host_and_port(address, job)
+            if address in addresses:
+                raise ValueError(f"two tasks of the cluster have the same address {address!r}")
+            addresses.add(address)
+    chief = next(iter(jobs))
+    if chief not in _CHIEF_JOBS:
+        raise ValueError(
+            f'a cluster must have a job "chief" or "worker", whose first task is the chief; got '
+            f"the jobs {', '.join(jobs)}"
+        )
+    if chief != "worker" and len(jobs[chief]) > 1:
+        raise ValueError(f"a cluster has one {chief}; got {len(jobs[chief])}: {jobs[chief]}")
+    if job_name not in jobs:
+        raise ValueError(
+            f"the cluster has the jobs {', '.join(jobs)}, and not {job_name!r}"
+            + (": the chief evaluates" if job_name == "evaluator" else "")
+        )
+    if not isinstance(task_index, int) or not 0 <= task_index < len(jobs[job_name]):
+        raise ValueError(
+            f"the job {job_name!r} has the tasks 0 to {len(jobs[job_name]) - 1}; got {task_index!r}"
+        )
+    return Task({job: list(tasks) for job, tasks in jobs.items()}, job_name, task_index)
+
+
+def task_of_environment() -> Task | None:
+    """The task that the environment variable TF_CONFIG describes, as Estimator reads it.
+
+    Returns:
+      The task; None where there is no cluster in TF_CONFIG.
+
+    Raises:
+      ValueError: if it is no JSON, or describes what `task_of_spec` refuses.
+    """
+    text = os.environ.get("TF_CONFIG") or "{}"
+    try:
+        content = json.loads(text)
+        spec, task = content.get("cluster"), content.get("task") or {}
+        if not spec:
+            return None
+        job, index = task.get("type"), task.get("index", 0)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            'TF_CONFIG must be like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": '
+            f'{{"type": "worker", "index": 0}}}}; got {text!r}'
+        ) from error
+    try:
+        return task_of_spec(spec, job, int(index) if str(index).isdigit() else index)
+    except ValueError as error:
+        raise ValueError(f"TF_CONFIG: {error}") from error
+
+
+def _parsed(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"a cluster must be like {_EXAMPLE}; got {text!r} ({error})"
+            ) from error
+    spec = {}
+    for part in filter(None, text.split(";")):
+        job, sign, tasks = part.partition("=")
+        if not sign or job.strip() in spec:
+            raise ValueError(f"a cluster must be like {_EXAMPLE}; got {text!r}")
+        spec[job.strip()] = [address.strip() for address in tasks.split(",") if address.strip()]
+    return spec
+
+
+def _place(job: str) -> tuple[int, str]:
+    return (_ORDER.index(job) if job in _ORDER else len(_ORDER), job)
+
+
+def _host_and_port(address: Any, job: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f'addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}'
+        )
+    return host.strip("[]"), int(port)

@@ -1,0 +1,1 @@
+"""Processes that work together: they meet, and a watchdog ends all when one is lost."""
