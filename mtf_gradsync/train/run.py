@@ -70,14 +70,15 @@ class Accepted(NamedTuple):
     damage: bool = False
 
 
-_NOTHING = Accepted()
+NOTHING = Accepted()
 
 
 def run(
     config: RunConfig,
     model_dir: str,
     say: Callable[[str], None] = print,
-    accepted: Accepted = _NOTHING,
+    accepted: Accepted = NOTHING,
+    target: str = "",
 ) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
@@ -90,6 +91,7 @@ def run(
       model_dir: directory of everything that the run writes.
       say: takes each line that tells how the run goes.
       accepted: which checkpoints it may go on from, besides its own.
+      target: the server of a cluster's chief, to run on the cluster; see `run_on_cluster`.
 
     Returns:
       What the run came to.
@@ -103,11 +105,13 @@ def run(
     _check_schedule(config)
     check_matplotlib()
     check_jinja()
-    runtime = choose_runtime(config)
+    runtime = choose_runtime(config, target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
     directory = Path(model_dir)
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
-    evaluation = HeldOut(job.model, directory, session, say)
+    # Evaluation has a session of its own: on a server it would share variables with training.
+    here = job.model._replace(mesh=job.model.mesh.on_one_process()) if target else job.model
+    evaluation = HeldOut(here, directory, session, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
         choice = choose_checkpoint(model_dir, accepted.damage, say)
@@ -267,7 +271,9 @@ def _training_graph(
         ) -> Runner:
             hooks = [hook() for hook in config.hooks]
             keep = config.keep_checkpoint_max
-            return PlacementMeshRunner(graph, model_dir, start, keep, session, hooks)
+            return PlacementMeshRunner(
+                graph, model_dir, start, keep, session, hooks, runtime.target
+            )
 
         return graph, None, on_devices
     graph, program = build_simd(job, features)

@@ -25,20 +25,23 @@ class Runtime(NamedTuple):
     Attributes:
       name: "xla", "cpu_replicas" or "placement_mesh".
       reason: why it was chosen.
+      target: the server that steps run on; "" is this process.
     """
 
     name: str
     reason: str
+    target: str = ""
 
     def __str__(self) -> str:
         return f"{_WORDS[self.name]} ({self.reason})"
 
 
-def choose_runtime(config: RunConfig) -> Runtime:
+def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """What a config asks for, or the fastest that this environment has.
 
     Args:
       config: the run.
+      target: the server of a cluster's chief where the run's mesh is over its tasks.
 
     Returns:
       The runtime.
@@ -49,6 +52,14 @@ def choose_runtime(config: RunConfig) -> Runtime:
     asked = config.runtime
     if asked not in RUNTIMES:
         raise ConfigError(f"train.run.runtime must be one of {', '.join(RUNTIMES)}; got {asked!r}")
+    if target:
+        if asked not in ("fastest", "placement_mesh"):
+            raise ConfigError(
+                f'train.run.runtime = "{asked}" does not run on a cluster of tf.train.Servers; '
+                '"placement_mesh" does. For XLA devices of several processes give --coordinator, '
+                "--num_processes and --process_id instead."
+            )
+        return Runtime("placement_mesh", "over the tasks of a cluster", target)
     bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
     if asked == "fastest":
         if bound:

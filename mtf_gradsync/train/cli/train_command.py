@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, MissingProcessesError
 from mtf_gradsync.train.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
+from mtf_gradsync.train.cli.cluster_arguments import (
+    add_cluster_arguments,
+    given_task,
+    meeting_arguments,
+)
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_names, loaded_config
 
 _DESCRIPTION = """\
@@ -22,6 +29,8 @@ examples:
   mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
   mtf-gradsync train --gin_file=lm_cpu_mesh.gin --gin_param="train.run.train_steps = 50"
   mtf-gradsync train --gin_file=my_model.gin --gin_file=my_data.gin --model_dir=runs/mine
+  mtf-gradsync train --gin_file=my_model.gin --cluster_spec=worker=a:2222,b:2222 \\
+      --job_name=worker --task_index=0      (on a; on b with --task_index=1)
 
 docs/training.md lists the bindings of train.run and the files that a run writes."""
 
@@ -52,6 +61,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="where the newest checkpoint is damaged, put it aside and go on from an older one",
     )
+    add_cluster_arguments(parser)
     parser.set_defaults(run_command=main)
 
 
@@ -62,10 +72,21 @@ def main(args: argparse.Namespace) -> int:
     with loaded_config(args):
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.train import gin_files
+        from mtf_gradsync.train.on_cluster import run_on_cluster
         from mtf_gradsync.train.run import Accepted, run
 
         accepted = Accepted(
             differences=args.accept_checkpoint_differences, damage=args.skip_damaged_checkpoint
         )
-        result = run(gin_files.run_config(), model_dir, accepted=accepted)
-    return 0 if result.stopped_by is None else 128 + result.stopped_by
+        task = given_task(args)
+        config = gin_files.run_config()
+        if task is None:
+            result = run(config, model_dir, accepted=accepted)
+        else:
+            how = meeting_arguments(args)
+            try:
+                result = run_on_cluster(config, model_dir, task, accepted=accepted, **how)
+            except MissingProcessesError as error:
+                print(f"mtf-gradsync: error: {error}", file=sys.stderr)
+                return LOST_PROCESS_EXIT_CODE
+    return 0 if result is None or result.stopped_by is None else 128 + result.stopped_by

@@ -35,6 +35,14 @@ class MeshSettings(NamedTuple):
         """Makes the placement mesh, on its own devices or on others."""
         return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
+    def on_one_process(self) -> MeshSettings:
+        """The same mesh on the devices that each process has: what tasks share is left out."""
+        devices = [
+            tf.DeviceSpec.from_string(device).replace(job=None, replica=None, task=None).to_string()
+            for device in self.devices
+        ]
+        return self._replace(devices=devices)
+
     def split(self, dimension: str) -> int:
         """Returns into how many parts the mesh splits tensor dimensions of this name."""
         return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))

@@ -28,6 +28,7 @@ class PlacementMeshRunner(Runner):
         keep_checkpoint_max: int | None,
         config: tf.ConfigProto,
         hooks: Sequence[Any] = (),
+        target: str = "",
     ):
         """Adds what it needs to the default graph.
 
@@ -38,6 +39,7 @@ class PlacementMeshRunner(Runner):
           keep_checkpoint_max: older checkpoints are deleted; None keeps all.
           config: of the session.
           hooks: more tf.train.SessionRunHooks.
+          target: the server to run on; "" is this process.
         """
         # The hook adds the copy from masters to slices and runs it after every restore.
         masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
@@ -52,7 +54,8 @@ class PlacementMeshRunner(Runner):
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
         self._global_step = tf.train.get_global_step()
-        self._start, self._config, self._hooks = start, config, [masters_to_slices, *hooks]
+        self._start, self._hooks = start, [masters_to_slices, *hooks]
+        self._config, self._target = config, target
         self._initializers = {v.op.name: v.initializer for v in tf.global_variables()}
         self._session: Any = None
 
@@ -63,6 +66,7 @@ class PlacementMeshRunner(Runner):
             self._session = tf.train.SingularMonitoredSession(
                 hooks=self._hooks,
                 scaffold=tf.train.Scaffold(saver=self._checkpoints.saver),
+                master=self._target,
                 config=self._config,
                 checkpoint_filename_with_path=path,
             ).__enter__()
@@ -95,7 +99,7 @@ class PlacementMeshRunner(Runner):
         return self._session.should_stop()
 
     def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
-        with tf.Session(config=self._config) as session:
+        with tf.Session(self._target, config=self._config) as session:
             session.run([self._initializers[name] for name in names])
             variables = {v.op.name: v for v in tf.global_variables() if v.op.name in names}
             return session.run(variables)
