@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -14,9 +13,10 @@ import pytest
 from benchmarks.cluster import free_ports, reserved_ports
 from mtf_gradsync import LOST_PROCESS_EXIT_CODE
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE
 from mtf_gradsync.train.metrics.file import read_metrics
-from tests.cluster.processes import TIME_LIMIT, Processes
+from tests.cluster.processes import TIME_LIMIT
 from tests.train.conftest import NO_EVAL, TINY, train_tiny
 
 pytestmark = pytest.mark.cluster
@@ -33,7 +33,12 @@ QUICK = [
 PACE = [
     "--gin_param=train.run.hooks = [@pace]",
     "--gin_param=pace.seconds = 0.5",
-    "--gin_param=pace.quick = 4",
+    "--gin_param=pace.quick = 3",
+]
+TASK_OF_TWO = [
+    "--cluster_spec=worker=localhost:1,localhost:2",
+    "--job_name=worker",
+    "--task_index=0",
 ]
 
 
@@ -64,14 +69,6 @@ class Tasks:
                 started.append(self._processes.fork(*module, *given, *common))
         return started
 
-    def run(self, **how):
-        """Trains to the end; returns what the chief printed."""
-        chief, worker = self.start(**how)
-        assert chief.wait(60) == 0, chief.errors()
-        assert worker.wait(60) == 0, worker.errors()
-        assert "serves its devices until worker 0 ends" in worker.output()
-        return chief.output()
-
     def newest_step(self):
         """The step of the newest checkpoint, 0 without any."""
         path = tf.train.latest_checkpoint(str(self._directory))
@@ -85,24 +82,11 @@ class Tasks:
             time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def ports():
-    with reserved_ports(2) as ports:
-        yield ports
-
-
 @pytest.fixture
-def tasks(processes, ports, tmp_path):
-    """They train into the test's directory."""
-    return Tasks(processes, ports, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def whole(ports, tmp_path_factory):
-    """The directory of a run that loses nobody, and what it said."""
-    directory = tmp_path_factory.mktemp("whole")
-    with Processes() as processes:
-        return directory, Tasks(processes, ports, directory).run()
+def tasks(processes, tmp_path):
+    """They train into a directory of the test."""
+    with reserved_ports(2) as ports:
+        yield Tasks(processes, ports, tmp_path / "tasks")
 
 
 def losses(directory):
@@ -114,65 +98,52 @@ def variables(directory):
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-def test_two_tasks_train_as_one_process(whole, tmp_path):
-    directory, said = whole
-    assert "worker 0 of the 2 tasks of a cluster (--cluster_spec)" in said
-    assert "steps run on a placement mesh (over the tasks of a cluster)" in said
-    train_tiny(tmp_path, NO_EVAL, "train.run.runtime = 'placement_mesh'")
-    gin.clear_config()
-    assert len(losses(directory)) == STEPS
-    # Sums may be made in another order: a few ulp a step, as for every trajectory.
-    tolerance = STEPS * 16 * np.finfo(np.float32).eps
-    np.testing.assert_allclose(losses(directory), losses(tmp_path), rtol=tolerance)
-
-
-def test_a_run_that_loses_its_tasks_ends_with_the_same_bits(tasks, whole, tmp_path):
-    """Each start goes on where the one before was lost, told so by TF_CONFIG this time."""
-    for lost, number, how in [
-        (1, signal.SIGKILL, "ended without a word"),
-        (0, signal.SIGKILL, "ended without a word"),
-        (1, signal.SIGSTOP, f"has been silent for {SILENCE:g} s"),
-    ]:
-        both = tasks.start(*PACE, tf_config=True)
-        before = tasks.newest_step()
-        tasks.wait_for_checkpoint(before + 3, both[0])
-        begin = time.monotonic()
-        os.kill(both[lost].pid, number)
-        other = both[1 - lost]
-        assert other.wait(60) == LOST_PROCESS_EXIT_CODE, other.errors()
-        assert time.monotonic() - begin < SILENCE + 10
-        named = rf"worker {1 - lost} .*: lost worker {lost} \(host \S+, pid {both[lost].pid}\): it "
-        assert re.search(named + how, other.errors()), other.errors()
-        both[lost].kill()
-        assert before < tasks.newest_step() < STEPS
-    assert "from step 9 to 12" in tasks.run(tf_config=True)
-    expected, actual = variables(whole[0]), variables(tmp_path)
-    assert sorted(expected) == sorted(actual)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=name)
-    assert losses(tmp_path) == losses(whole[0])
-
-
-def test_sigterm_to_all_saves_and_ends_all(tasks):
+def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
+    # A worker is lost.
     chief, worker = tasks.start(*PACE)
     tasks.wait_for_checkpoint(3, chief)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert chief.wait(60) == LOST_PROCESS_EXIT_CODE, chief.errors()
+    lost = rf"worker 0 .*: lost worker 1 \(host \S+, pid {worker.pid}\): it ended without a word"
+    assert re.search(lost, chief.errors()), chief.errors()
+    assert "worker 0 of the 2 tasks of a cluster (--cluster_spec)" in chief.output()
+    # The supervisor ends all.
+    chief, worker = tasks.start(*PACE, tf_config=True)
+    tasks.wait_for_checkpoint(6, chief)
     os.kill(worker.pid, signal.SIGTERM)
     time.sleep(0.2)
     os.kill(chief.pid, signal.SIGTERM)
     assert chief.wait(60) == 128 + signal.SIGTERM, chief.errors()
     assert worker.wait(60) == 0, worker.errors()
     assert "worker 1 got SIGTERM and serves until worker 0 has ended" in worker.errors()
-    assert f"stopped after step {tasks.newest_step()} of 12" in chief.output()
+    assert "worker 0 of the 2 tasks of a cluster (TF_CONFIG)" in chief.output()
+    stopped = tasks.newest_step()
+    assert f"stopped after step {stopped} of {STEPS}" in chief.output()
+    # Nothing ends it.
+    chief, worker = tasks.start(tf_config=True)
+    assert chief.wait(60) == 0, chief.errors()
+    assert worker.wait(60) == 0, worker.errors()
+    assert "steps run on a placement mesh (over the tasks of a cluster)" in chief.output()
+    assert f"from step {stopped} to {STEPS}" in chief.output()
+    assert "serves its devices until worker 0 ends" in worker.output()
+
+    train_tiny(tmp_path / "one", NO_EVAL, "train.run.runtime = 'placement_mesh'")
+    gin.clear_config()
+    assert len(losses(tmp_path / "one")) == STEPS
+    # With two shards there is one order in which to add them up.
+    assert losses(tmp_path / "tasks") == losses(tmp_path / "one")
+    expected, actual = variables(tmp_path / "one"), variables(tmp_path / "tasks")
+    assert sorted(expected) == sorted(actual)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
 def test_an_error_of_the_chief_ends_the_others_with_its_words(tasks):
-    chief, worker = tasks.start("--gin_param=train.run.variable_filter = 'nothing'")
+    chief, worker = tasks.start("--gin_param=train.run.batch_size = 7")
     assert chief.wait(60) == 2, chief.errors()
     assert worker.wait(60) == LOST_PROCESS_EXIT_CODE, worker.errors()
-    assert re.search(
-        r"lost worker 0 .*: it ended with an error: ConfigError: .*leaves no variable to train",
-        worker.errors(),
-    )
+    said = "lost worker 0 .*: it ended with an error: ConfigError: train.run.batch_size = 7"
+    assert re.search(said, worker.errors()), worker.errors()
 
 
 def test_a_task_that_never_comes_is_named(tasks, tmp_path):
@@ -180,4 +151,27 @@ def test_a_task_that_never_comes_is_named(tasks, tmp_path):
     assert chief.wait(60) == LOST_PROCESS_EXIT_CODE
     assert "did not come in time: worker 1" in chief.errors()
     assert "Traceback" not in chief.errors()
-    assert not list(Path(tmp_path).iterdir())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--job_name=worker"], "--job_name without --cluster_spec and --task_index"),
+        ([*TASK_OF_TWO, "--task_index=2"], "the tasks 0 to 1; got 2"),
+        ([*TASK_OF_TWO, "--gin_param=train.run.runtime = 'xla'"], "does not run on a cluster"),
+        (
+            [*TASK_OF_TWO, "--gin_param=train.run.mesh_shape = 'batch:1;model:3'"],
+            "has 3 processors, which 2 tasks cannot share evenly",
+        ),
+        (
+            [*TASK_OF_TWO, "--gin_param=train.run.mesh_devices = ['cpu:0', 'cpu:1']"],
+            "names 'cpu:0', which is on no task",
+        ),
+    ],
+)
+def test_flags_that_cannot_work_are_named(capsys, tmp_path, arguments, message):
+    given = ["train", f"--model_dir={tmp_path}", *QUICK, *arguments]
+    assert cli.main(given) == cli.EXIT_BAD_CONFIG
+    gin.clear_config()
+    assert message in capsys.readouterr().err
