@@ -11,6 +11,7 @@ import time
 import pytest
 
 from benchmarks.cluster import reserved_ports
+from mtf_gradsync import LOST_PROCESS_EXIT_CODE
 from tests import documents
 from tests.cluster.processes import ROOT, TIME_LIMIT
 
@@ -47,6 +48,7 @@ def start(tmp_path):
         (tmp_path / "train.py").write_text(code, encoding="utf-8")
         commands = block("sh").replace("127.0.0.1:2222", f"127.0.0.1:{ports[0]}")
         commands = commands.replace("127.0.0.1:2223", f"127.0.0.1:{ports[1]}")
+        commands = commands.replace("wait", "echo exit $?; wait")
         path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {"PATH": path, "PYTHONPATH": str(ROOT), "TF_GRPC_REUSE_PORT": "1"}
         started.append(
@@ -85,6 +87,7 @@ def test_program_of_the_guide_runs_and_leaves_nothing(start):
     shell = start()
     printed = shell.communicate(timeout=TIME_LIMIT)[0]
     assert shell.returncode == 0, printed
+    assert "exit 0" in printed
     loss = float(re.search(r"^loss (.*)$", printed, re.MULTILINE)[1])
     assert 0 < loss < 1, printed
     # The gradient goes once each way; so do the eight processors' shares of the loss.
@@ -94,19 +97,21 @@ def test_program_of_the_guide_runs_and_leaves_nothing(start):
 
 
 def test_a_dead_process_ends_the_program(start):
+    training = " " * 12 + "number == 5 and print('training')\n"
     shell = start(
-        ("STEPS, GIVE_UP_SECONDS = 4, 20, 20", "STEPS, GIVE_UP_SECONDS = 4, 10**9, 1"),
-        ("        value, _ =", "        number == 5 and print('training')\n        value, _ ="),
-        ("if TASK > 0:", "if TASK > 0:\n    print('worker', os.getpid())"),
+        ("import sys", "import os, sys"),
+        ("DEVICES_EACH, STEPS = 4, 20", "DEVICES_EACH, STEPS = 4, 10**9"),
+        ("for number in range(STEPS):\n", f"for number in range(STEPS):\n{training}"),
+        ("as cluster:\n", "as cluster:\n    print('task', TASK, os.getpid())\n"),
     )
     worker = None
     for line in shell.stdout:
-        if line.startswith("worker"):
-            worker = int(line.split()[1])
+        if line.startswith("task 1"):
+            worker = int(line.split()[2])
         if line.startswith("training"):
             break
     os.kill(worker, signal.SIGKILL)
     printed = shell.communicate(timeout=TIME_LIMIT)[0]
-    assert shell.returncode == 1
-    assert "is gone" in printed
+    assert f"exit {LOST_PROCESS_EXIT_CODE}" in printed
+    assert re.search(rf"lost worker 1 \(host .*, pid {worker}\)", printed), printed
     assert no_process_left(shell)
