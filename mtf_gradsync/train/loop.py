@@ -114,14 +114,18 @@ def train_loop(
     with StopSignal() as stop, runner:
         loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint)
         try:
-            while loop.step < settings.train_steps and stop.received is None:
-                if runner.should_stop():
+            stopped_by = None
+            while loop.step < settings.train_steps and not runner.should_stop():
+                stopped_by = runner.agreed_stop(stop.received)
+                if stopped_by is not None:
                     break
                 loop.one_step()
             loop.save()
         finally:
             loop.progress.close()
-    return LoopResult(loop.step, stop.received, loop.seconds, loop.step - runner.first_step)
+    return LoopResult(
+        loop.step, stopped_by or stop.received, loop.seconds, loop.step - runner.first_step
+    )
 
 
 class _Loop:

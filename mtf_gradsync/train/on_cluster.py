@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -67,7 +67,7 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return run(config, model_dir, say, accepted, cluster.target)
+            return run(config, model_dir, say, accepted, Part(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 

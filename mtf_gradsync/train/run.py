@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import gin
 
@@ -73,12 +73,29 @@ class Accepted(NamedTuple):
 NOTHING = Accepted()
 
 
+class Part(NamedTuple):
+    """What this process has of a run that several processes make.
+
+    Attributes:
+      target: the server of a cluster's chief, which builds and writes for all; "" for none.
+      checkpoint_dir: where checkpoints are, when another process writes them; None for model_dir.
+      in_turn: does something on the process that writes, then on the others.
+    """
+
+    target: str = ""
+    checkpoint_dir: str | None = None
+    in_turn: Callable[[Callable[[], Any]], Any] = lambda work: work()
+
+
+ALONE = Part()
+
+
 def run(
     config: RunConfig,
     model_dir: str,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-    target: str = "",
+    part: Part = ALONE,
 ) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
@@ -91,7 +108,7 @@ def run(
       model_dir: directory of everything that the run writes.
       say: takes each line that tells how the run goes.
       accepted: which checkpoints it may go on from, besides its own.
-      target: the server of a cluster's chief, to run on the cluster; see `run_on_cluster`.
+      part: of several processes, this one's; see `run_on_cluster` and `run_on_processes`.
 
     Returns:
       What the run came to.
@@ -105,23 +122,33 @@ def run(
     _check_schedule(config)
     check_matplotlib()
     check_jinja()
-    runtime = choose_runtime(config, target)
+    runtime = choose_runtime(config, part.target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
     directory = Path(model_dir)
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
     # Evaluation has a session of its own: on a server it would share variables with training.
-    here = job.model._replace(mesh=job.model.mesh.on_one_process()) if target else job.model
+    here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
     evaluation = HeldOut(here, directory, session, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
-        choice = choose_checkpoint(model_dir, accepted.damage, say)
+        checkpoint_dir = part.checkpoint_dir or model_dir
+        choice = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
         if config.eval_dataset_fn is not None:
             evaluation.prepare(
                 config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
             )
         try:
             result = _train(
-                config, job, runtime, directory, choice, accepted, session, evaluation, say
+                config,
+                job,
+                runtime,
+                directory,
+                checkpoint_dir,
+                choice,
+                accepted,
+                session,
+                evaluation,
+                say,
             )
         except (TrainingError, OSError) as error:
             # Perhaps nothing can be written any more.
@@ -142,7 +169,7 @@ def run(
             rate = result.steps_made * job.tokens_per_step / result.seconds
             speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
             say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
-        held_out = evaluation.finish(latest_checkpoint(model_dir), step=result.step, **speed)
+        held_out = evaluation.finish(latest_checkpoint(checkpoint_dir), step=result.step, **speed)
         _write_report(config, directory, evaluation, result.step, "finished", say)
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
@@ -188,6 +215,7 @@ def _train(
     job: TrainingJob,
     runtime: Runtime,
     directory: Path,
+    checkpoint_dir: str,
     choice: Choice,
     accepted: Accepted,
     session: tf.ConfigProto,
@@ -238,7 +266,7 @@ def _train(
                 recorder.flush()
 
             return train_loop(
-                make_runner(str(directory), start, config, session),
+                make_runner(checkpoint_dir, start, config, session),
                 graph.optimizers,
                 LoopSettings(
                     train_steps=config.train_steps,

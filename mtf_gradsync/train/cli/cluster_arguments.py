@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Sequence
 
 from mtf_gradsync.train.errors import ConfigError
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.cluster import Task
 
 _TASK = ("cluster_spec", "job_name", "task_index")
+_PROCESS = ("coordinator", "num_processes", "process_id")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "several processes",
         "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and --task_index "
-        "to each, or TF_CONFIG in its environment.",
+        "to each, or TF_CONFIG in its environment. XLA devices of several processes: give "
+        "--coordinator, --num_processes and --process_id to each.",
     )
     group.add_argument(
         "--cluster_spec",
@@ -35,6 +37,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the tasks meet on the chief's machine (default: the first port after the "
         "chief's that no task has)",
     )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0; the port is any free one there",
+    )
+    group.add_argument("--num_processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process_id", type=int, metavar="N", help="which one this is, from 0")
     group.add_argument(
         "--timeout",
         type=float,
@@ -62,29 +71,47 @@ def given_task(args: argparse.Namespace) -> Task | None:
     """
     from mtf_gradsync.cluster import task_of_environment, task_of_spec
 
-    values = {name: getattr(args, name) for name in _TASK}
-    missing = [f"--{name}" for name, value in values.items() if value is None]
+    values = _all_or_none(args, _TASK)
     try:
-        if not missing:
+        if values:
             task, source = task_of_spec(**values), "--cluster_spec"
-        elif len(missing) < len(values):
-            given = [f"--{name}" for name, value in values.items() if value is not None]
-            raise ConfigError(
-                f"{', '.join(given)} without {' and '.join(missing)}; give all three, or TF_CONFIG"
-            )
         else:
             task, source = task_of_environment(), "TF_CONFIG"
             # So it is set for jobs of one process, too.
             if task is None or len(task.names) == 1:
                 return None
-    except ConfigError:
-        raise
     except ValueError as error:
-        raise ConfigError(f"--cluster_spec: {error}" if not missing else str(error)) from error
+        raise ConfigError(f"--cluster_spec: {error}" if values else str(error)) from error
     print(f"{task.names[task.number]} of the {len(task.names)} tasks of a cluster ({source})")
     return task
 
 
-def meeting_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """How the processes meet and watch each other, by the names of `join_cluster`."""
-    return {"watch_port": args.watch_port, "timeout": args.timeout, "silence": args.silence}
+def given_process(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Which process of XLA devices this is, by the names of `run_on_processes`.
+
+    Returns:
+      The flags; None without any.
+
+    Raises:
+      ConfigError: if some of them are missing, or they make no sense.
+    """
+    values = _all_or_none(args, _PROCESS)
+    if values is None:
+        return None
+    if any(getattr(args, name) is not None for name in _TASK):
+        raise ConfigError("--coordinator is for XLA devices, --cluster_spec for a placement mesh")
+    if not 0 <= values["process_id"] < values["num_processes"]:
+        raise ConfigError(
+            f"--process_id must be between 0 and {values['num_processes'] - 1}; got "
+            f"{values['process_id']}"
+        )
+    return values
+
+
+def _all_or_none(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any] | None:
+    values = {name: getattr(args, name) for name in names}
+    given = [f"--{name}" for name, value in values.items() if value is not None]
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if given and missing:
+        raise ConfigError(f"{', '.join(given)} without {' and '.join(missing)}: give all three")
+    return values if given else None

@@ -12,8 +12,8 @@ from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, MissingProcess
 from mtf_gradsync.train.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
+    given_process,
     given_task,
-    meeting_arguments,
 )
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_names, loaded_config
 
@@ -73,20 +73,25 @@ def main(args: argparse.Namespace) -> int:
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.on_cluster import run_on_cluster
+        from mtf_gradsync.train.on_processes import run_on_processes
         from mtf_gradsync.train.run import Accepted, run
 
         accepted = Accepted(
             differences=args.accept_checkpoint_differences, damage=args.skip_damaged_checkpoint
         )
-        task = given_task(args)
+        process = given_process(args)
+        task = None if process else given_task(args)
         config = gin_files.run_config()
-        if task is None:
-            result = run(config, model_dir, accepted=accepted)
-        else:
-            how = meeting_arguments(args)
-            try:
-                result = run_on_cluster(config, model_dir, task, accepted=accepted, **how)
-            except MissingProcessesError as error:
-                print(f"mtf-gradsync: error: {error}", file=sys.stderr)
-                return LOST_PROCESS_EXIT_CODE
+        watch = {"timeout": args.timeout, "silence": args.silence}
+        try:
+            if process:
+                result = run_on_processes(config, model_dir, **process, **watch, accepted=accepted)
+            elif task:
+                watch["watch_port"] = args.watch_port
+                result = run_on_cluster(config, model_dir, task, **watch, accepted=accepted)
+            else:
+                result = run(config, model_dir, accepted=accepted)
+        except MissingProcessesError as error:
+            print(f"mtf-gradsync: error: {error}", file=sys.stderr)
+            return LOST_PROCESS_EXIT_CODE
     return 0 if result is None or result.stopped_by is None else 128 + result.stopped_by

@@ -88,6 +88,14 @@ class Runner(abc.ABC):
     def left_out(self) -> str | None:
         """Why the last step was left out, where an optimizer did since this was asked last."""
 
+    def agreed_stop(self, received: int | None) -> int | None:
+        """The signal that all processes of the run stop by now, where there are several.
+
+        Args:
+          received: the signal that this process has got, or None. It is asked before each step.
+        """
+        return received
+
     def should_stop(self) -> bool:
         """Whether somebody besides the loop wants to stop."""
         return False

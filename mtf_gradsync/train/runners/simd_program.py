@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
+import numpy as np
+
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
@@ -20,6 +22,8 @@ from mtf_gradsync.train.train_graph import TrainGraph
 
 # Enough to keep devices busy while the host reads a result and fetches a batch.
 _STEPS_AHEAD = 2
+# Several processes ask each other this often whether one has got a signal to stop.
+_AGREE_STEPS = 10
 
 
 class SimdProgramRunner(Runner):
@@ -61,6 +65,7 @@ class SimdProgramRunner(Runner):
         self._global_step = tf.train.get_global_step()
         self.steps_ahead = _STEPS_AHEAD if runtime == "xla" else 0
         self._session: Any = None
+        self._asked = 0
 
     def __enter__(self) -> SimdProgramRunner:
         """See `Runner`."""
@@ -107,6 +112,18 @@ class SimdProgramRunner(Runner):
         return self._session.save(
             self._checkpoints.prefix, saver=self._checkpoints.saver, global_step=step
         )
+
+    def agreed_stop(self, received: int | None) -> int | None:
+        """See `Runner`."""
+        cores = getattr(self._session, "cores", None)
+        if cores is None or cores.is_alone:
+            return received
+        self._asked += 1
+        if self._asked % _AGREE_STEPS:
+            return None
+        mine = [np.int32(received or 0)] * len(cores.local)
+        (signals,) = cores.gather([mine])
+        return int(max(signals)) or None
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Callable
+from typing import Callable, TypeVar
 
 from mtf_gradsync._private.jax import (
     Cluster,
@@ -20,10 +20,13 @@ from mtf_gradsync.processes.members import Member
 from mtf_gradsync.processes.membership import Membership
 from mtf_gradsync.processes.watchdog import Watchdog
 from mtf_gradsync.xla.installed import check_installed
+from mtf_gradsync.xla.processes import gathering
 from mtf_gradsync.xla.processes.aborting import pause_before_abort
 from mtf_gradsync.xla.processes.cpu_devices import make_cpu_devices
 from mtf_gradsync.xla.processes.errors import is_from_xla
 from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
+
+_Result = TypeVar("_Result")
 
 
 class Processes(Membership):
@@ -46,6 +49,23 @@ class Processes(Membership):
         self._exit_code: int | None = None
         # Its end of this process comes before jax's own, which waits for all processes.
         super().__init__(watchdog)
+
+    def in_turn(self, work: Callable[[], _Result]) -> _Result:
+        """Does something on process 0, and on the others when that has done it.
+
+        Args:
+          work: what to do; all processes have to call this.
+
+        Returns:
+          What it returned here.
+
+        Raises:
+          ProcessesError: when it failed on process 0. There it raises what it raises.
+        """
+        if self.process_index == 0:
+            return gathering.together(work)
+        gathering.together(lambda: None)
+        return work()
 
     def _leave(self) -> None:
         import jax

@@ -1,0 +1,95 @@
+"""The main job on the XLA devices of several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from typing import Any, Callable
+
+from mtf_gradsync import xla
+from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.config.mesh import resolve_mesh
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.runtime import choose_runtime
+
+
+def run_on_processes(
+    config: RunConfig,
+    model_dir: str,
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    timeout: float = 300.0,
+    silence: float = 20.0,
+    say: Callable[[str], None] = print,
+    accepted: Accepted = NOTHING,
+) -> RunResult:
+    """What `run` does, on the XLA devices of all processes. Every process calls it.
+
+    All build the graph and make the steps; process 0 evaluates, and writes.
+
+    Args:
+      config: what to train.
+      model_dir: directory of everything that process 0 writes, which the others can read.
+      coordinator: as for `mtf_gradsync.xla.start_processes`.
+      num_processes: as for `mtf_gradsync.xla.start_processes`.
+      process_id: as for `mtf_gradsync.xla.start_processes`.
+      timeout: as for `mtf_gradsync.xla.start_processes`.
+      silence: as for `mtf_gradsync.xla.start_processes`.
+      say: takes each line that tells how the run goes.
+      accepted: as for `run`.
+
+    Returns:
+      What the run came to; scores are process 0's.
+
+    Raises:
+      ConfigError: if a setting cannot work.
+      TrainingError: if training cannot go on, or the processes do not fit together.
+      MissingProcessesError: if processes do not come.
+    """
+    if config.runtime == "fastest":
+        config = dataclasses.replace(config, runtime="xla")
+    if choose_runtime(config).name != "xla":
+        raise ConfigError(
+            f'train.run.runtime = "{config.runtime}" does not run on XLA devices of several '
+            'processes (--coordinator); "xla" does'
+        )
+    shape = resolve_mesh(config.mesh_shape, config.layout_rules, None).shape
+    each, left = divmod(shape.size, num_processes)
+    if left:
+        raise ConfigError(
+            f'train.run.mesh_shape = "{mesh_text(shape)}" has {shape.size} processors, which '
+            f"{num_processes} processes cannot share evenly. Take a mesh whose size is a multiple "
+            f"of {num_processes}."
+        )
+    try:
+        with xla.start_processes(
+            coordinator,
+            num_processes,
+            process_id,
+            cpu_devices=each,
+            timeout=timeout,
+            silence=silence,
+        ) as processes:
+            part = Part(in_turn=processes.in_turn)
+            if process_id == 0:
+                return run(config, model_dir, say, accepted, part)
+            say(f"process 0 evaluates, and writes to {model_dir}")
+            part = part._replace(checkpoint_dir=model_dir)
+            config = dataclasses.replace(config, eval_dataset_fn=None)
+            # What it writes is what process 0 writes.
+            with tempfile.TemporaryDirectory() as own:
+                return run(config, own, _say_nothing, accepted, part)
+    except MissingProcessesError:
+        raise
+    except (ProcessesError, ValueError) as error:
+        wrong = TrainingError if isinstance(error, ProcessesError) else ConfigError
+        raise wrong(str(error)) from error
+
+
+def _say_nothing(*unused_words: Any) -> None:
+    pass
