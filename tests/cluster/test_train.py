@@ -175,3 +175,23 @@ def test_flags_that_cannot_work_are_named(capsys, tmp_path, arguments, message):
     assert cli.main(given) == cli.EXIT_BAD_CONFIG
     gin.clear_config()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.xla
+def test_two_processes_on_xla_devices_train_as_one(processes, tmp_path):
+    directory = tmp_path / "two"
+    more = [f"--coordinator=127.0.0.1:{free_ports(1)[0]}", "--num_processes=2"]
+    # Evaluation, which only process 0 makes, changes nothing in the program.
+    given = ["train", f"--model_dir={directory}", *QUICK[:2], *more]
+    given.append("--gin_param=train.run.perplexity_eval_steps = 1")
+    both = [
+        processes.fork("-m", "tests.cluster.train_program", *given, f"--process_id={i}")
+        for i in (0, 1)
+    ]
+    for one in both:
+        assert one.wait(120) == 0, one.errors()
+    assert "process 0 evaluates, and writes" in both[1].output()
+    train_tiny(tmp_path / "one", NO_EVAL, "train.run.runtime = 'xla'")
+    gin.clear_config()
+    tolerance = STEPS * 16 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(losses(directory), losses(tmp_path / "one"), rtol=tolerance)

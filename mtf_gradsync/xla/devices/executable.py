@@ -26,7 +26,7 @@ from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo, without_overwriting
 
 # Goes up when the same program is lowered otherwise than before.
-_LOWERING_VERSION = 1
+_LOWERING_VERSION = 2
 
 
 class Lowered(NamedTuple):
