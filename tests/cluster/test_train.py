@@ -90,7 +90,7 @@ def tasks(processes, tmp_path):
 
 
 def losses(directory):
-    return [row["loss"] for row in read_metrics(directory / METRICS_FILE)]
+    return [row["loss"] for row in read_metrics(directory / METRICS_FILE) if "loss" in row]
 
 
 def variables(directory):
