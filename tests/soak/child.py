@@ -92,6 +92,7 @@ def _live(
             opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             os.dup2(opened, descriptor)
             os.close(opened)
+        sys.stdout.reconfigure(line_buffering=True)
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = program()

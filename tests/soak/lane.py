@@ -109,9 +109,11 @@ def _one_run(run: Run, kinds: Iterator[Fault], rng: random.Random, most: int) ->
     """Hits a run until it is over, and compares what it came to."""
     found: list[tuple[Fault, float, list[str]]] = []
     tries = 0
-    while len(found) < most and tries < 2 * most:
+    while len(found) < most and tries < 3 * most:
         tries += 1
         fault = next(kinds)
+        if run.first_step() >= settings.STEPS and not fault.afterwards:
+            continue
         before = run.whole()
         seen = fault.act(run, rng)
         problems = list(seen.problems)
