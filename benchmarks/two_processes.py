@@ -71,7 +71,7 @@ def measure(options: report.Options) -> report.Table:
 
 def measure_on(cluster: LocalCluster, options: report.Options) -> report.Table:
     """Does what `measure` does, on processes that run."""
-    model = dense(*((3, 32) if options.quick else (8, 256)))
+    model = dense(*((2, 32) if options.quick else (8, 256)))
     programs = {models.BARE: _training(model, cluster, models.BARE, None)}
     for name, make in STRATEGIES.items():
         programs[name] = _training(model, cluster, name, make())
@@ -245,7 +245,9 @@ def _time_steps(
                 initialize = tf.global_variables_initializer()
                 to_slices = program.lowering.copy_masters_to_slices()
             session = stack.enter_context(
-                tf.Session(cluster.target, graph=program.graph, config=config(grappler=True))
+                tf.Session(
+                    cluster.target, graph=program.graph, config=config(grappler=not options.quick)
+                )
             )
             session.run(initialize)
             session.run(to_slices)

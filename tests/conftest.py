@@ -18,6 +18,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._warn import reset_warnings
+from tests import grappler
 
 atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 tf.disable_v2_behavior()
@@ -25,6 +26,7 @@ tf.enable_resource_variables()
 tf.logging.set_verbosity(tf.logging.ERROR)
 # Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
 absl.flags.FLAGS.mark_as_parsed()
+grappler.turn_off()
 
 
 def pytest_collection_finish():
@@ -38,6 +40,13 @@ def pytest_collection_finish():
 def pytest_sessionfinish():
     """Pytest has the last word, not TensorFlow about operations that nobody ran."""
     tf.logging.set_verbosity(tf.logging.FATAL)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Fixtures of a test that is marked ``grappler`` have it as well."""
+    with grappler.as_users_have_it(item.get_closest_marker("grappler") is not None):
+        yield
 
 
 @pytest.fixture(autouse=True)

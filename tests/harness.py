@@ -9,6 +9,7 @@ import numpy as np
 
 from mtf_gradsync import session_config, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import grappler as grapplers
 
 ONE = ("one:1", "")
 # Mesh, layout and batch dimensions; the model below splits "hidden" where it can.
@@ -106,7 +107,8 @@ class Built(NamedTuple):
     def runs(self, feeds: Sequence[dict[str, np.ndarray]], number: int) -> list[Result]:
         """Several in one session, each from the start; on a placement mesh only."""
         assert number == 1 or self.program is None
-        with self.graph.as_default(), self._session() as session:
+        sessions = grapplers.as_users_have_it(self.grappler)
+        with sessions, self.graph.as_default(), self._session() as session:
             masters = {v.op.name: v for v in tf.global_variables()}
             results = []
             for _ in range(number):
@@ -131,19 +133,12 @@ class Built(NamedTuple):
         if self.program:
             return self.program.session(self.lowering)
         (mesh_impl,) = self.lowering.mesh_to_impl.values()
-        return tf.Session(config=placement_config(mesh_impl.size, self.grappler))
+        return tf.Session(config=placement_config(mesh_impl.size))
 
 
-def placement_config(size: int, grappler: bool = False) -> tf.ConfigProto:
-    """Session options for a placement mesh of some CPU devices.
-
-    Grappler rewrites the graph before the first step, which takes longer than the steps of most
-    tests. test_cross_shard_trajectories, test_accumulation and test_reads have it, as the
-    examples and the training runs do; the others go without.
-    """
-    config = session_config(num_cpu_devices=size)
-    config.graph_options.rewrite_options.disable_meta_optimizer = not grappler
-    return config
+def placement_config(size: int) -> tf.ConfigProto:
+    """Session options for a placement mesh of some CPU devices."""
+    return session_config(num_cpu_devices=size)
 
 
 def built(

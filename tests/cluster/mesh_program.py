@@ -17,7 +17,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import models
+from tests import grappler, models
 from tests.reduce import on_mesh
 
 TASKS, EACH = 2, 2
@@ -135,7 +135,6 @@ def sent(strategy: str, target: str) -> dict[str, list[int]]:
             used += [op.op for op in mtf.parallel(list(DEVICES), tf.square, y.tensor_list)]
         counted = simd.count_process_transfers(used)
         config = gs.session_config(num_cpu_devices=EACH)
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
         with tf.Session(target, config=config) as session:
             metadata = tf.RunMetadata()
             options = tf.RunOptions(output_partition_graphs=True)
@@ -166,6 +165,7 @@ def main(spec: str, job: str, task: str, path: str) -> None:
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)
     absl.flags.FLAGS.mark_as_parsed()
+    grappler.turn_off()
     config = gs.session_config(num_cpu_devices=EACH, collective_group_leader=LEADER)
     server = tf.train.Server(json.loads(spec), job, int(task), config=config)
     if int(task) > 0:

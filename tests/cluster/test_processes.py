@@ -57,7 +57,9 @@ def test_a_failing_test_leaves_no_process(begin):
 @pytest.mark.parametrize("begin", [f"start({IDLE!r})", f"fork('-m', {IDLE!r})"])
 def test_a_killed_parent_leaves_no_program(begin):
     code = (
-        "import sys; from tests.cluster.processes import Processes\n"
+        # The idle program needs nothing to be imported before it is forked.
+        "from tests import forked; forked._FORK_SERVER.set_forkserver_preload([])\n"
+        "from tests.cluster.processes import Processes\n"
         f"processes = Processes(); process = processes.{begin}\n"
         "processes.wait_for(process, 'started'); print(process.output(), flush=True)\n"
         "processes.wait(process)"

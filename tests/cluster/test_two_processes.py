@@ -80,22 +80,22 @@ def test_table_has_all_figures(found):
 
 STARTER = (
     # A shell's background job, such as this suite may be, ignores it.
-    "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "from benchmarks.cluster import LocalCluster\n"
-    "with LocalCluster(2, 1) as cluster: print(*cluster.pids, flush=True); time.sleep(3600)"
+    "with LocalCluster(int(sys.argv[1]), 1) as cluster: print(*cluster.pids, flush=True); time.sleep(3600)"
 )
 
 
 def test_no_process_is_left_behind():
     starters = [
         subprocess.Popen(
-            [sys.executable, "-c", STARTER],
+            [sys.executable, "-c", STARTER, str(tasks)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(3)
+        for tasks in (1, 1, 2)
     ]
     pids = [[int(pid) for pid in starter.stdout.readline().split()] for starter in starters]
     try:

@@ -83,7 +83,10 @@ def main(wrapper: str, directory: str, steps: list[int], forever: bool) -> None:
     saver = tf.train.Saver()
 
     def run(number: int) -> None:
-        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+        config = gs.session_config(num_cpu_devices=4)
+        # Most of the time of so many short runs otherwise; see tests/grappler.py.
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        with tf.Session(config=config) as session:
             newest = tf.train.latest_checkpoint(directory)
             if newest:
                 saver.restore(session, newest)

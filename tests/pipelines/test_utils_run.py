@@ -71,7 +71,7 @@ WRAPPERS = {
 MODELS = {
     "unitransformer": "",
     "bitransformer, bfloat16": utils_run.BITRANSFORMER + utils_run.BFLOAT16,
-    "microbatches": utils_run.MICROBATCHES,
+    "microbatches": utils_run.TWO_DEVICES + utils_run.MICROBATCHES,
 }
 # Losses near 4. Adam passes relative errors of gradients on to weights, at a rate of 0.01.
 TOLERANCE = {"float32": STEPS * 16 * np.finfo(np.float32).eps, "bfloat16": 2.0**-8}

@@ -49,11 +49,14 @@ utils.get_variable_dtype.activation_dtype = "float32"
 utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = None
 """
 
-# On half as many devices, as it is twice as large.
-BITRANSFORMER = """
+TWO_DEVICES = """
 utils.run.mesh_shape = "batch:2"
 utils.run.layout_rules = "batch:batch"
 utils.run.mesh_devices = ["CPU:0", "CPU:1"]
+"""
+
+# On half as many devices, as it is twice as large.
+BITRANSFORMER = TWO_DEVICES + """
 utils.run.model_type = "bitransformer"
 utils.run.sequence_length = {"inputs": 8, "targets": 8}
 transformer.make_bitransformer.encoder_name = "encoder"

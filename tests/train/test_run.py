@@ -18,6 +18,7 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.report.page import REPORT_FILE
+from tests import grappler
 from tests.train.conftest import FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
@@ -50,7 +51,9 @@ def plain_on(tmp_path_factory):
     def made(runtime):
         choice = f"train.run.runtime = '{runtime}'"
         enable_mesh_defaults()
-        _, directory, said = train_tiny(tmp_path_factory.mktemp(runtime), NO_EVAL, REPORTS, choice)
+        place = tmp_path_factory.mktemp(runtime)
+        with grappler.as_users_have_it():
+            _, directory, said = train_tiny(place, NO_EVAL, REPORTS, choice)
         gin.clear_config()
         return directory, said
 
@@ -132,6 +135,7 @@ def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
         train("train.run.runtime = 'gpu'")
 
 
+@pytest.mark.grappler
 @in_main_thread
 @pytest.mark.parametrize("runtime", ["xla", "cpu_replicas", "placement_mesh"])
 def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_after, runtime):

@@ -10,6 +10,7 @@ from mtf_gradsync import reduce, session_config
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce.sums.algorithms import ordered_add_n
 from mtf_gradsync.step.as_call import _takes_attributes, run_as_call
+from tests import grappler as grapplers
 from tests import harness
 
 SIZE = 1000
@@ -48,8 +49,7 @@ def readers(slices, held, total):
 
 def run(fetches, feeds, grappler=False):
     config = session_config(num_cpu_devices=DEVICES)
-    config.graph_options.rewrite_options.disable_meta_optimizer = not grappler
-    with tf.Session(config=config) as session:
+    with grapplers.as_users_have_it(grappler), tf.Session(config=config) as session:
         return session.run(fetches, feeds)
 
 
