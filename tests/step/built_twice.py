@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 
 import absl.flags
 
@@ -44,10 +43,13 @@ def digest(names: list[str], kind: str, autostack: bool) -> str:
 
 
 def digests() -> list[str]:
-    """One for each stack of wrappers and kind of mesh."""
+    """One for each stack of wrappers, on both kinds of mesh, with and without stacked variables."""
+    cross_shard, accumulation, sync_replicas = STACKS
     return [
-        digest(names, kind, autostack=number % 4 < 2)
-        for number, (names, kind) in enumerate(itertools.product(STACKS, ("placement", "simd")))
+        digest(cross_shard, "placement", autostack=False),
+        digest(accumulation, "placement", autostack=True),
+        digest(accumulation, "simd", autostack=False),
+        digest(sync_replicas, "simd", autostack=True),
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from tests.cluster.processes import Processes
+from tests.train.conftest import NO_EVAL, QUICK
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
 
@@ -106,7 +107,7 @@ def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
         "-m", "mtf_gradsync.train.cli.main", "train", f"--gin_file={TINY}",
         f"--model_dir={tmp_path}", "--gin_param=train.run.train_steps = 100000",
         "--gin_param=train.run.save_checkpoints_steps = 100000",
-        "--gin_param=train.run.eval_dataset_fn = None",
+        *(f"--gin_param={binding}" for binding in [*QUICK, NO_EVAL]),
     ]  # fmt: skip
     metrics = tmp_path / "metrics.jsonl"
     with Processes(time_limit=240) as processes:
