@@ -14,6 +14,10 @@ class TrainingError(RuntimeError):
     """A run that was set up correctly cannot go on, for example because its loss is not finite."""
 
 
+class DataError(TrainingError):
+    """A training step has no batch, or one that the model cannot train on."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its type where it says nothing.
 

@@ -17,8 +17,10 @@ from mtf_gradsync.train.config.settings import (
     resolve_sequence_length,
 )
 from mtf_gradsync.train.data import datasets as data
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.model import ModelSettings
 from mtf_gradsync.train.train_graph import TrainGraph, build_train_graph
+from mtf_gradsync.train.transformer import transformer_utils
 
 
 class TrainingJob(NamedTuple):
@@ -53,6 +55,24 @@ class TrainingJob(NamedTuple):
             sequence_length=self.model.sequence_length,
             vocabulary=self.model.vocabulary,
             dataset_split="train",
+        )
+
+    def batches(self) -> TrainingBatches:
+        """The training batches, in a graph of their own.
+
+        Raises:
+          ConfigError: if the data set cannot be trained on, as far as can be known.
+        """
+        utils, vocabulary = transformer_utils(), self.model.vocabulary
+        return TrainingBatches(
+            self.dataset,
+            self.model.batch_size,
+            self.model.feature_length,
+            {
+                "inputs": utils.inputs_vocabulary(vocabulary).vocab_size,
+                "targets": utils.targets_vocabulary(vocabulary).vocab_size,
+            },
+            self.model.reads,
         )
 
     def build(

@@ -10,7 +10,7 @@ import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.errors import TrainingError
+from mtf_gradsync.train.errors import DataError, TrainingError
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.runners.runner import Runner, leaves_out_not_finite
@@ -109,7 +109,9 @@ def train_loop(
     Raises:
       TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
         no longer a finite number; where the optimizer leaves out gradients that are not finite,
-        only if no update comes any more. Nothing is saved then.
+        only if no update comes any more; or the learning rate is no number to train with. Nothing
+        is saved then.
+      DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
         loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint)
@@ -163,6 +165,11 @@ class _Loop:
         except tf.errors.InvalidArgumentError:
             self._check_waits()
             raise
+        except DataError as error:
+            # The steps before are good.
+            self.save()
+            kept = f" The newest checkpoint is of step {self.step}." if self.step else ""
+            raise DataError(f"{error}{kept}") from error
         self.step += 1
         while len(self._pending) > self._runner.steps_ahead:
             self._look_at_oldest()
@@ -188,6 +195,13 @@ class _Loop:
         values = self._pending.popleft()()
         settings = self._settings
         step, loss = int(values["step"]), float(values["loss"])
+        rate = values["reported"].get("learning_rate")
+        if rate is not None and not 0 <= rate < math.inf:
+            raise TrainingError(
+                f"the learning rate of step {step} is {rate}, by "
+                "train.run.learning_rate_schedule; it must be a finite number, not negative. The "
+                f"newest checkpoint is of step {self._saved_at}."
+            )
         if not self._patience.goes_on(loss, values.get("update_step")):
             raise TrainingError(
                 f"the loss of step {step} is {loss}{self._patience.since()}; the newest "

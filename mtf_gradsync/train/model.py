@@ -38,7 +38,17 @@ class ModelSettings(NamedTuple):
     def feature_length(self, name: str) -> int:
         """The length of a feature's vectors."""
         # "targets_position" is as long as "targets".
-        return self.sequence_length[name.split("_")[0]]
+        whole = name.split("_")[0]
+        if whole not in self.sequence_length:
+            raise ConfigError(
+                f"the data set has {name!r}, but train.run.sequence_length = "
+                f"{self.sequence_length} gives no length for {whole!r}"
+            )
+        return self.sequence_length[whole]
+
+    def reads(self, name: str) -> bool:
+        """Whether the model reads a feature of the data."""
+        return self.model_type != "lm" or not name.startswith("inputs")
 
 
 class MeshModel:
@@ -109,7 +119,7 @@ class MeshModel:
             ]
         imported = {}
         for name, x in sorted(features.items()):
-            if settings.model_type == "lm" and name.startswith("inputs"):
+            if not settings.reads(name):
                 continue
             length = settings.feature_length(name)
             if not x.shape.is_compatible_with([settings.batch_size, length]):

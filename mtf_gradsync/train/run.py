@@ -19,7 +19,7 @@ from mtf_gradsync.train.checkpoints.initial import initialize_from
 from mtf_gradsync.train.checkpoints.leftovers import only_run_in, remove_leftovers
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
-from mtf_gradsync.train.data import datasets as data
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
@@ -229,8 +229,8 @@ def _train(
         return LoopResult(step, None, 0.0, 0)
     say(f"steps run on {runtime}")
     began = time.monotonic()
-    with tf.Graph().as_default():
-        graph, program, make_runner = _training_graph(job, runtime)
+    with tf.Graph().as_default(), job.batches() as batches:
+        graph, program, make_runner = _training_graph(job, batches, runtime)
         start = Start()
         if choice.path:
             found = check_configuration(choice.path, tf.global_variables(), accepted.differences)
@@ -280,17 +280,12 @@ def _train(
 
 
 def _training_graph(
-    job: TrainingJob, runtime: Runtime
+    job: TrainingJob, batches: TrainingBatches, runtime: Runtime
 ) -> tuple[
     TrainGraph, simd.Program | None, Callable[[str, Start, RunConfig, tf.ConfigProto], Runner]
 ]:
     """Builds the training step for a runtime; returns it, its program, what makes the runner."""
-    global_step = tf.train.get_or_create_global_step()
-    features = data.training_batches(
-        job.dataset(),
-        job.model.batch_size,
-        first_batch=tf.cast(global_step.read_value(), tf.int64),
-    )
+    features = batches.placeholders()
     if runtime.name == "placement_mesh":
         graph = job.build(features)
 
@@ -300,7 +295,7 @@ def _training_graph(
             hooks = [hook() for hook in config.hooks]
             keep = config.keep_checkpoint_max
             return PlacementMeshRunner(
-                graph, model_dir, start, keep, session, hooks, runtime.target
+                graph, batches, model_dir, start, keep, session, hooks, runtime.target
             )
 
         return graph, None, on_devices
@@ -311,6 +306,6 @@ def _training_graph(
     ) -> Runner:
         del session
         keep = config.keep_checkpoint_max
-        return SimdProgramRunner(graph, program, runtime.name, model_dir, start, keep)
+        return SimdProgramRunner(graph, program, batches, runtime.name, model_dir, start, keep)
 
     return graph, program, on_cores

@@ -82,7 +82,8 @@ STARTER = (
     # A shell's background job, such as this suite may be, ignores it.
     "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "from benchmarks.cluster import LocalCluster\n"
-    "with LocalCluster(int(sys.argv[1]), 1) as cluster: print(*cluster.pids, flush=True); time.sleep(3600)"
+    "with LocalCluster(int(sys.argv[1]), 1) as cluster:\n"
+    "    print(*cluster.pids, flush=True); time.sleep(3600)"
 )
 
 

@@ -38,14 +38,10 @@ def group_members(group):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts the guide's commands in a shell, with a program changed by (old, new) texts."""
+    """Starts the guide's commands in a shell."""
 
-    def shell(*changes):
-        code = block("python")
-        for old, new in changes:
-            assert old in code
-            code = code.replace(old, new)
-        (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    def shell():
+        (tmp_path / "train.py").write_text(block("python"), encoding="utf-8")
         commands = block("sh").replace("127.0.0.1:2222", f"127.0.0.1:{ports[0]}")
         commands = commands.replace("127.0.0.1:2223", f"127.0.0.1:{ports[1]}")
         commands = commands.replace("wait", "echo exit $?; wait")
@@ -96,22 +92,22 @@ def test_program_of_the_guide_runs_and_leaves_nothing(start):
     assert no_process_left(shell)
 
 
-def test_a_dead_process_ends_the_program(start):
-    training = " " * 12 + "number == 5 and print('training')\n"
-    shell = start(
-        ("import sys", "import os, sys"),
+def test_a_dead_process_ends_the_program(processes, tmp_path, monkeypatch):
+    code = block("python")
+    for old, new in (
         ("DEVICES_EACH, STEPS = 4, 20", "DEVICES_EACH, STEPS = 4, 10**9"),
-        ("for number in range(STEPS):\n", f"for number in range(STEPS):\n{training}"),
-        ("as cluster:\n", "as cluster:\n    print('task', TASK, os.getpid())\n"),
-    )
-    worker = None
-    for line in shell.stdout:
-        if line.startswith("task 1"):
-            worker = int(line.split()[2])
-        if line.startswith("training"):
-            break
-    os.kill(worker, signal.SIGKILL)
-    printed = shell.communicate(timeout=TIME_LIMIT)[0]
-    assert f"exit {LOST_PROCESS_EXIT_CODE}" in printed
-    assert re.search(rf"lost worker 1 \(host .*, pid {worker}\)", printed), printed
-    assert no_process_left(shell)
+        ("value, _ =", "number == 5 and print('training', flush=True); value, _ ="),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    program = tmp_path / "train.py"
+    program.write_text(code, encoding="utf-8")
+    monkeypatch.setenv("TF_GRPC_REUSE_PORT", "1")
+    with reserved_ports(2) as ports:
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        chief, worker = (processes.fork(program, addresses, task) for task in (0, 1))
+        processes.wait_for(chief, "training")
+        os.kill(worker.pid, signal.SIGKILL)
+        assert chief.wait(TIME_LIMIT) == LOST_PROCESS_EXIT_CODE
+    said = chief.output() + chief.errors()
+    assert re.search(rf"lost worker 1 \(host .*, pid {worker.pid}\)", said), said

@@ -56,7 +56,9 @@ utils.run.mesh_devices = ["CPU:0", "CPU:1"]
 """
 
 # On half as many devices, as it is twice as large.
-BITRANSFORMER = TWO_DEVICES + """
+BITRANSFORMER = (
+    TWO_DEVICES
+    + """
 utils.run.model_type = "bitransformer"
 utils.run.sequence_length = {"inputs": 8, "targets": 8}
 transformer.make_bitransformer.encoder_name = "encoder"
@@ -70,6 +72,7 @@ EncDecAttention.num_heads = 2
 EncDecAttention.key_value_size = 8
 EncDecAttention.dropout_rate = 0.0
 """
+)
 
 BFLOAT16 = 'utils.get_variable_dtype.activation_dtype = "bfloat16"\n'
 MICROBATCHES = "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 16\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Callable, Dict, Tuple, Union
 
 from mtf_gradsync._numbers import is_number, is_whole
@@ -88,9 +89,15 @@ def resolve_learning_rate(
       total_steps: what the schedule sees as the length of the run.
 
     Raises:
-      ConfigError: if it is something else.
+      ConfigError: if it is something else, or a number that is negative or not finite.
     """
     factors = learning_rate_schedule
+    for one in factors if isinstance(factors, (list, tuple)) else [factors]:
+        if is_number(one) and not 0 <= one < math.inf:
+            raise ConfigError(
+                "numbers in train.run.learning_rate_schedule must be finite and not negative; got "
+                f"{learning_rate_schedule!r}"
+            )
     if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):
         return functools.partial(
             learning_rate_schedules().product_learning_rate,

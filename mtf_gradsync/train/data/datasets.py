@@ -140,26 +140,6 @@ def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices({"targets": padded.reshape(-1, length)})
 
 
-def training_batches(
-    dataset: tf.data.Dataset, batch_size: int, first_batch: tf.Tensor
-) -> dict[str, tf.Tensor]:
-    """Adds the training input to the graph, from a given batch on.
-
-    Args:
-      dataset: single examples.
-      batch_size: examples in a batch.
-      first_batch: int64 scalar tensor, read when the session's tables are initialized (after a
-        checkpoint has been restored): how many batches to skip.
-
-    Returns:
-      Feature tensors of shape ``[batch_size, length]``; each step of the session draws a batch.
-    """
-    batches = dataset.map(_model_features).repeat().batch(batch_size, drop_remainder=True)
-    iterator = tf.data.make_initializable_iterator(batches.skip(first_batch).prefetch(2))
-    tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
-    return iterator.get_next()
-
-
 def read_batches(
     make_dataset: Callable[[], tf.data.Dataset],
     batch_size: int,

@@ -6,6 +6,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.runners.runner import (
     LeftOut,
     Runner,
@@ -23,6 +24,7 @@ class PlacementMeshRunner(Runner):
     def __init__(
         self,
         graph: TrainGraph,
+        batches: TrainingBatches,
         model_dir: str,
         start: Start,
         keep_checkpoint_max: int | None,
@@ -34,6 +36,7 @@ class PlacementMeshRunner(Runner):
 
         Args:
           graph: from `build_train_graph`, in the default graph.
+          batches: what it is fed.
           model_dir: directory of the checkpoints.
           start: where it begins.
           keep_checkpoint_max: older checkpoints are deleted; None keeps all.
@@ -50,7 +53,7 @@ class PlacementMeshRunner(Runner):
             start.kept,
             sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
         )
-        self._fetches = fetches_of(graph)
+        self._fetches, self._batches = fetches_of(graph), batches
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
         self._global_step = tf.train.get_global_step()
@@ -71,6 +74,7 @@ class PlacementMeshRunner(Runner):
                 checkpoint_filename_with_path=path,
             ).__enter__()
         self.first_step = int(self._session.run(self._global_step))
+        self._batches.begin(self.first_step)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -79,7 +83,7 @@ class PlacementMeshRunner(Runner):
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """See `Runner`."""
-        values = self._session.run(self._fetches)
+        values = self._session.run(self._fetches, self._batches.next())
         return lambda: values
 
     def save(self, step: int) -> str:

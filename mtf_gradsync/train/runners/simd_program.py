@@ -9,6 +9,7 @@ import numpy as np
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import (
     LeftOut,
@@ -33,6 +34,7 @@ class SimdProgramRunner(Runner):
         self,
         graph: TrainGraph,
         program: simd.Program,
+        batches: TrainingBatches,
         runtime: str,
         model_dir: str,
         start: Start,
@@ -43,6 +45,7 @@ class SimdProgramRunner(Runner):
         Args:
           graph: from `build_train_graph`, in the default graph.
           program: what it was lowered into.
+          batches: what it is fed.
           runtime: "xla" or "cpu_replicas".
           model_dir: directory of the checkpoints.
           start: where it begins.
@@ -59,9 +62,8 @@ class SimdProgramRunner(Runner):
         )
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
-        self._fetches = fetches_of(graph)
-        # Iterators, which begin at the step that was restored.
-        self._begin = tf.tables_initializer()
+        self._fetches, self._batches = fetches_of(graph), batches
+        self._tables = tf.tables_initializer()
         self._global_step = tf.train.get_global_step()
         self.steps_ahead = _STEPS_AHEAD if runtime == "xla" else 0
         self._session: Any = None
@@ -80,9 +82,10 @@ class SimdProgramRunner(Runner):
         with self._start.restorable(self._initial_values) as path:
             if path:
                 self._session.restore(path)
-        self._session.run(self._begin)
+        self._session.run(self._tables)
         self._left_out.message(self._session)
         self.first_step = int(self._session.run(self._global_step))
+        self._batches.begin(self.first_step)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -91,11 +94,12 @@ class SimdProgramRunner(Runner):
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """See `Runner`."""
+        batch = self._batches.next()
         if self._runtime != "xla":
-            values = self._session.run(self._fetches)
+            values = self._session.run(self._fetches, batch)
             return lambda: values
         try:
-            step = self._session.dispatch(self._fetches)
+            step = self._session.dispatch(self._fetches, batch)
         except (xla.DevicesError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
 

@@ -3,6 +3,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.data import datasets as data
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.vocabulary import EOS_ID, ByteVocabulary
 from mtf_gradsync.train.errors import ConfigError
 
@@ -35,14 +36,12 @@ def test_validation_shows_every_token_once():
 
 def test_training_goes_on_where_the_step_says():
     expected = [batch["targets"] for batch in read("train", 5)]
-    with tf.Graph().as_default():
-        step = tf.Variable(3, dtype=tf.int64)
-        features = data.training_batches(windows("train"), 4, first_batch=step.read_value())
-        with tf.Session() as session:
-            session.run(tf.global_variables_initializer())
-            session.run(tf.tables_initializer())
-            for batch in expected[3:]:
-                np.testing.assert_array_equal(session.run(features)["targets"], batch)
+    sizes = {"targets": ByteVocabulary().vocab_size}
+    with TrainingBatches(lambda: windows("train"), 4, lambda name: 8, sizes) as batches:
+        (feed,) = batches.placeholders().values()
+        batches.begin(3)
+        for batch in expected[3:]:
+            np.testing.assert_array_equal(batches.next()[feed], batch)
 
 
 def test_features_that_no_model_reads_are_left_out():

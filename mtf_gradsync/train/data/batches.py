@@ -1,0 +1,205 @@
+"""The batches of a training run, drawn outside of the training step and checked before it.
+
+They come from a session of their own and are fed to the step. So an error while one is drawn is one
+of the data, on every runtime, and nothing of the step has run yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.data.datasets import MODEL_FEATURES
+from mtf_gradsync.train.errors import ConfigError, DataError, first_line
+
+_FUNCTION = "train.run.train_dataset_fn"
+# Of an example whose shape is not known before: its rank, and so many of its dimensions.
+_DIMS_SHOWN = 3
+
+
+class TrainingBatches:
+    """Draws a run's batches, one for each step. Use it as a context manager.
+
+    A data set is repeated when it ends. An end is also where a function of the data set raises
+    StopIteration or OutOfRangeError.
+    """
+
+    def __init__(
+        self,
+        make_dataset: Callable[[], tf.data.Dataset],
+        batch_size: int,
+        feature_length: Callable[[str], int],
+        vocab_sizes: Mapping[str, int],
+        wanted: Callable[[str], bool] = lambda name: True,
+    ):
+        """Makes the data set.
+
+        Args:
+          make_dataset: returns a data set of single examples: vectors of integers by feature name.
+          batch_size: examples in a batch.
+          feature_length: gives the length of the vectors of a feature.
+          vocab_sizes: number of ids for each feature that holds ids; others are positions and such.
+          wanted: whether the model reads a feature.
+
+        Raises:
+          ConfigError: if it is no such data set, as far as can be known without reading it.
+        """
+        self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
+        self._first = self._step = 0
+        self._begun = False
+        self._feeds: dict[str, tf.Tensor] = {}
+        with tf.Graph().as_default() as graph:
+            dataset = make_dataset()
+            specs = _specs(dataset, wanted)
+            self._shapes = {
+                name: [batch_size, *(spec.shape.as_list() if _is_known(spec) else [-1])]
+                for name, spec in specs.items()
+            }
+            for name, shape in self._shapes.items():
+                if shape[1:] == [-1]:
+                    shape[1] = feature_length(name)
+            size = tf.data.experimental.cardinality(dataset)
+            self._skipped = tf.placeholder(tf.int64, [])
+            batches = dataset.map(lambda example: self._example(example, specs))
+            batches = batches.repeat().batch(batch_size, drop_remainder=True)
+            iterator = tf.data.make_initializable_iterator(batches.skip(self._skipped).prefetch(2))
+            self._next = iterator.get_next()
+            self._initialize = [tf.tables_initializer(), iterator.initializer]
+        self._session = tf.Session(graph=graph, config=tf.ConfigProto(device_count={"GPU": 0}))
+        if self._session.run(size) == 0:
+            self._session.close()
+            raise ConfigError(f"{_FUNCTION} gives an empty data set")
+
+    def __enter__(self) -> TrainingBatches:
+        return self
+
+    def __exit__(self, *unused_exception: Any) -> None:
+        self._session.close()
+
+    def placeholders(self) -> dict[str, tf.Tensor]:
+        """Adds to the default graph what the batches are fed to.
+
+        Returns:
+          int32 placeholders ``[batch_size, length]`` by feature name.
+        """
+        self._feeds = {
+            name: tf.placeholder(tf.int32, shape, name=name) for name, shape in self._shapes.items()
+        }
+        return self._feeds
+
+    def begin(self, first: int) -> None:
+        """Sets how many batches were drawn before, by the runs that this one goes on from."""
+        self._first = self._step = first
+        self._begun = False
+
+    def next(self) -> dict[tf.Tensor, np.ndarray]:
+        """Draws the batch of the next step.
+
+        Returns:
+          What to feed: arrays by the placeholders that were made last.
+
+        Raises:
+          DataError: if there is none, or it is none to train on.
+        """
+        step = self._step + 1
+        try:
+            if not self._begun:
+                self._session.run(self._initialize, {self._skipped: self._first})
+                self._begun = True
+            features, shapes = self._session.run(self._next)
+        except tf.errors.OutOfRangeError as error:
+            raise DataError(self._at_the_end(step)) from error
+        except tf.errors.OpError as error:
+            raise DataError(
+                f"{_FUNCTION}: its data set raised an error in the batch of step {step}: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        for name, given in shapes.items():
+            self._check_shapes(step, name, given)
+        for name, ids in features.items():
+            self._check_ids(step, name, ids)
+        self._step = step
+        return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
+
+    def _example(
+        self, example: dict[str, tf.Tensor], specs: dict[str, Any]
+    ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Features of the shapes that were promised, and the shapes that they had."""
+        features, shapes = {}, {}
+        for name, spec in specs.items():
+            x = example[name]
+            if not _is_known(spec):
+                given = tf.concat([[tf.rank(x)], tf.shape(x), [-1] * _DIMS_SHOWN], axis=0)
+                shapes[name] = given[: 1 + _DIMS_SHOWN]
+                length = self._feature_length(name)
+                x = tf.reshape(x, [-1])[:length]
+                x = tf.reshape(tf.pad(x, [[0, length - tf.size(x)]]), [length])
+            features[name] = x
+        return features, shapes
+
+    def _at_the_end(self, step: int) -> str:
+        if step == self._first + 1:
+            return f"{_FUNCTION}: its data set has no example for step {step}; it is empty."
+        return (
+            f"{_FUNCTION}: its data set ended before step {step}. What ends is repeated, but "
+            "here another pass gives nothing: perhaps a generator that can be read only once."
+        )
+
+    def _check_shapes(self, step: int, name: str, given: np.ndarray) -> None:
+        length = self._feature_length(name)
+        wrong = np.flatnonzero((given[:, 0] != 1) | (given[:, 1] != length))
+        if wrong.size:
+            rank, *dims = given[wrong[0]].tolist()
+            shape = [*map(str, dims[:rank]), *(["..."] if rank > len(dims) else [])]
+            raise DataError(
+                f"{_FUNCTION}: example {wrong[0]} in the batch of step {step} has {name!r} of the "
+                f"shape [{', '.join(shape)}]; train.run.sequence_length wants [{length}]. Pad or "
+                "cut it there."
+            )
+
+    def _check_ids(self, step: int, name: str, ids: np.ndarray) -> None:
+        size = self._vocab_sizes.get(name)
+        if size is None:
+            return
+        # Mesh-TensorFlow takes no loss from a negative target, and reads its id all the same.
+        low = 1 - size if name == "targets" else 0
+        if ids.min() >= low and ids.max() < size:
+            return
+        example, position = np.argwhere((ids < low) | (ids >= size))[0]
+        also = " (or negative, for a target without loss)" if low else ""
+        raise DataError(
+            f"{_FUNCTION}: example {example} in the batch of step {step} has the id "
+            f"{ids[example, position]} in {name!r}, at {position}; train.run.vocabulary has the "
+            f"ids 0 to {size - 1}{also}. The model would read no token at all there."
+        )
+
+
+def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """What the features of single examples are, by name."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ConfigError(f"{_FUNCTION} must return a tf.data.Dataset; got {dataset!r}")
+    spec = dataset.element_spec
+    if not isinstance(spec, dict):
+        raise ConfigError(
+            f"{_FUNCTION} must give examples as dicts, such as {{'targets': int32[length]}}; got "
+            f"{spec!r}"
+        )
+    specs = {name: spec[name] for name in MODEL_FEATURES if name in spec and wanted(name)}
+    for name, one in specs.items():
+        if not isinstance(one, tf.TensorSpec):
+            raise ConfigError(
+                f"{_FUNCTION} gives {name!r} as {one!r}; it must be a dense tensor, padded to "
+                "train.run.sequence_length"
+            )
+        if not one.dtype.is_integer:
+            raise ConfigError(
+                f"{_FUNCTION} gives {name!r} as {one.dtype.name}; it must be integers: int32 or "
+                "int64 ids"
+            )
+    return specs
+
+
+def _is_known(spec: Any) -> bool:
+    return spec.shape.is_fully_defined()
