@@ -198,7 +198,7 @@ class _Loop:
         rate = values["reported"].get("learning_rate")
         if rate is not None and not 0 <= rate < math.inf:
             raise TrainingError(
-                f"the learning rate of step {step} is {rate}, by "
+                f"the learning rate of step {step} is {float(rate):g}, by "
                 "train.run.learning_rate_schedule; it must be a finite number, not negative. The "
                 f"newest checkpoint is of step {self._saved_at}."
             )

@@ -15,7 +15,7 @@ import numpy as np
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.data import text as text_lib
 from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.errors import ConfigError, first_line
 
 # What mesh_tensorflow.transformer models read; data sets often carry more (plain text, ids).
 MODEL_FEATURES = (
@@ -144,6 +144,7 @@ def read_batches(
     make_dataset: Callable[[], tf.data.Dataset],
     batch_size: int,
     max_batches: int | None,
+    name: str = "the data set",
 ) -> list[dict[str, np.ndarray]]:
     """Reads a data set into memory, in a graph of its own.
 
@@ -151,9 +152,13 @@ def read_batches(
       make_dataset: returns a data set of single examples.
       batch_size: examples in a batch; the last batch is filled up with padding.
       max_batches: stop after this many; None reads to the end.
+      name: whose data set it is, for errors.
 
     Returns:
       Batches of arrays ``[batch_size, length]``.
+
+    Raises:
+      ConfigError: if the data set cannot be read.
     """
     batches = []
     with tf.Graph().as_default():
@@ -167,6 +172,11 @@ def read_batches(
                     batch = session.run(features)
                 except tf.errors.OutOfRangeError:
                     break
+                except tf.errors.OpError as error:
+                    raise ConfigError(
+                        f"{name}: batch {len(batches) + 1} of its data set cannot be read: "
+                        f"{type(error).__name__}: {first_line(error)}"
+                    ) from error
                 batches.append({k: _fill_up(v, batch_size) for k, v in batch.items()})
     return batches
 

@@ -71,7 +71,7 @@ class HeldOut:
           steps: at most this many batches are read.
 
         Raises:
-          ConfigError: if there is no held-out data.
+          ConfigError: if there is no held-out data, or data cannot be read.
         """
         arguments = {
             "sequence_length": self._model.sequence_length,
@@ -82,13 +82,16 @@ class HeldOut:
             dataset = eval_dataset_fn(dataset_split="validation", **arguments)
             return dataset[0].dataset_fn() if isinstance(dataset, (list, tuple)) else dataset
 
-        held_out = data.read_batches(held_out_dataset, self._model.batch_size, steps)
+        held_out = data.read_batches(
+            held_out_dataset, self._model.batch_size, steps, "train.run.eval_dataset_fn"
+        )
         if not held_out:
             raise ConfigError("train.run.eval_dataset_fn gives an empty data set")
         train = data.read_batches(
             lambda: train_dataset_fn(dataset_split="train", **arguments),
             self._model.batch_size,
             _BASELINE_BATCHES,
+            "train.run.train_dataset_fn",
         )
         self.unigram = unigram_score(train, held_out, self._model.vocabulary)
         self._evaluator = Evaluator(self._model, held_out, self._config)
