@@ -69,7 +69,7 @@ def _lanes(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
                 *(f"--config={one}" for one in args.config),
             ],
             stdin=subprocess.DEVNULL,
-            # Building a graph may start threads that a fork does not have: see `prebuilt`.
+            # See `prebuilt`.
             env={**os.environ, "TF_OVERRIDE_GLOBAL_THREADPOOL": "1"},
         )
         for i, share in enumerate(shares)

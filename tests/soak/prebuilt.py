@@ -1,7 +1,7 @@
 """Training graphs that are built once and forked with, which spares most of a start's time.
 
-Building one makes TensorFlow's eager context, which has threads, and a fork has none. With
-TF_OVERRIDE_GLOBAL_THREADPOOL=1 each session makes threads of its own.
+TensorFlow computes constants while a graph is built, in threads that all its devices share, and a
+fork has no threads. With TF_OVERRIDE_GLOBAL_THREADPOOL=1 the devices of each session have theirs.
 """
 
 from __future__ import annotations
@@ -38,17 +38,36 @@ def prebuilt(runtime: str, config: str) -> Callable[[], None]:
         asked = gin_files.run_config()
         graph = tf.Graph()
         with graph.as_default():
-            made = run_module._training_graph(
-                resolve_job(asked)._replace(reports=asked.reports), choose_runtime(asked)
-            )
+            job = resolve_job(asked)._replace(reports=asked.reports)
+            batches = _LaterBatches([job.model.batch_size, job.model.feature_length("targets")])
+            made = run_module._training_graph(job, batches, choose_runtime(asked))
     finally:
         gin.clear_config()
 
+    def take(unused_job: Any, given: Any, unused_runtime: Any) -> Any:
+        batches.are(given)
+        return made
+
     def use() -> None:
-        run_module._training_graph = lambda *unused_args: made
+        run_module._training_graph = take
         run_module.tf = _WithGraph(graph)
 
     return use
+
+
+class _LaterBatches:
+    """Batches that are drawn in a fork: their session has threads."""
+
+    def __init__(self, shape: list[int]):
+        self._shape = shape
+
+    def placeholders(self) -> dict[str, tf.Tensor]:
+        self._feeds = {"targets": tf.placeholder(tf.int32, self._shape, name="targets")}
+        return self._feeds
+
+    def are(self, batches: Any) -> None:
+        batches._feeds = self._feeds
+        self.begin, self.next = batches.begin, batches.next
 
 
 class _WithGraph:
