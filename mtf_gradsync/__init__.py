@@ -6,6 +6,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
 from mtf_gradsync._private.mesh_tensorflow import (
+    check_imported_shapes,
     keep_masks_finite,
     note_gradients,
     note_meshes,
@@ -42,6 +43,7 @@ from mtf_gradsync.session import session_config
 note_meshes()
 note_gradients()
 keep_masks_finite()
+check_imported_shapes()
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",

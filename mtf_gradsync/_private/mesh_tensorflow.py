@@ -190,6 +190,34 @@ def keep_masks_finite() -> None:
     mtf.ScalarMultiplyOperation.__init__ = make
 
 
+def check_imported_shapes() -> None:
+    """Makes a step fail whose input has another shape than the mtf tensor that it becomes.
+
+    Where TensorFlow does not know the shape before, a placement mesh and a SIMD mesh would take
+    as much of the input as the mtf tensor has, and train on a part of the batch.
+    """
+    made = mtf.ImportOperation.__init__
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def make(
+        self: mtf.ImportOperation,
+        mesh: mtf.Mesh,
+        tf_tensor: Any,
+        shape: mtf.Shape,
+        name: str | None = None,
+    ) -> None:
+        tf_tensor = tf.convert_to_tensor(tf_tensor)
+        expected = shape.to_integer_list
+        is_known = tf_tensor.shape.is_fully_defined()
+        if not is_known and tf_tensor.shape.is_compatible_with(expected):
+            tf_tensor = tf.ensure_shape(tf_tensor, expected)
+        made(self, mesh, tf_tensor, shape, name)
+
+    mtf.ImportOperation.__init__ = make
+
+
 class Seed(mtf.Constant):
     """The gradient of a loss by itself, with which `mtf.gradients` begins: ones.
 
