@@ -168,7 +168,7 @@ class Run:
 
     def foreign(self, name: str) -> bool:
         """Puts files of another config's run under a checkpoint's name; whether there is one."""
-        other = self.directory.parent.parent / "references" / self.runtime.name
+        other = self._reference.parents[1]
         choices = [path for path in other.glob(f"*/run/{name}.*") if self.config not in path.parts]
         for path in choices:
             shutil.copy(path, self.directory)
