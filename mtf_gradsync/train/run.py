@@ -129,36 +129,25 @@ def run(
     # Evaluation has a session of its own: on a server it would share variables with training.
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
     evaluation = HeldOut(here, directory, session, say)
+    checkpoint_dir = part.checkpoint_dir or model_dir
+    asked = _Asked(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
-        checkpoint_dir = part.checkpoint_dir or model_dir
         choice = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
         if config.eval_dataset_fn is not None:
             evaluation.prepare(
                 config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
             )
         try:
-            result = _train(
-                config,
-                job,
-                runtime,
-                directory,
-                checkpoint_dir,
-                choice,
-                accepted,
-                session,
-                evaluation,
-                say,
-            )
+            result = _train(asked, choice, accepted.differences)
         except (TrainingError, OSError) as error:
             # Perhaps nothing can be written any more.
             with contextlib.suppress(OSError):
-                how = f"ended by an error, {error}"
-                _write_report(config, directory, evaluation, None, how, say)
+                _write_report(asked, None, f"ended by an error, {error}")
             raise
         if result.stopped_by is not None:
             evaluation.plot()
-            _write_report(config, directory, evaluation, result.step, "stopped early", say)
+            _write_report(asked, result.step, "stopped early")
             say(
                 f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
                 "the same command goes on from there"
@@ -170,19 +159,37 @@ def run(
             speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
             say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
         held_out = evaluation.finish(latest_checkpoint(checkpoint_dir), step=result.step, **speed)
-        _write_report(config, directory, evaluation, result.step, "finished", say)
+        _write_report(asked, result.step, "finished")
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
 
-def _write_report(
-    config: RunConfig,
-    directory: Path,
-    evaluation: HeldOut,
-    step: int | None,
-    how: str,
-    say: Callable[[str], None],
-) -> None:
+class _Asked(NamedTuple):
+    """A run as it was asked for, checked.
+
+    Attributes:
+      config: what was asked for.
+      job: the training step.
+      runtime: what runs it.
+      directory: of everything that this process writes.
+      checkpoint_dir: where the run's checkpoints are.
+      session: configuration of sessions.
+      evaluation: the held-out side.
+      say: takes each line that tells how the run goes.
+    """
+
+    config: RunConfig
+    job: TrainingJob
+    runtime: Runtime
+    directory: Path
+    checkpoint_dir: str
+    session: tf.ConfigProto
+    evaluation: HeldOut
+    say: Callable[[str], None]
+
+
+def _write_report(asked: _Asked, step: int | None, how: str) -> None:
     """Leaves the page behind; step None takes the newest that was logged."""
+    directory, evaluation = asked.directory, asked.evaluation
     rows = read_metrics(directory / METRICS_FILE)
     if step is None:
         step = max((row["step"] for row in rows), default=0)
@@ -190,13 +197,13 @@ def _write_report(
     path = write_page(
         directory,
         rows,
-        Ended(step, config.train_steps, how, evaluation.result),
+        Ended(step, asked.config.train_steps, how, evaluation.result),
         read_facts(directory),
         unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
         samples=evaluation.samples,
         config=operative.read_text(encoding="utf-8") if operative.exists() else "",
     )
-    say(f"report: {path}")
+    asked.say(f"report: {path}")
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -210,30 +217,20 @@ def _check_schedule(config: RunConfig) -> None:
         check_callable("hooks", hook, "[@MyHook]")
 
 
-def _train(
-    config: RunConfig,
-    job: TrainingJob,
-    runtime: Runtime,
-    directory: Path,
-    checkpoint_dir: str,
-    choice: Choice,
-    accepted: Accepted,
-    session: tf.ConfigProto,
-    evaluation: HeldOut,
-    say: Callable[[str], None],
-) -> LoopResult:
+def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResult:
     """Makes the steps that are missing after a checkpoint's, or all where there is none."""
+    config, job, directory, say = asked.config, asked.job, asked.directory, asked.say
     step = choice.step
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
-    say(f"steps run on {runtime}")
+    say(f"steps run on {asked.runtime}")
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
-        graph, program, make_runner = _training_graph(job, batches, runtime)
+        graph, program, make_runner = _training_graph(job, batches, asked.runtime)
         start = Start()
         if choice.path:
-            found = check_configuration(choice.path, tf.global_variables(), accepted.differences)
+            found = check_configuration(choice.path, tf.global_variables(), accept_differences)
             if any(found):
                 say(f"going on from {choice.path}, of another configuration:\n{described(found)}")
             new = tuple(name for name in found.new if name not in found.adapted)
@@ -250,7 +247,7 @@ def _train(
         facts = Facts(
             mesh=mesh_text(job.model.mesh.shape),
             layout=str(config.layout_rules),
-            runtime=str(runtime),
+            runtime=str(asked.runtime),
             optimizers=[type(opt).__name__ for opt in graph.optimizers],
             parameters=graph.num_parameters,
             tokens_per_step=job.tokens_per_step,
@@ -262,11 +259,11 @@ def _train(
             recorder.write_once(step + 1, facts.traffic.scalars if facts.traffic else {})
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
-                evaluation.point(saved, at, recorder, progress)
+                asked.evaluation.point(saved, at, recorder, progress)
                 recorder.flush()
 
             return train_loop(
-                make_runner(checkpoint_dir, start, config, session),
+                make_runner(asked.checkpoint_dir, start, config, asked.session),
                 graph.optimizers,
                 LoopSettings(
                     train_steps=config.train_steps,
