@@ -50,6 +50,8 @@ def measure(options: report.Options) -> report.Table:
                     report.Target("lm on placement_mesh_impl", on_mesh.median, PLACEMENT),
                     report.Target("lm on XLA devices", on_devices.median, DEVICES),
                 ]
+    if not options.quick:
+        rows.append({**dict.fromkeys(rows[0]), **_wide(options)})
     return report.Table(
         name="sharded_updates",
         title="Sharded updates (parts) against CrossShardOptimizer (whole) and bare Mesh-TF",
@@ -63,6 +65,14 @@ def measure(options: report.Options) -> report.Table:
         ),
         targets=targets,
     )
+
+
+def _wide(options: report.Options) -> report.Row:
+    """A transformer whose update takes as long as it has numbers, not operations."""
+    model = models.lm(layers=2, d_model=512, batch=8, length=32)._replace(name="wide lm")
+    row: report.Row = {"model": model.name}
+    _time_on_devices(model, {n: _SimdStep(model, n) for n in (WHOLE, PARTS)}, options, row)
+    return row
 
 
 def _with_parts(model: models.Model) -> models.Model:
