@@ -65,8 +65,12 @@ class Cluster(Membership):
             with _serving_in_spite_of_signals(self.task):
                 self._watchdog.serve()
 
-    def _may_be_a_loss(self, error: BaseException) -> bool:
-        return isinstance(error, _LOSSES)
+    def _may_be_a_loss(self, error: BaseException | None) -> bool:
+        while error is not None:
+            if isinstance(error, _LOSSES):
+                return True
+            error = error.__cause__
+        return False
 
 
 def join_cluster(
@@ -111,6 +115,9 @@ def join_cluster(
         num_cpu_devices=num_cpu_devices,
         collective_group_leader=f"/job:{chief_job}/task:{chief_index}",
     )
+    port = task.free_port() if watch_port is None else watch_port
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"watch_port must be a port, 1 to 65535; got {port}")
     me = Member.this(task.number, names[task.number])
     end = time.monotonic() + timeout
     try:
@@ -121,7 +128,6 @@ def join_cluster(
             f"{error.message or type(error).__name__}. If this task does not run already, another "
             "program has the port; give the task another one, in all processes."
         ) from error
-    port = watch_port or task.free_port()
     facts = {
         "cluster": json.dumps(task.jobs),
         "num_cpu_devices": num_cpu_devices,

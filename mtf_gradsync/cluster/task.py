@@ -72,7 +72,11 @@ class Task(NamedTuple):
         taken = {
             _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
         }
-        return next(p for p in range(self.chief_address[1] + 1, 1 << 17) if p not in taken)
+        after = range(self.chief_address[1] + 1, 1 << 16)
+        port = next((p for p in after if p not in taken), None)
+        if port is None:
+            raise ValueError("no port after the chief's is left to meet at: give watch_port")
+        return port
 
 
 def task_of_spec(
@@ -143,6 +147,8 @@ def task_of_environment() -> Task | None:
         if not spec:
             return None
         job, index = task.get("type"), task.get("index", 0)
+        if not isinstance(job, str):
+            raise ValueError("the task has no type")
     except (ValueError, AttributeError) as error:
         raise ValueError(
             'TF_CONFIG must be like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": '
@@ -177,7 +183,7 @@ def _place(job: str) -> tuple[int, str]:
 
 def _host_and_port(address: Any, job: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(
             f'addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}'
         )

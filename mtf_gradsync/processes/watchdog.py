@@ -199,7 +199,10 @@ class Watchdog:
 
     def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
         """Notices that a process is lost."""
-        if member not in self._left:
+        if member in self._left and member.index == 0 and self._me in self._left:
+            # Only process 0 says that all have left, and there is nothing to do any more.
+            self._finished.set()
+        elif member not in self._left or member.index == 0:
             self._tell_all(lost=member, how=how, grace=grace)
             self._learn(member, how, grace)
 

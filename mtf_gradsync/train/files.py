@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from mtf_gradsync.train.errors import ConfigError, TrainingError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -29,6 +32,11 @@ def writing_to(directory: Path) -> Iterator[None]:
     except BrokenPipeError:  # of who reads what is printed
         raise
     except OSError as error:
+        name = str(error.filename or "")
+        is_here = not name or os.path.abspath(name).startswith(os.path.abspath(directory))
+        if error.errno not in _NO_ROOM and not is_here:
+            # Of a function of the config: it reads its data, or talks to somebody.
+            raise TrainingError(f"{type(error).__name__}: {error}") from error
         raise TrainingError(
             f"{error.filename or directory} cannot be written: {error.strerror or error}. The "
             f"checkpoints in {directory} are as they were; once it can be written to, the same "

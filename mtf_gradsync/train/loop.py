@@ -10,11 +10,21 @@ import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.errors import DataError, TrainingError
+from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.runners.runner import Runner, leaves_out_not_finite
 
+# What a step may raise: TensorFlow's, jax's, and a hook's.
+_OF_A_STEP = (
+    tf.errors.OpError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
@@ -162,14 +172,21 @@ class _Loop:
         began = time.monotonic()
         try:
             self._pending.append(self._runner.dispatch())
-        except tf.errors.InvalidArgumentError:
-            self._check_waits()
-            raise
         except DataError as error:
-            # The steps before are good.
-            self.save()
-            kept = f" The newest checkpoint is of step {self.step}." if self.step else ""
+            # The steps before are good. (Other processes may be in the middle of this one.)
+            if self._runner.is_alone:
+                self.save()
+            kept = f" The newest checkpoint is of step {self._saved_at}." if self._saved_at else ""
             raise DataError(f"{error}{kept}") from error
+        except _OF_A_STEP as error:
+            if isinstance(error, tf.errors.InvalidArgumentError):
+                self._check_waits()
+            if isinstance(error, (TrainingError, ConfigError)):
+                raise
+            raise TrainingError(
+                f"step {self.step + 1} failed: {type(error).__name__}: {first_line(error)}. The "
+                f"newest checkpoint is of step {self._saved_at}."
+            ) from error
         self.step += 1
         while len(self._pending) > self._runner.steps_ahead:
             self._look_at_oldest()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.damage import damage_of
 from mtf_gradsync.train.checkpoints.flags import SKIP_FLAG
-from mtf_gradsync.train.checkpoints.manifest import checkpoint_files
+from mtf_gradsync.train.checkpoints.manifest import checkpoint_files, forget_checkpoint
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.files import free_name
 
@@ -109,9 +108,13 @@ def _listed(model_dir: str) -> list[str]:
         state = None
     if state is None:
         return []
-    newest = state.model_checkpoint_path
-    others = [path for path in state.all_model_checkpoint_paths if path != newest]
-    return [*(path for path in others if tf.train.checkpoint_exists(path)), newest]
+    # By name: others' state files have absolute paths, which in a copy are those of the original.
+    newest, *others = (
+        os.path.join(model_dir, os.path.basename(path))
+        for path in (state.model_checkpoint_path, *state.all_model_checkpoint_paths)
+    )
+    there = [path for path in others if path != newest and os.path.exists(f"{path}.index")]
+    return [*dict.fromkeys(there), newest]
 
 
 def _list(model_dir: str, paths: list[str]) -> None:
@@ -120,9 +123,9 @@ def _list(model_dir: str, paths: list[str]) -> None:
 
 
 def _on_disk(model_dir: str) -> list[str]:
-    directory = Path(model_dir)
-    indices = directory.glob("model.ckpt-*.index") if directory.is_dir() else ()
-    return [str(path)[: -len(".index")] for path in indices if _step_of(str(path)) >= 0]
+    names = os.listdir(model_dir) if os.path.isdir(model_dir) else ()
+    indices = (name for name in names if name.endswith(".index") and _step_of(name) >= 0)
+    return [os.path.join(model_dir, name[: -len(".index")]) for name in indices]
 
 
 def _step_of(path: str) -> int:
@@ -132,6 +135,7 @@ def _step_of(path: str) -> int:
 
 
 def _put_aside(path: str) -> None:
+    forget_checkpoint(path)
     for file in checkpoint_files(path):
         aside = file.parent / DAMAGED_DIRECTORY
         aside.mkdir(exist_ok=True)

@@ -14,11 +14,12 @@ from mtf_gradsync.train.errors import first_line
 UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeError, OSError)
 
 
-def damage_of(path: str) -> str | None:
+def damage_of(path: str, of_a_run: bool = True) -> str | None:
     """Reads a checkpoint whole, so that TensorFlow compares its checksums.
 
     Args:
       path: a checkpoint.
+      of_a_run: whether it has to say how many steps were made.
 
     Returns:
       What is wrong with it, in words; None where all is well.
@@ -33,7 +34,7 @@ def damage_of(path: str) -> str | None:
         shapes = reader.get_variable_to_shape_map()
     except UNREADABLE as error:
         return f"its index cannot be read: {first_line(error)}"
-    if "global_step" not in shapes:
+    if of_a_run and "global_step" not in shapes:
         return "it has no global_step: it is no checkpoint of a training run"
     # Seconds for the largest models; silent where nobody watches.
     for name in tqdm(

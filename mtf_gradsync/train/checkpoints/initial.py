@@ -10,6 +10,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.restoring import write_changed
+from mtf_gradsync.train.checkpoints.damage import damage_of
 from mtf_gradsync.train.errors import ConfigError, first_line
 
 COMPLETED_PREFIX = ".completed-"
@@ -37,6 +38,12 @@ def initialize_from(init_checkpoint: str) -> int:
             f"train.run.init_checkpoint = {init_checkpoint!r} is not a checkpoint: "
             f"{first_line(error)}"
         ) from error
+    path = init_checkpoint
+    if os.path.isdir(path):
+        path = tf.train.latest_checkpoint(path) or path
+    damage = damage_of(path, of_a_run=False)
+    if damage:
+        raise ConfigError(f"train.run.init_checkpoint: {path} is damaged: {damage}")
     chosen = {
         v.op.name: v
         for v in tf.global_variables()

@@ -17,8 +17,10 @@ from mtf_gradsync.train.errors import ConfigError
 # restore a checkpoint of another configuration.
 _LEFTOVER = re.compile(
     r"model\.ckpt-\d+\.(data-\d+-of-\d+|index)\.tempstate\d+|model\.ckpt-\d+_temp"
-    r"|checkpoint\.tmp[0-9a-f]+|\.[\w.-]+\.(json|jsonl|gin|html|png|txt|md)\.\w{8}"
-    r"|\.(completed|adapted|resharding)-\w+"
+    r"|checkpoint\.tmp[0-9a-f]{32}"
+    r"|\.(checkpoints\.json|facts\.json|loss\.png|metrics\.jsonl|operative_config\.gin|report\.html"
+    r"|result\.json|samples\.txt)\.[a-z0-9_]{8}"
+    r"|\.completed-[a-z0-9_]{8}|\.(adapted|resharding)-[0-9a-f]{32}"
 )
 _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 
@@ -69,6 +71,14 @@ def only_run_in(model_dir: str) -> Iterator[None]:
     Raises:
       ConfigError: if another run holds it, or nothing can be written there.
     """
+    if "://" in model_dir:
+        raise ConfigError(f"--model_dir={model_dir} must be a directory of this machine")
+    special = set("*?[]") & set(os.path.abspath(model_dir))
+    if special:
+        raise ConfigError(
+            f"--model_dir={model_dir} has {' '.join(sorted(special))} in its name, which "
+            "TensorFlow takes for a pattern: it would find no checkpoint there again"
+        )
     try:
         os.makedirs(model_dir, exist_ok=True)
         # Permissions and mounts say less than a try.

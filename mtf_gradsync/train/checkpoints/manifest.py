@@ -36,6 +36,15 @@ def note_checkpoint(path: str) -> None:
     write_json(manifest, {"checkpoints": entries})
 
 
+def forget_checkpoint(path: str) -> None:
+    """Takes a checkpoint out of the manifest, before other files get its name."""
+    prefix = Path(path)
+    manifest = prefix.parent / MANIFEST_FILE
+    entries = _read(manifest)
+    if entries.pop(prefix.name, None):
+        write_json(manifest, {"checkpoints": entries})
+
+
 def differs_from_manifest(path: str) -> str | None:
     """Says in which way a checkpoint's files are not those that the run wrote.
 

@@ -11,7 +11,11 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.notes import STATE_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 from mtf_gradsync.train.checkpoints.leftovers import remove_leftovers
-from mtf_gradsync.train.checkpoints.manifest import note_checkpoint
+from mtf_gradsync.train.checkpoints.manifest import (
+    checkpoint_files,
+    forget_checkpoint,
+    note_checkpoint,
+)
 from mtf_gradsync.train.errors import TrainingError, first_line
 
 
@@ -91,15 +95,30 @@ class _Saver(ReshardingSaver):
                     f"{', '.join(bad[:2])}{more} hold numbers that are not finite, after step "
                     f"{kwargs.get('global_step')}; no checkpoint was written of it"
                 )
+        step = kwargs.get("global_step")
         try:
+            forget_checkpoint(save_path if step is None else f"{save_path}-{step}")
             path = super().save(sess, save_path, *args, **kwargs)
-            note_checkpoint(path)
+            _put_on_disk(path)
         except (tf.errors.OpError, OSError, ValueError) as error:
             directory = os.path.dirname(save_path)
             # They take room where there may be none.
             remove_leftovers(directory)
             raise TrainingError(
-                f"the checkpoint of step {kwargs.get('global_step')} cannot be written to "
-                f"{directory}: {first_line(error)}"
+                f"the checkpoint of step {step} cannot be written to {directory}: "
+                f"{first_line(error)}"
             ) from error
+        note_checkpoint(path)
         return path
+
+
+def _put_on_disk(path: str) -> None:
+    """Waits until a checkpoint outlives the machine's power."""
+    directory = os.path.dirname(path) or "."
+    state = os.path.join(directory, "checkpoint")
+    for file in (*checkpoint_files(path), state, directory):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

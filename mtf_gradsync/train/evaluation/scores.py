@@ -9,6 +9,8 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.configuration import check_has
+from mtf_gradsync.train.checkpoints.damage import UNREADABLE
+from mtf_gradsync.train.errors import TrainingError, first_line
 from mtf_gradsync.train.evaluation.graph import EvalGraph, build_eval_graph
 from mtf_gradsync.train.model import ModelSettings
 
@@ -86,7 +88,12 @@ class Evaluator:
           ConfigError: if the checkpoint does not fit.
         """
         check_has(path, self._variables, model_dir)
-        self._saver.restore(self._session, path)
+        try:
+            self._saver.restore(self._session, path)
+        except UNREADABLE as error:
+            raise TrainingError(
+                f"checkpoint {path} cannot be read any more: {first_line(error)}"
+            ) from error
         self._session.run(self._masters_to_slices)
 
     def score(self) -> Score:

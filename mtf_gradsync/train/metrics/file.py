@@ -37,7 +37,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     rows = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
             except ValueError:

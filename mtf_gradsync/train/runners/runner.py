@@ -53,10 +53,12 @@ class Runner(abc.ABC):
 
     Attributes:
       first_step: steps made before, known once it is entered.
+      is_alone: whether no other process has to take part in what this one does.
       steps_ahead: how many steps may be dispatched before the result of the first is asked for.
     """
 
     first_step: int = 0
+    is_alone: bool = True
     steps_ahead: int = 0
 
     @abc.abstractmethod

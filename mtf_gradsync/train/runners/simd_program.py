@@ -79,6 +79,8 @@ class SimdProgramRunner(Runner):
                 self._session = self._program.session(lowering)
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
             raise self._other_runtime(error) from error
+        cores = getattr(self._session, "cores", None)
+        self.is_alone = cores is None or cores.is_alone
         with self._start.restorable(self._initial_values) as path:
             if path:
                 self._session.restore(path)
@@ -119,9 +121,9 @@ class SimdProgramRunner(Runner):
 
     def agreed_stop(self, received: int | None) -> int | None:
         """See `Runner`."""
-        cores = getattr(self._session, "cores", None)
-        if cores is None or cores.is_alone:
+        if self.is_alone:
             return received
+        cores = self._session.cores
         self._asked += 1
         if self._asked % _AGREE_STEPS:
             return None

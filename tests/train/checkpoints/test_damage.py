@@ -152,3 +152,13 @@ def test_an_empty_directory_begins(tmp_path):
 def test_a_manifest_that_cannot_be_read_is_none(run, content):
     (run / MANIFEST_FILE).write_bytes(content)
     assert damage_of(str(run / NEWEST)) is None
+
+
+def test_a_manifest_does_not_speak_of_what_came_later_under_a_name(run, tmp_path):
+    """A run that skipped it may be killed between its own checkpoint and the manifest."""
+    damaged(run, DATA, "zeros")
+    choose_checkpoint(str(run), True, print)
+    other = write_run(tmp_path / "other", value=0.5)
+    for file in (f"{NEWEST}.index", DATA):
+        (run / file).write_bytes((other / file).read_bytes())
+    assert damage_of(str(run / NEWEST)) is None

@@ -20,6 +20,9 @@ OURS_AND_OTHERS = [
     "metrics.jsonl",
     ".gitignore",
     ".notes.txt",
+    ".settings.json.original",
+    ".notes.md.20240101",
+    ".completed-by-hand",
     "tempstate123",
     "my.tempstate1",
 ]
@@ -28,8 +31,8 @@ OURS_AND_OTHERS = [
 def test_leftovers_go_and_nothing_else_does(tmp_path):
     for name in (*LEFT, *OURS_AND_OTHERS):
         (tmp_path / name).write_text("x")
-    (tmp_path / ".completed-abc123").mkdir()
-    (tmp_path / ".completed-abc123" / "model.ckpt-10.index").write_text("x")
+    (tmp_path / ".completed-abc_1234").mkdir()
+    (tmp_path / ".completed-abc_1234" / "model.ckpt-10.index").write_text("x")
     remove_leftovers(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(OURS_AND_OTHERS)
     remove_leftovers(str(tmp_path / "not there"))
@@ -60,3 +63,11 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be written to: Not a directory"):
         only_run_in(str(tmp_path / "file" / "run")).__enter__()
+
+
+@pytest.mark.parametrize("name", ["lr[1]", "run*", "gs://bucket/run"])
+def test_a_directory_that_tensorflow_would_not_find_again_is_refused(tmp_path, name):
+    directory = name if "://" in name else str(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"a pattern|of this machine"):
+        only_run_in(directory).__enter__()
+    assert not list(tmp_path.iterdir())
