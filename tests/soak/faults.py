@@ -83,7 +83,10 @@ def _signal(number: int) -> Callable[[Run, random.Random], Seen]:
         # Before the loop it ends as any program does.
         if hit and status not in (0, 128 + number, -number):
             problems.append(f"ended with {status}: {processes[0].errors()[-300:]}")
-        if "Traceback" in processes[0].errors() and status != 128 + number:
+        # A signal before the first step may meet a callback that ignores exceptions.
+        errors = processes[0].errors().replace("Exception ignored", "")
+        ignored = len(errors) < len(processes[0].errors())
+        if "Traceback" in errors and status != 128 + number and not ignored:
             problems.append("a traceback")
         problems += processes.others_end(LIMIT_S, (0, 75))
         processes.kill_all()
@@ -185,7 +188,8 @@ def _damage(how: str) -> Callable[[Run, random.Random], Seen]:
         try:
             files = sorted(run.directory.glob(f"{newest}.*"))
             if how == "of another run":
-                if not run.foreign(newest):
+                # What was killed before the manifest knew it is told from others by nothing.
+                if not run.is_noted(newest) or not run.foreign(newest):
                     return Seen(False)
             else:
                 _damage_file(rng.choice(files), how, rng)

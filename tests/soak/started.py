@@ -12,6 +12,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.damage import damage_of
+from mtf_gradsync.train.checkpoints.manifest import MANIFEST_FILE
 from tests.soak import settings
 from tests.soak.child import Child
 from tests.soak.prebuilt import prebuilt
@@ -165,6 +166,11 @@ class Run:
             for path in self.directory.rglob("*")
             if path.is_file()
         }
+
+    def is_noted(self, name: str) -> bool:
+        """Whether the manifest knows a checkpoint."""
+        manifest = self.directory / MANIFEST_FILE
+        return manifest.exists() and f'"{name}"' in manifest.read_text(encoding="utf-8")
 
     def foreign(self, name: str) -> bool:
         """Puts files of another config's run under a checkpoint's name; whether there is one."""
