@@ -147,8 +147,8 @@ def task_of_environment() -> Task | None:
         if not spec:
             return None
         job, index = task.get("type"), task.get("index", 0)
-        if not isinstance(job, str):
-            raise ValueError("the task has no type")
+        if not isinstance(job, (str, type(None))):
+            raise ValueError("the type of the task is no text")
     except (ValueError, AttributeError) as error:
         raise ValueError(
             'TF_CONFIG must be like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": '
