@@ -19,9 +19,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what says which processes there are, and which this one is."""
     group = parser.add_argument_group(
         "several processes",
-        "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and --task_index "
-        "to each, or TF_CONFIG in its environment. XLA devices of several processes: give "
-        "--coordinator, --num_processes and --process_id to each.",
+        "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and\n"
+        "--task_index to each, or TF_CONFIG in its environment. XLA devices of several\n"
+        "processes: give --coordinator, --num_processes and --process_id to each.",
     )
     group.add_argument(
         "--cluster_spec",
