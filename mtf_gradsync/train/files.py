@@ -32,13 +32,17 @@ def writing_to(directory: Path) -> Iterator[None]:
     except BrokenPipeError:  # of who reads what is printed
         raise
     except OSError as error:
-        name = str(error.filename or "")
-        is_here = not name or os.path.abspath(name).startswith(os.path.abspath(directory))
-        if error.errno not in _NO_ROOM and not is_here:
+        first = error
+        # Gin hands errors on in copies, which know neither number nor file.
+        while first.errno is None and isinstance(first.__context__, OSError):
+            first = first.__context__
+        name = Path(first.filename).absolute() if first.filename else directory.absolute()
+        is_here = directory.absolute() in (name, *name.parents)
+        if first.errno not in _NO_ROOM and not is_here:
             # Of a function of the config: it reads its data, or talks to somebody.
             raise TrainingError(f"{type(error).__name__}: {error}") from error
         raise TrainingError(
-            f"{error.filename or directory} cannot be written: {error.strerror or error}. The "
+            f"{first.filename or directory} cannot be written: {first.strerror or first}. The "
             f"checkpoints in {directory} are as they were; once it can be written to, the same "
             "command goes on from the newest."
         ) from error

@@ -121,6 +121,7 @@ def train_loop(
         no longer a finite number; where the optimizer leaves out gradients that are not finite,
         only if no update comes any more; or the learning rate is no number to train with. Nothing
         is saved then.
+      TrainingError: also if a step, or a hook, raises an error of its own.
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
@@ -133,6 +134,10 @@ def train_loop(
                     break
                 loop.one_step()
             loop.save()
+        except (TrainingError, ConfigError):
+            raise
+        except _OF_A_STEP as error:
+            raise loop.failure(error) from error
         finally:
             loop.progress.close()
     return LoopResult(
@@ -178,21 +183,21 @@ class _Loop:
                 self.save()
             kept = f" The newest checkpoint is of step {self._saved_at}." if self._saved_at else ""
             raise DataError(f"{error}{kept}") from error
-        except _OF_A_STEP as error:
-            if isinstance(error, tf.errors.InvalidArgumentError):
-                self._check_waits()
-            if isinstance(error, (TrainingError, ConfigError)):
-                raise
-            raise TrainingError(
-                f"step {self.step + 1} failed: {type(error).__name__}: {first_line(error)}. The "
-                f"newest checkpoint is of step {self._saved_at}."
-            ) from error
         self.step += 1
         while len(self._pending) > self._runner.steps_ahead:
             self._look_at_oldest()
         self.seconds += time.monotonic() - began
         if self.step % self._settings.save_checkpoints_steps == 0:
             self.save()
+
+    def failure(self, error: BaseException) -> TrainingError:
+        """What a user is told of an error that a step has raised."""
+        if isinstance(error, tf.errors.InvalidArgumentError):
+            self._check_waits()
+        return TrainingError(
+            f"a step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
+            f"The newest checkpoint is of step {self._saved_at}."
+        )
 
     def save(self) -> None:
         """Saves a checkpoint of the last step, unless there is one."""

@@ -89,8 +89,8 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
-    """The newest checkpoint as the state file says, which a run has written whole; or None."""
-    return tf.train.latest_checkpoint(model_dir)
+    """The newest checkpoint as the state file says, in this directory; None without any."""
+    return next(reversed(_listed(model_dir)), None)
 
 
 def _chosen(paths: list[str]) -> Choice:
