@@ -16,7 +16,6 @@ from mtf_gradsync.train.config.settings import (
     resolve_learning_rate,
     resolve_sequence_length,
 )
-from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.model import ModelSettings
 from mtf_gradsync.train.train_graph import TrainGraph, build_train_graph
@@ -172,15 +171,5 @@ def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
     Returns:
       Placeholders ``[batch_size, length]`` by feature name.
     """
-    with tf.Graph().as_default():
-        dataset = job.dataset()
-        shapes, dtypes = tf.data.get_output_shapes(dataset), tf.data.get_output_types(dataset)
-    made = {}
-    for name in data.MODEL_FEATURES:
-        if name not in shapes:
-            continue
-        # A data set made of a Python generator knows no shapes; then the config's counts.
-        known = shapes[name] if shapes[name].is_fully_defined() else None
-        shape = [job.model.feature_length(name)] if known is None else known.as_list()
-        made[name] = tf.placeholder(dtypes[name], [job.model.batch_size, *shape], name=name)
-    return made
+    with job.batches() as batches:
+        return batches.placeholders()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.runners.runner import (
     LeftOut,
     Runner,
     Start,
     Waits,
+    checkpointer,
     fetches_of,
-    leaves_out_not_finite,
 )
 from mtf_gradsync.train.train_graph import TrainGraph
 
@@ -46,13 +45,7 @@ class PlacementMeshRunner(Runner):
         """
         # The hook adds the copy from masters to slices and runs it after every restore.
         masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
-        self._checkpoints = Checkpointer(
-            model_dir,
-            graph.lowering,
-            keep_checkpoint_max,
-            start.kept,
-            sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
-        )
+        self._checkpoints = checkpointer(graph, model_dir, start, keep_checkpoint_max)
         self._fetches, self._batches = fetches_of(graph), batches
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)

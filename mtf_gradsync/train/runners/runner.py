@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer
 from mtf_gradsync.train.checkpoints.initial import completed
+from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
@@ -119,6 +120,19 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
 def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
     """Whether an optimizer of a stack leaves out gradients that are not finite numbers."""
     return any(getattr(opt, "leaves_out_not_finite", False) for opt in optimizers)
+
+
+def checkpointer(
+    graph: TrainGraph, model_dir: str, start: Start, keep_checkpoint_max: int | None
+) -> Checkpointer:
+    """Adds to the default graph what writes the checkpoints of a runner."""
+    return Checkpointer(
+        model_dir,
+        graph.lowering,
+        keep_checkpoint_max,
+        start.kept,
+        sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
+    )
 
 
 class Waits:

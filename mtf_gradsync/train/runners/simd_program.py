@@ -8,7 +8,6 @@ import numpy as np
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import (
@@ -16,8 +15,8 @@ from mtf_gradsync.train.runners.runner import (
     Runner,
     Start,
     Waits,
+    checkpointer,
     fetches_of,
-    leaves_out_not_finite,
 )
 from mtf_gradsync.train.train_graph import TrainGraph
 
@@ -53,13 +52,7 @@ class SimdProgramRunner(Runner):
         """
         self._graph, self._program, self._runtime = graph, program, runtime
         self._start = start
-        self._checkpoints = Checkpointer(
-            model_dir,
-            graph.lowering,
-            keep_checkpoint_max,
-            start.kept,
-            sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
-        )
+        self._checkpoints = checkpointer(graph, model_dir, start, keep_checkpoint_max)
         self._waits = Waits(graph.optimizers)
         self._left_out = LeftOut(graph.optimizers)
         self._fetches, self._batches = fetches_of(graph), batches
