@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync.train.checkpoints.leftovers import remove_leftovers
+from tests.damage import damage
 from tests.soak import settings
 from tests.soak.injected import random_moment
 from tests.soak.started import Run
@@ -192,7 +193,7 @@ def _damage(how: str) -> Callable[[Run, random.Random], Seen]:
                 if not run.is_noted(newest) or not run.foreign(newest):
                     return Seen(False)
             else:
-                _damage_file(rng.choice(files), how, rng)
+                _damage_somewhere(rng.choice(files), how, rng)
             return _is_refused_and_skipped(run, newest, backup)
         finally:
             shutil.rmtree(backup)
@@ -225,25 +226,15 @@ def _is_refused_and_skipped(run: Run, newest: str, backup: Path) -> Seen:
     return Seen(True, tuple(problems), seen.seconds)
 
 
-def _damage_file(file: Path, how: str, rng: random.Random) -> None:
-    content = file.read_bytes()
-    if how == "gone":
-        file.unlink()
-    elif how == "emptied":
-        file.write_bytes(b"")
-    elif how == "truncated":
-        file.write_bytes(content[: rng.randrange(1, len(content))])
-    else:
-        place = rng.randrange(len(content))
-        flipped = content[place] ^ (1 << rng.randrange(8))
-        file.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+def _damage_somewhere(file: Path, how: str, rng: random.Random) -> None:
+    damage(file, how, rng.randrange(1, max(2, file.stat().st_size)))
 
 
 def _state_file(run: Run, rng: random.Random) -> Seen:
     state = run.directory / "checkpoint"
     if not state.exists():
         return Seen(False)
-    _damage_file(state, rng.choice(["gone", "emptied", "truncated"]), rng)
+    _damage_somewhere(state, rng.choice(["gone", "emptied", "truncated"]), rng)
     return Seen(True, run.start().all_end_well(run.patience))
 
 
@@ -309,7 +300,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("truncated checkpoint file", _damage("truncated"), damages=True, afterwards=True),
     Fault("emptied checkpoint file", _damage("emptied"), damages=True, afterwards=True),
     Fault("missing checkpoint file", _damage("gone"), damages=True, afterwards=True),
-    Fault("flipped bit in a checkpoint file", _damage("flipped"), damages=True, afterwards=True),
+    Fault("flipped bit in a checkpoint file", _damage("one bit"), damages=True, afterwards=True),
     Fault(
         "checkpoint of another run under its name",
         _damage("of another run"),

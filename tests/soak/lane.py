@@ -130,7 +130,9 @@ def _one_run(run: Run, kinds: Iterator[Fault], rng: random.Random, most: int) ->
             found.append((fault, seen.seconds, problems))
         elif problems:
             found.append((fault, seen.seconds, [*problems, "(it came too late to hit)"]))
-    problems = list(run.start().all_end_well(run.patience))
+    problems: list[str] = []
+    if run.first_step() < settings.STEPS:
+        problems += run.start().all_end_well(run.patience)
     difference = None if problems else run.differs()
     if difference:
         problems.append(difference)

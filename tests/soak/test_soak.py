@@ -10,7 +10,7 @@ from tests.cluster.processes import ROOT
 from tests.soak.faults import faults_for
 
 # Of these a start takes a second or two.
-QUICK = ["--runtime=CPU replicas", "--config=plain", "--config=accumulation"]
+QUICK = ["--runtime=CPU replicas", "--config=plain"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
-from tests.train.checkpoints.test_damage import damaged, files, write_run
+from tests.damage import damage
+from tests.train.checkpoints.test_damage import files, write_run
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_a_copy_has_its_own_checkpoints(original, tmp_path):
     before = files(original)
     choice = choose_checkpoint(str(copy), False, pytest.fail)
     assert choice.kept == tuple(str(copy / f"model.ckpt-{step}") for step in (10, 20, 30))
-    damaged(copy, "model.ckpt-30.index", "emptied")
+    damage(copy / "model.ckpt-30.index", "emptied")
     assert choose_checkpoint(str(copy), True, print).path == str(copy / "model.ckpt-20")
     assert files(original) == before
 
@@ -42,7 +43,7 @@ def test_each_checkpoint_counts_once_however_the_directory_is_written(
 ):
     run = write_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    damaged(run, "model.ckpt-30.index", "gone")
+    damage(run / "model.ckpt-30.index", "gone")
     choice = choose_checkpoint(f"{prefix}run", True, print)
     assert [path.rpartition("-")[2] for path in choice.kept] == ["10", "20"]
     state = tf.train.get_checkpoint_state(str(run))

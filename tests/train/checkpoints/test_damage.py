@@ -8,6 +8,7 @@ from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.train.checkpoints.damage import damage_of
 from mtf_gradsync.train.checkpoints.manifest import MANIFEST_FILE, note_checkpoint
 from mtf_gradsync.train.errors import ConfigError
+from tests.damage import HOWS, damage
 
 STEPS = (10, 20, 30)
 NEWEST = "model.ckpt-30"
@@ -44,26 +45,7 @@ def files(directory):
     }
 
 
-def damaged(directory, file, how):
-    path = directory / file
-    content = path.read_bytes()
-    if how == "gone":
-        path.unlink()
-    elif how == "emptied":
-        path.write_bytes(b"")
-    elif how == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "one bit":
-        path.write_bytes(bytes([content[100] ^ 1]).join([content[:100], content[101:]]))
-    elif how == "zeros":
-        path.write_bytes(bytes(len(content)))
-
-
-DAMAGES = [
-    (file, how)
-    for file in (f"{NEWEST}.index", DATA)
-    for how in ("gone", "emptied", "truncated", "one bit", "zeros")
-]
+DAMAGES = [(file, how) for file in (f"{NEWEST}.index", DATA) for how in HOWS]
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
@@ -71,7 +53,7 @@ DAMAGES = [
 def test_damage_is_named_and_the_one_before_is_used_if_the_user_says_so(
     run, file, how, with_manifest
 ):
-    damaged(run, file, how)
+    damage(run / file, how)
     if not with_manifest:
         (run / MANIFEST_FILE).unlink()
     before = files(run)
@@ -118,11 +100,11 @@ def test_what_is_no_checkpoint_of_a_run_is_said(tmp_path):
 
 
 def test_the_last_whole_one_is_found_past_other_damaged_ones(run):
-    damaged(run, DATA, "zeros")
-    damaged(run, "model.ckpt-20.index", "gone")
+    damage(run / DATA, "zeros")
+    damage(run / "model.ckpt-20.index", "gone")
     choice = choose_checkpoint(str(run), True, print)
     assert choice.step == 10
-    damaged(run, "model.ckpt-10.index", "truncated")
+    damage(run / "model.ckpt-10.index", "truncated")
     with pytest.raises(ConfigError, match=r"model.ckpt-10, is damaged.*No older one"):
         choose_checkpoint(str(run), True, print)
 
@@ -130,7 +112,7 @@ def test_the_last_whole_one_is_found_past_other_damaged_ones(run):
 @pytest.mark.parametrize("how", ["gone", "emptied", "zeros", "truncated"])
 def test_without_a_state_file_the_newest_on_disk_is_taken(run, how):
     """Such as after a kill between the first checkpoint and its state file."""
-    damaged(run, "checkpoint", how)
+    damage(run / "checkpoint", how)
     said = []
     assert choose_checkpoint(str(run), False, said.append).step == 30
     assert "checkpoint, which says what the newest checkpoint is, is missing or cannot" in said[0]
@@ -156,7 +138,7 @@ def test_a_manifest_that_cannot_be_read_is_none(run, content):
 
 def test_a_manifest_does_not_speak_of_what_came_later_under_a_name(run, tmp_path):
     """A run that skipped it may be killed between its own checkpoint and the manifest."""
-    damaged(run, DATA, "zeros")
+    damage(run / DATA, "zeros")
     choose_checkpoint(str(run), True, print)
     other = write_run(tmp_path / "other", value=0.5)
     for file in (f"{NEWEST}.index", DATA):
