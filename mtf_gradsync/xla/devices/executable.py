@@ -22,11 +22,13 @@ from mtf_gradsync.xla.devices.available import DevicesError
 from mtf_gradsync.xla.devices.cache import Cache, key_of
 from mtf_gradsync.xla.devices.errors import is_out_of_memory
 from mtf_gradsync.xla.lowering.bridge import to_hlo
+from mtf_gradsync.xla.lowering.packs import with_packs_by_piece
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo, without_overwriting
 
-# Goes up when the same program is lowered otherwise than before.
+# Go up when the same program is lowered, or compiled, otherwise than before.
 _LOWERING_VERSION = 2
+_COMPILING_VERSION = 1
 
 
 class Lowered(NamedTuple):
@@ -95,13 +97,15 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
     module = program.module
     if devices[0].platform == "cpu" and not writes_over_arguments_well():
         module = without_overwriting(module)
-    key = key_of(_machine(devices), module)
+    key = key_of(f"compiled {_COMPILING_VERSION}", _machine(devices), module)
     kept = cache.get(key)
     if kept is not None:
         try:
             return LoadedProgram(loaded_executable(kept, devices), devices)
         except RuntimeError:
             pass  # made by a build that only looks the same: compile
+    if devices[0].platform == "cpu":
+        module = with_packs_by_piece(module)
     try:
         executable = compile_stablehlo(module, devices, {}, load=True)
     except RuntimeError as error:

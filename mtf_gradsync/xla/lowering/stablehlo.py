@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
+from mtf_gradsync.xla.lowering.operations import fill_with_sum, walk
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
 
 _STABLEHLO = {
@@ -43,7 +44,7 @@ def to_stablehlo(hlo: Hlo) -> str:
 
     with mlir.make_ir_context(), ir.Location.unknown():
         module = hlo_to_module(hlo.proto)
-        for op in list(_walk(module.operation)):
+        for op in list(walk(module.operation)):
             if op.name == "mhlo.copy":
                 # HLO's copy of results, which StableHLO does not have and nothing needs.
                 op.results[0].replace_all_uses_with(op.operands[0])
@@ -73,15 +74,6 @@ def without_overwriting(module: str) -> str:
     return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
 
 
-def _walk(operation: Any) -> Iterator[Any]:
-    """All operations inside one, by the bindings of old and new versions of jaxlib."""
-    for region in operation.regions:
-        for block in region:
-            for inner in block:
-                yield inner.operation
-                yield from _walk(inner.operation)
-
-
 def _put_collective(op: Any) -> None:
     """Puts XLA's own collective in the place of a custom call that stands for it."""
     from jaxlib.mlir import ir
@@ -109,7 +101,7 @@ def _put_collective(op: Any) -> None:
             regions=regions,
         )
     if regions:
-        _fill_with_sum(made.regions[0], op.operands[0])
+        fill_with_sum(made.regions[0], op.operands[0])
     op.results[0].replace_all_uses_with(made.results[0])
     op.erase()
 
@@ -121,18 +113,6 @@ def _matrix(groups: list[list[int]]) -> Any:
     longest = max((len(g) for g in groups), default=0)
     rows = [[*g, *[-1] * (longest - len(g))] for g in groups]
     return ir.DenseIntElementsAttr.get(np.array(rows, np.int64).reshape(len(rows), longest))
-
-
-def _fill_with_sum(region: Any, operand: Any) -> None:
-    from jaxlib.mlir import ir
-
-    element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
-    block = ir.Block.create_at_start(region, [element, element])
-    with ir.InsertionPoint(block):
-        total = ir.Operation.create(
-            "stablehlo.add", results=[element], operands=list(block.arguments)
-        )
-        ir.Operation.create("stablehlo.return", operands=[total.results[0]])
 
 
 def _name(function: Any) -> str:

@@ -1,0 +1,132 @@
+"""Packs of many tensors, written piece by piece.
+
+Where a program packs gradients, XLA's CPU compiler (jaxlib 0.4.34) makes one loop over the pack
+that looks up for each element which tensor it comes from: 6 ns an element for 35 tensors. Written
+into the pack one after the other, tensors are copied as they lie in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtf_gradsync.xla.lowering.operations import fill_with_sum, walk
+
+# Below, the loop takes no longer than it takes to begin as many copies.
+_FEWEST_TENSORS = 8
+_ELEMENTS_A_TENSOR = 512
+_SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
+
+
+def with_packs_by_piece(module: str) -> str:
+    """A module of `to_stablehlo` in which large concatenations are made piece by piece.
+
+    Args:
+      module: its text.
+
+    Returns:
+      The text of a module that computes the same bits.
+    """
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context(), ir.Location.unknown():
+        parsed = ir.Module.parse(module)
+        operations = list(walk(parsed.operation))
+        packs = [op for op in operations if _is_large_pack(op)]
+        if not packs:
+            return module
+        for op in [op for op in operations if op.name == "stablehlo.reduce_scatter"]:
+            _scatter_as_packed(op)
+        for op in packs:
+            _by_piece(op)
+        return str(parsed)
+
+
+def _is_large_pack(op: Any) -> bool:
+    from jaxlib.mlir import ir
+
+    if op.name != "stablehlo.concatenate" or len(op.operands) < _FEWEST_TENSORS:
+        return False
+    kind = ir.RankedTensorType(op.results[0].type)
+    elements = int(np.prod(kind.shape, dtype=np.int64))
+    is_float = str(kind.element_type) in ("f32", "f64", "bf16", "f16")
+    is_large = elements >= _ELEMENTS_A_TENSOR * len(op.operands)
+    return is_float and is_large and _is_summed(op)
+
+
+def _is_summed(op: Any) -> bool:
+    """Whether a tensor goes into a sum over cores."""
+    users = [use.owner for use in op.results[0].uses]
+    users += [
+        use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses
+    ]
+    return any(u.name in _SUMS for u in users)
+
+
+def _scatter_as_packed(op: Any) -> None:
+    """Scatters a pack by its rows in the shape that it was packed in.
+
+    TPUs want it in tiles. Here the change of shape would be one loop with the last piece.
+    """
+    from jaxlib.mlir import ir
+
+    reshape = op.operands[0].owner
+    if getattr(reshape, "name", "") != "stablehlo.reshape":
+        return
+    packed = reshape.operands[0]
+    kind, result = ir.RankedTensorType(packed.type), ir.RankedTensorType(op.results[0].type)
+    rows = ir.RankedTensorType(op.operands[0].type).shape[0]
+    axis = ir.IntegerAttr(op.attributes["scatter_dimension"]).value
+    if axis != 0 or not kind.rank or kind.shape[0] != rows:
+        return
+    part = ir.RankedTensorType.get([result.shape[0], *kind.shape[1:]], kind.element_type)
+    # Old and new versions of jaxlib go through them as attributes with names, and as names.
+    names = [getattr(one, "name", one) for one in op.attributes]
+    with ir.InsertionPoint(op):
+        made = ir.Operation.create(
+            op.name,
+            results=[part],
+            operands=[packed],
+            attributes={name: op.attributes[name] for name in names},
+            regions=1,
+        )
+        back = ir.Operation.create("stablehlo.reshape", results=[result], operands=made.results)
+    fill_with_sum(made.regions[0], packed)
+    op.results[0].replace_all_uses_with(back.results[0])
+    op.erase()
+
+
+def _by_piece(op: Any) -> None:
+    from jaxlib.mlir import ir
+
+    kind = ir.RankedTensorType(op.results[0].type)
+    axis = ir.IntegerAttr(op.attributes["dimension"]).value
+    with ir.InsertionPoint(op):
+        zeros = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
+        pack = _constant(zeros)
+        first, begin = _number(0), 0
+        for piece in op.operands:
+            where = [first] * kind.rank
+            where[axis] = _number(begin)
+            pack = ir.Operation.create(
+                "stablehlo.dynamic_update_slice", results=[kind], operands=[pack, piece, *where]
+            ).results[0]
+            begin += ir.RankedTensorType(piece.type).shape[axis]
+    op.results[0].replace_all_uses_with(pack)
+    op.erase()
+
+
+def _number(value: int) -> Any:
+    from jaxlib.mlir import ir
+
+    return _constant(ir.DenseElementsAttr.get(np.array(value, np.int32)))
+
+
+def _constant(value: Any) -> Any:
+    from jaxlib.mlir import ir
+
+    return ir.Operation.create(
+        "stablehlo.constant", results=[value.type], attributes={"value": value}
+    ).results[0]
