@@ -125,15 +125,30 @@ def memory_bytes(executable: Any) -> MemoryBytes:
 
 
 class OnDevices:
-    """One value for each core of a program: an array on each device of this process.
+    """One value for each core of a program: an array on each device of this process."""
 
-    Attributes:
-      arrays: single-device jax arrays, in the order of this process's devices.
-    """
+    def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
+        """Takes the value as a program is given it, or as it returns it.
 
-    def __init__(self, arrays: Sequence[Any]):
-        self.arrays = list(arrays)
-        self._joined: Any = None
+        Args:
+          arrays: single-device jax arrays, in the order of this process's devices; or
+          joined: one jax array over all devices of the program.
+        """
+        self._arrays = None if arrays is None else list(arrays)
+        self._joined = joined
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Single-device jax arrays, in the order of this process's devices."""
+        if self._arrays is None:
+            # addressable_data would give the first of what is called the same on all devices.
+            self._arrays = [shard.data for shard in self._joined.addressable_shards]
+        return self._arrays
+
+    @property
+    def as_it_came(self) -> Any:
+        """The joined array where there is one, the list of arrays otherwise."""
+        return self._arrays if self._joined is None else self._joined
 
     def joined(self, sharding: Any) -> Any:
         """The same as one jax array.
@@ -161,10 +176,12 @@ class LoadedProgram:
         self._sharding = jax.sharding.NamedSharding(
             jax.sharding.Mesh(np.array(devices), ("core",)), jax.sharding.PartitionSpec()
         )
-        # jaxlib 0.4 takes the arrays of the devices as they are, which saves time.
+        # jaxlib 0.4 takes the arrays of the devices as they are, which saves to join them.
         self._joins = hasattr(devices[0].client, "compile_and_load") or any(
             d.process_index != devices[0].process_index for d in devices
         )
+        # They make one joined array of each result, without one for each device.
+        self._handlers: list[Any] = []
 
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
         """Runs it once; returns at once, with results that may not be there yet.
@@ -175,9 +192,20 @@ class LoadedProgram:
         Returns:
           For each result.
         """
-        given = [a.joined(self._sharding) if self._joins else a.arrays for a in arguments]
+        given = [a.joined(self._sharding) if self._joins else a.as_it_came for a in arguments]
         results = self._executable.execute_sharded(given)
-        return [OnDevices(r) for r in results.disassemble_into_single_device_arrays()]
+        if self._handlers:
+            return [OnDevices(joined=r) for r in results.consume_with_handlers(self._handlers)]
+        found = results.disassemble_into_single_device_arrays()
+        self._handlers = [self._handler(arrays[0].aval) for arrays in found]
+        return [OnDevices(arrays) for arrays in found]
+
+    def _handler(self, aval: Any) -> Any:
+        from jaxlib import xla_client
+
+        return xla_client.array_result_handler(
+            aval, self._sharding, committed=True, _skip_checks=True
+        )
 
 
 def hlo_text(hlo: bytes) -> str:

@@ -79,14 +79,20 @@ def test_a_program_runs_on_its_devices():
         second = private.put_on_devices(
             [np.full(4, 100, np.float32), np.full(4, 50, np.float32)], devices
         )
-        results = program.run([first, second])
-        out["values"] = [[np.asarray(x).tolist() for x in result.arrays] for result in results]
-        out["devices"] = [[x.device.id for x in result.arrays] for result in results]
+        out["values"], out["devices"] = [], []
+        for _ in range(3):
+            results = program.run([first, second])
+            out["values"].append([[np.asarray(x).tolist() for x in r.arrays] for r in results])
+            out["devices"].append([[x.device.id for x in r.arrays] for r in results])
+            # What a program has returned it takes again.
+            second = results[1]
         out["order"] = [d.id for d in devices]
     """)
     total = [0.0, 2.0, 4.0, 6.0]
-    assert out["values"] == [[total, total], [[100, 99, 98, 97], [50, 49, 48, 47]]]
-    assert out["devices"] == [out["order"]] * 2
+    for step, (values, devices) in enumerate(zip(out["values"], out["devices"]), start=1):
+        left = [[start - step * i for i in range(4)] for start in (100, 50)]
+        assert values == [[total, total], left]
+        assert devices == [out["order"]] * 2
 
 
 def test_options_reach_the_compiler():
