@@ -72,29 +72,25 @@ def _on_simd(
         for value, c in zip(values, cuts)
     ]
     widths = [row.slice_shape[1] for row in rows]
-    packed = rows[0]
-    if len(rows) > 1:
-        packed = mesh_impl.slicewise(lambda *xs: tf.concat(xs, 1), *rows)
     along = groups_of(mesh_impl, cuts[0])
     physical = [[mesh_impl.l2p(p) for p in group] for group in along.groups]
-    dtype = packed.tensor_list[0].dtype
+    dtype = rows[0].tensor_list[0].dtype
     wire = simd_wire_dtype(mesh_impl, dtype, along)
+    tiled = sum(widths) // _TILE * _TILE
 
-    def scatter(x: tf.Tensor) -> tf.Tensor:
-        x = x if wire == dtype else tf.cast(x, wire)
-        parts, width = x.shape.as_list()
-        tiled = width // _TILE * _TILE
-        rows = []
-        if tiled:
-            main = x if tiled == width else x[:, :tiled]
-            main = tf.reshape(main, [parts, tiled // _LANES, _LANES])
-            rows.append(tf.reshape(cross_replica_scatter(main, physical, 0), [1, tiled]))
-        if tiled < width:
-            rows.append(cross_replica_scatter(x[:, tiled:] if tiled else x, physical, 0))
-        total = tf.concat(rows, 1) if len(rows) > 1 else rows[0]
+    def scatter(*xs: tf.Tensor) -> tf.Tensor:
+        sent = []
+        for pieces in _cut_at(xs, tiled):
+            x = _joined(pieces)
+            x = x if wire == dtype else tf.cast(x, wire)
+            parts, width = x.shape.as_list()
+            if width % _TILE == 0:
+                x = tf.reshape(x, [parts, width // _LANES, _LANES])
+            sent.append(tf.reshape(cross_replica_scatter(x, physical, 0), [1, width]))
+        total = _joined(sent)
         return total if wire == dtype else tf.cast(total, dtype)
 
-    mine = mesh_impl.slicewise(scatter, packed)
+    mine = mesh_impl.slicewise(scatter, *rows)
     rest = [axis for axis in groups.mesh_axes if axis not in along.mesh_axes]
     if rest:
         mine = mesh_impl.allreduce(mine, rest, "SUM")
@@ -107,6 +103,28 @@ def _on_simd(
         )
 
     return list(mesh_impl.slicewise(unpack, mine))
+
+
+def _cut_at(rows: Sequence[tf.Tensor], width: int) -> list[list[tf.Tensor]]:
+    """Matrices that stand side by side, cut after so many columns: both sides that have any."""
+    before: list[tf.Tensor] = []
+    behind: list[tf.Tensor] = []
+    left = width
+    for row in rows:
+        own = row.shape.as_list()[1]
+        if own <= left:
+            before.append(row)
+        elif left:
+            before.append(row[:, :left])
+            behind.append(row[:, left:])
+        else:
+            behind.append(row)
+        left = max(0, left - own)
+    return [side for side in (before, behind) if side]
+
+
+def _joined(rows: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.concat(rows, 1) if len(rows) > 1 else rows[0]
 
 
 def _on_devices(
