@@ -13,7 +13,7 @@ from mtf_gradsync import simd, xla
 
 BARE, WHOLE, PARTS = "bare", "whole", "parts"
 TOPOLOGY = "v5e:2x4"
-STEPS = 2
+STEPS = 8
 # Of a step on `placement_mesh_impl`, against bare Mesh-TensorFlow; of one on XLA devices, against
 # the one without parts; of the bytes that the sum of gradients sends.
 PLACEMENT, DEVICES, WIRE = 0.55, 0.95, 1.0
