@@ -57,7 +57,8 @@ def measure(options: report.Options) -> report.Table:
         title="Sharded updates (parts) against CrossShardOptimizer (whole) and bare Mesh-TF",
         rows=rows,
         notes=(
-            "placement: on mtf_gradsync.placement_mesh_impl, Grappler off.",
+            "placement: on mtf_gradsync.placement_mesh_impl, Grappler off. floor: forward and "
+            "backward passes alone, with no sum and no update.",
             "wire: what a core sends, by the least that each collective can: 2(n-1)/n of its "
             "operand for a sum, (n-1)/n for a reduce-scatter or an all-to-all.",
             f"compiled: bytes of variables that the compiler for {TOPOLOGY} saves on a core, over "
@@ -96,11 +97,13 @@ def _time_on_placement_mesh(model: models.Model, options: report.Options, row: r
 
     programs = {BARE: _build(model, BARE, None)}
     programs.update((name, _build(model, name, mesh)) for name in (WHOLE, PARTS))
+    programs[models.FLOOR] = models.build(model, models.FLOOR, mesh)
     seconds = models.time_steps(model, programs, False, options)
     for name in programs:
         row[f"placement {name} ms"] = timing.spread([1e3 * s for s in seconds[name]])
     row["placement whole/bare"] = timing.ratio(seconds, WHOLE, BARE)
     row["placement parts/bare"] = timing.ratio(seconds, PARTS, BARE)
+    row["placement floor/bare"] = timing.ratio(seconds, models.FLOOR, BARE)
 
 
 def _time_on_devices(

@@ -176,7 +176,7 @@ class LoadedProgram:
         self._sharding = jax.sharding.NamedSharding(
             jax.sharding.Mesh(np.array(devices), ("core",)), jax.sharding.PartitionSpec()
         )
-        # jaxlib 0.4 takes the arrays of the devices as they are, which saves to join them.
+        # jaxlib 0.4 takes the arrays of the devices as they are; joining them takes time.
         self._joins = hasattr(devices[0].client, "compile_and_load") or any(
             d.process_index != devices[0].process_index for d in devices
         )

@@ -119,9 +119,8 @@ def train_loop(
     Raises:
       TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
         no longer a finite number; where the optimizer leaves out gradients that are not finite,
-        only if no update comes any more; or the learning rate is no number to train with. Nothing
-        is saved then.
-      TrainingError: also if a step, or a hook, raises an error of its own.
+        only if no update comes any more; or the learning rate is no number to train with; or a
+        step, or a hook, raises an error of its own. Nothing is saved then.
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:

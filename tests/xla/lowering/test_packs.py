@@ -58,7 +58,7 @@ WIDTH = sum(s[1] for s in ROWS)
         ([(40 + i, 3, 7) for i in range(12)], 0, None, False),
         (ROWS, 1, None, True),
         (ROWS, 1, [4, WIDTH // 128, 128], True),
-        # Of other rows than were packed: stays as it is.
+        # Of other rows than were packed: scattered as it was.
         (ROWS, 1, [8, WIDTH // 2], True),
     ],
 )
@@ -70,6 +70,9 @@ def test_bits_stay(shapes, axis, between, scatters, dtype):
     changed = with_packs_by_piece(text)
     assert "concatenate" not in changed
     assert len(re.findall("dynamic_update_slice", changed)) == len(shapes)
+    # Scattered as packed, where that has the same rows.
+    as_packed = re.search(rf"\(tensor<4x{WIDTH}x{dtype}>\) -> tensor<2x{WIDTH}x", changed)
+    assert bool(as_packed) == (scatters and (between is None or between[0] == 4))
     devices = jax.devices("cpu")[:CORES]
     rng = np.random.RandomState(0)
     kind = {"f32": np.float32, "bf16": jnp.bfloat16}[dtype]
