@@ -50,7 +50,8 @@ class Momentum:
 
 
 class Adam:
-    def __init__(self) -> None:
+    def __init__(self, weight_decay: float = 0.01) -> None:
+        self.weight_decay = weight_decay
         self.m: Values = {}
         self.v: Values = {}
 
@@ -59,7 +60,7 @@ class Adam:
         for k, g in grads.items():
             self.m[k] = 0.9 * self.m.get(k, 0.0) + 0.1 * g
             self.v[k] = 0.999 * self.v.get(k, 0.0) + 0.001 * g**2
-            update = self.m[k] / (np.sqrt(self.v[k]) + 1e-6) + 0.01 * values[k]
+            update = self.m[k] / (np.sqrt(self.v[k]) + 1e-6) + self.weight_decay * values[k]
             new[k] = values[k] - 0.01 * update
         return new
 

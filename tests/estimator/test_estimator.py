@@ -3,13 +3,15 @@
 import functools
 import glob
 import importlib.util
+import itertools
 import os
 
 import numpy as np
 import pytest
 
 from mtf_gradsync import estimator, xla
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, mtf, tf
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+from tests import reference
 from tests.estimator import by_hand, digits
 
 # isort: split
@@ -21,6 +23,7 @@ TOLERANCE = digits.STEPS * 64 * 16 * EPS
 with_estimator = pytest.mark.skipif(
     not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no Estimator"
 )
+VARIABLES = ["hidden/kernel", "hidden/bias", "logits/kernel", "logits/bias"]
 RUNTIMES = [
     "placement_mesh",
     "cpu_replicas",
@@ -94,47 +97,15 @@ def summaries(directory):
     return found
 
 
-class OneProcessor:
-    """The model on one processor with a plain session and optimizer, without any of the glue.
-
-    `one_processor` has it for all tests.
-    """
-
-    def __init__(self):
-        with tf.Graph().as_default() as self.graph:
-            tf.set_random_seed(1)
-            batches = digits.input_fn("train").repeat().make_one_shot_iterator()
-            features, labels = batches.get_next()
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            batch = mtf.Dimension("batch", digits.BATCH)
-            shape = mtf.Shape([batch, mtf.Dimension("pixel", 64)])
-            logits = digits.network(mtf.import_tf_tensor(mesh, features["image"], shape))
-            self.digit = logits.shape[-1]
-            labels = mtf.import_tf_tensor(mesh, labels, mtf.Shape([batch]))
-            loss = mtf.reduce_mean(mtf.layers.softmax_cross_entropy_with_logits(
-                logits, mtf.one_hot(labels, self.digit), self.digit))  # fmt: skip
-            trained = graph.trainable_variables
-            grads = mtf.gradients([loss], [v.value for v in trained])
-            updates = digits.adam().apply_grads(grads, trained)
-            mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(
-                mtf.convert_to_shape("one:1"), mtf.convert_to_layout_rules(""), [""]
-            )
-            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-            self.loss = lowering.export_to_tf_tensor(loss)
-            with tf.control_dependencies([self.loss]):
-                self.update = [lowering.lowered_operation(op) for op in updates]
-
-    def run(self, start):
-        """The losses of training from given values of the variables."""
-        with self.graph.as_default(), tf.Session() as session:
-            session.run(tf.global_variables_initializer())
-            for variable in tf.global_variables():
-                variable.load(start[variable.op.name], session)
-            return [session.run([self.loss, self.update])[0] for _ in range(digits.STEPS)]
-
-
-one_processor = functools.lru_cache(maxsize=None)(OneProcessor)
+def losses_from(start):
+    """The losses of training in float64, from given values of the variables."""
+    values = {name: start[name].astype(np.float64) for name in start if name in VARIABLES}
+    adam, losses = reference.Adam(weight_decay=0.0), []
+    for images, labels in itertools.islice(batches(digits.input_fn("train")), digits.STEPS):
+        logits = forward(values, images)
+        losses.append(cross_entropy(logits, labels))
+        values = adam(values, gradients(values, images, labels, logits))
+    return losses
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -142,7 +113,7 @@ def test_trains_evaluates_and_predicts(runtime, tmp_path):
     runs = ours(tmp_path, runtime=runtime)
     losses = train(runs)
     start = variables(tmp_path / "model.ckpt-0")
-    np.testing.assert_allclose(losses, one_processor().run(start), rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, losses_from(start), rtol=TOLERANCE)
     end = variables(tmp_path)
     assert end["global_step"] == digits.STEPS
 
@@ -179,11 +150,30 @@ def batches(dataset):
                 return
 
 
+def hidden(values, images):
+    return np.maximum(
+        images.astype(np.float64) @ values["hidden/kernel"] + values["hidden/bias"], 0
+    )
+
+
 def forward(values, images):
     """The model in float64."""
-    v = {name: value.astype(np.float64) for name, value in values.items()}
-    h = np.maximum(images @ v["hidden/kernel"] + v["hidden/bias"], 0)
-    return h @ v["logits/kernel"] + v["logits/bias"]
+    return hidden(values, images) @ values["logits/kernel"] + values["logits/bias"]
+
+
+def gradients(values, images, labels, logits):
+    """Of the mean cross-entropy of a batch, by hand."""
+    h = hidden(values, images)
+    chances = np.exp(logits - logits.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
+    d_logits = (chances - np.eye(10)[labels]) / len(labels)
+    d_h = d_logits @ values["logits/kernel"].T * (h > 0)
+    return {
+        "hidden/kernel": images.T @ d_h,
+        "hidden/bias": d_h.sum(0),
+        "logits/kernel": h.T @ d_logits,
+        "logits/bias": d_logits.sum(0),
+    }
 
 
 def cross_entropy(logits, labels):
@@ -286,7 +276,7 @@ def test_specs_made_by_hand(runtime, tmp_path):
     )
     losses = train(runs)
     start, end = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
-    np.testing.assert_allclose(losses, one_processor().run(start), rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, losses_from(start), rtol=TOLERANCE)
     if runtime != "placement_mesh":
         # At least the gradients of two layers, of which a core has halves.
         assert summaries(tmp_path)["traffic/bytes_of_update_step", 0] >= 4 * (64 * 8 + 8 * 10) / 2
