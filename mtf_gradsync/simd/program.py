@@ -87,11 +87,22 @@ class Program:
           UnsupportedProgramError: when the graph holds what cannot be emulated.
           TypeError: when lowering is none of these.
         """
+        return CpuReplicaSession(self.emulated(lowering), config)
+
+    def emulated(self, lowering: Any = None) -> PreparedGraph:
+        """The graph that sessions on CPU replicas run, made once for each state of this one.
+
+        Args:
+          lowering: as for `session`.
+
+        Raises:
+          UnsupportedProgramError: as there.
+          TypeError: as there.
+        """
         lowerings = lowerings_in(lowering)
-        prepared = self.prepared(
+        return self.prepared(
             ("emulator", *map(id, lowerings)), lambda: PreparedGraph(self.graph, lowerings)
         )
-        return CpuReplicaSession(prepared, config)
 
     def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
         """What sessions of a runtime have in common.

@@ -60,6 +60,7 @@ def soak(
     # Imports what the programs need before they are forked.
     transformer_utils()
     import jinja2  # noqa: F401
+    import matplotlib.figure  # noqa: F401
     import tensorflow_datasets  # noqa: F401
 
     import mtf_gradsync.train.gin_files

@@ -7,6 +7,7 @@ fork has no threads. With TF_OVERRIDE_GLOBAL_THREADPOOL=1 the devices of each se
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, Callable
 
 import gin
@@ -16,6 +17,7 @@ from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.runners.runner import Start
 from mtf_gradsync.train.runtime import choose_runtime
 from tests.soak import settings
 
@@ -40,19 +42,32 @@ def prebuilt(runtime: str, config: str) -> Callable[[], None]:
         with graph.as_default():
             job = resolve_job(asked)._replace(reports=asked.reports)
             batches = _LaterBatches([job.model.batch_size, job.model.feature_length("targets")])
-            made = run_module._training_graph(job, batches, choose_runtime(asked))
+            chosen = choose_runtime(asked)
+            made, simd_program, make_runner = run_module._training_graph(job, batches, chosen)
+            if chosen.name == "cpu_replicas":
+                runner = make_runner("", Start(), asked, tf.ConfigProto())
+                simd_program.emulated(made.lowering)
+                make_runner = functools.partial(_begun, runner)
     finally:
         gin.clear_config()
 
     def take(unused_job: Any, given: Any, unused_runtime: Any) -> Any:
         batches.are(given)
-        return made
+        return made, simd_program, make_runner
 
     def use() -> None:
         run_module._training_graph = take
         run_module.tf = _WithGraph(graph)
 
     return use
+
+
+def _begun(runner: Any, model_dir: str, start: Start, *unused: Any) -> Any:
+    """A runner that was made with its graph, for a run's directory and checkpoint."""
+    runner._start = start
+    runner._checkpoints.prefix = os.path.join(model_dir, "model.ckpt")
+    runner._checkpoints.saver.recover_last_checkpoints(list(start.kept))
+    return runner
 
 
 class _LaterBatches:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Mapping
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.data.datasets import MODEL_FEATURES
+from mtf_gradsync.train.data.datasets import MODEL_FEATURES, mapped
 from mtf_gradsync.train.errors import ConfigError, DataError, first_line
 
 _FUNCTION = "train.run.train_dataset_fn"
@@ -62,7 +62,7 @@ class TrainingBatches:
                     shape[1] = feature_length(name)
             size = tf.data.experimental.cardinality(dataset)
             self._skipped = tf.placeholder(tf.int64, [])
-            batches = dataset.map(lambda example: self._example(example, specs))
+            batches = mapped(dataset, lambda example: self._example(example, specs))
             batches = batches.repeat().batch(batch_size, drop_remainder=True)
             iterator = tf.data.make_initializable_iterator(batches.skip(self._skipped).prefetch(2))
             self._next = iterator.get_next()
