@@ -60,6 +60,7 @@ class Watchdog:
         self._finished = threading.Event()
         self._dismissed = threading.Event()  # process 0 said goodbye
         self._noted = threading.Event()
+        self._closing = threading.Lock()  # held to close connections
         self._waker, self._wakened = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
@@ -90,12 +91,13 @@ class Watchdog:
     @contextlib.contextmanager
     def spoken_for(self) -> Iterator[None]:
         """Lets a process of its own say the words meanwhile; it falls silent with this one."""
-        peers = [connection.fileno() for connection in list(self._peers.values())]
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", proxy.__file__, *map(str, (os.getpid(), _BEAT_S, *peers))],
-            pass_fds=peers,
-            stdin=subprocess.DEVNULL,
-        )
+        with self._descriptors() as peers:
+            given = map(str, (os.getpid(), _BEAT_S, *peers))
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", proxy.__file__, *given],
+                pass_fds=peers,
+                stdin=subprocess.DEVNULL,
+            )
         self._request_and_wait("silence begins")
         try:
             yield
@@ -104,10 +106,22 @@ class Watchdog:
             child.wait()
             self._request_and_wait("silence ends")
 
+    @contextlib.contextmanager
+    def _descriptors(self) -> Iterator[list[int]]:
+        """The connections for another process; the thread may close its own meanwhile."""
+        with self._closing:
+            copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
+        try:
+            yield copies
+        finally:
+            for copy in copies:
+                os.close(copy)
+
     def _request_and_wait(self, kind: str) -> None:
         self._noted.clear()
         self._request(kind, "")
-        self._noted.wait(_LATE_S)
+        if not self._finished.is_set():
+            self._noted.wait(_LATE_S)
 
     def wait_for_verdict(self) -> None:
         """Waits, after an error that a lost process may have caused, for what is found about it.
@@ -153,8 +167,10 @@ class Watchdog:
             if self._doom is not None and now >= self._doom[0]:
                 self._end(self._doom[1])
         _running = None
-        for connection in self._peers.values():
-            connection.close()
+        with self._closing:
+            for connection in self._peers.values():
+                connection.close()
+            self._peers.clear()
         self._selector.close()
         self._waker.close()
         self._wakened.close()
@@ -163,9 +179,10 @@ class Watchdog:
         try:
             messages = self._peers[member].receive()
         except ConnectionBroken:
-            connection = self._peers.pop(member)
-            self._selector.unregister(connection)
-            connection.close()
+            with self._closing:
+                connection = self._peers.pop(member)
+                self._selector.unregister(connection)
+                connection.close()
             self._lose(member, "ended without a word: its connection broke")
             return
         self._heard[member] = now
