@@ -10,6 +10,7 @@ import numpy as np
 from mtf_gradsync import session_config, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import grappler as grapplers
+from tests import ordering
 
 ONE = ("one:1", "")
 # Mesh, layout and batch dimensions; the model below splits "hidden" where it can.
@@ -126,6 +127,14 @@ class Built(NamedTuple):
                     values = session.variables()
                 results.append(Result(steps, values, self.graph, self.lowering))
         return results
+
+    def races(self) -> list[ordering.Race]:
+        """What the graph of a step leaves open; of a SIMD program's, on CPU replicas."""
+        if self.program is None:
+            return ordering.races([*self.updates, *(t.op for t in self.fetched.values())])
+        emulated = self.program.emulated(self.lowering)
+        ends = emulated.emulated.done.values()
+        return ordering.races([emulated.graph.get_operation_by_name(name) for name in ends])
 
     def _session(self) -> Any:
         if self.kind == "xla":

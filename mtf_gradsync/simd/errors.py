@@ -26,12 +26,13 @@ class UnsupportedProgramError(ValueError):
 
 
 class BranchDivergenceError(RuntimeError):
-    """Cores of one collective's group went different ways; on a TPU they would wait forever.
+    """Cores that have to stay together went different ways; on a TPU they would wait forever.
 
     Attributes:
       predicate: name of the predicate tensor in the user's graph.
       values: core number -> the predicate's value on that core.
-      collectives: names of the collectives in the branch or loop that need these cores together.
+      collectives: names of the operations in the branch or loop that need these cores together:
+        collectives, and writes to variables that all cores share.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class BranchDivergenceError(RuntimeError):
             for side in (True, False)
         ]
         super().__init__(
-            f"Cores {list(values)} form one group of {_some(self.collectives)} inside a {kind}, "
-            f"but its predicate {predicate!r} is {' and '.join(sides)}. On a TPU the group would "
-            "wait forever. Make the predicate the same on all cores of the group, for example by "
-            "reducing it over their mesh axes first."
+            f"Cores {list(values)} have to come to {_some(self.collectives)} together, inside a "
+            f"{kind}, but its predicate {predicate!r} is {' and '.join(sides)}. On a TPU they "
+            "would wait for each other forever. Make the predicate the same on all of these cores, "
+            "for example by reducing it over their mesh axes first."
         )
 
 

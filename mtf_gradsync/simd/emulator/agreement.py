@@ -1,18 +1,73 @@
-"""Where the cores of a collective's group have to agree about a branch or one more loop turn.
+"""Where cores have to agree about a branch or one more loop turn.
 
 A collective inside a branch needs its whole group there. Cores that test another value of the
 predicate leave the rest of the group waiting: a TPU hangs, and a CPU session fails with an error
-that names neither. So every such predicate is compared within its group before it is used.
+that names neither. A write to a variable that all cores share needs all of them: it comes after
+their reads, and one core makes it for all. So every such predicate is compared within its group
+before it is used.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 from mtf_gradsync.simd.errors import BranchDivergenceError
-from mtf_gradsync.simd.graph.collective_ops import Collective
-from mtf_gradsync.simd.graph.facts import GraphFacts, Loop
+from mtf_gradsync.simd.graph.collective_ops import Collective, connected
+from mtf_gradsync.simd.graph.effects import Effects
+from mtf_gradsync.simd.graph.facts import Context, GraphFacts, Loop
+
+
+class Meeting(NamedTuple):
+    """What cores have to come to together.
+
+    Attributes:
+      name: of the operation, a collective or a write to a shared variable.
+      groups: the cores that come to it together.
+      context: the loops and branches around it.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    context: Context
+
+
+def find_meetings(
+    facts: GraphFacts, collectives: dict[str, Collective], effects: Effects
+) -> list[Meeting]:
+    """Finds what the cores of a graph's programs have to come to together.
+
+    Args:
+      facts: the graph's facts.
+      collectives: its collective operations.
+      effects: its effects.
+    """
+    meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
+    for name in facts.order:
+        if name in effects.shared_writes:
+            cores = tuple(range(facts.num_replicas[facts.cluster[name]]))
+            meetings.append(Meeting(name, (cores,), facts.context[name]))
+    return meetings
+
+
+def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
+    """(loop, core) -> the core whose frame it shares, where cores meet inside the loop.
+
+    Cores that meet inside a loop turn together, so their clones have to be in one frame. Other
+    cores have to be in another one: in a branch that only some groups take, a frame is either
+    alive or dead as a whole.
+    """
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for meeting in meetings:
+        for around in meeting.context:
+            if isinstance(around, Loop):
+                groups.setdefault(around.frame, []).extend(meeting.groups)
+    return {
+        (frame, core): cores[0]
+        for frame, found in groups.items()
+        for cores in connected(found)
+        for core in cores
+    }
 
 
 class Agreement(NamedTuple):
@@ -22,23 +77,21 @@ class Agreement(NamedTuple):
       kind: "conditional" or "while loop".
       predicate: the predicate's name in the user's graph, as a ``NodeDef`` spells an input.
       group: core numbers.
-      collectives: names of the collectives that need it.
+      meetings: names of the operations that need it.
     """
 
     kind: str
     predicate: str
     group: tuple[int, ...]
-    collectives: list[str]
+    meetings: list[str]
 
 
-def find_agreements(
-    facts: GraphFacts, collectives: dict[str, Collective]
-) -> dict[str, list[Agreement]]:
+def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
     """Finds what groups have to agree on.
 
     Args:
       facts: the graph's facts.
-      collectives: its collective operations.
+      meetings: what its cores come to together.
 
     Returns:
       predicate -> its `Agreement` per group of more than one core.
@@ -49,18 +102,18 @@ def find_agreements(
         if facts.node[name].op == "LoopCond"
     }
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
-    for collective in collectives.values():
-        for around in collective.context:
+    for meeting in meetings:
+        for around in meeting.context:
             is_loop = isinstance(around, Loop)
             predicate = loop_predicate[around] if is_loop else around.predicate
-            for group in collective.groups:
+            for group in meeting.groups:
                 if len(group) < 2:
                     continue
                 key = (predicate, tuple(sorted(group)))
                 if key not in found:
                     kind = "while loop" if is_loop else "conditional"
                     found[key] = Agreement(kind, predicate, key[1], [])
-                found[key].collectives.append(collective.name)
+                found[key].meetings.append(meeting.name)
     by_predicate: dict[str, list[Agreement]] = {}
     for agreement in found.values():
         by_predicate.setdefault(agreement.predicate, []).append(agreement)
@@ -88,5 +141,5 @@ def divergence_of(error: Any, checks: dict[str, Agreement]) -> BranchDivergenceE
         agreement.kind,
         agreement.predicate,
         dict(zip(agreement.group, (v == "1" for v in values.group(1).split()))),
-        agreement.collectives,
+        agreement.meetings,
     )

@@ -15,12 +15,17 @@ from __future__ import annotations
 from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.emulator.agreement import Agreement, find_agreements
+from mtf_gradsync.simd.emulator.agreement import (
+    Agreement,
+    find_agreements,
+    find_meetings,
+    frame_leaders,
+)
 from mtf_gradsync.simd.emulator.result import EmulatedGraph, clone_name
 from mtf_gradsync.simd.graph.attributes import untie
-from mtf_gradsync.simd.graph.collective_ops import Collective, connected, find_collectives
+from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
 from mtf_gradsync.simd.graph.effects import find_effects
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, Loop, join_input, split_input
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 
 # Any large odd number: clones of one random operation must not draw the same numbers.
@@ -55,10 +60,11 @@ class _Rewriter:
         self._facts = facts
         self._collectives = find_collectives(facts)
         self._effects = find_effects(facts)
-        self._checks = find_agreements(facts, self._collectives)
+        meetings = find_meetings(facts, self._collectives, self._effects)
+        self._checks = find_agreements(facts, meetings)
         self._agreed: dict[tuple[str, int], str] = {}  # (predicate, core) -> compared predicate
         self._agreements: dict[str, Agreement] = {}
-        self._leaders = _frame_leaders(self._collectives)
+        self._leaders = frame_leaders(meetings)
         self._out = tf.GraphDef()
         self._out.library.CopyFrom(facts.graph_def.library)
         self._out.versions.CopyFrom(facts.graph_def.versions)
@@ -179,9 +185,9 @@ class _Rewriter:
             self._add(name, "NoOp", control)
             return
         if core and node.name in self._effects.shared_writes:
-            # Every core would write the same value: the first one does, the others only wait.
+            # Every core would write the same value: the first one does, the others wait for it.
             waits = ["^" + split_input(text)[0] for text in data] + control
-            self._add(name, "NoOp", waits)
+            self._add(name, "NoOp", [*waits, "^" + self._name(node.name, 0)])
             return
         if node.op == "LoopCond":
             data = [self._compared(data[0], node.input[0], core)]
@@ -338,26 +344,6 @@ class _Rewriter:
                 value = self._core_input(source, number, core)
                 waits = ["^" + c for c in checks[core]]
                 self._add(name, "Identity", value + waits, T=tf.bool.as_datatype_enum)
-
-
-def _frame_leaders(collectives: dict[str, Collective]) -> dict[tuple[str, int], int]:
-    """(loop, core) -> the core whose frame it shares, where cores talk inside the loop.
-
-    Cores that talk inside a loop turn together, so their clones have to be in one frame. Other
-    cores have to be in another one: in a branch that only some groups take, a frame is either
-    alive or dead as a whole.
-    """
-    groups: dict[str, list[tuple[int, ...]]] = {}
-    for collective in collectives.values():
-        for around in collective.context:
-            if isinstance(around, Loop):
-                groups.setdefault(around.frame, []).extend(collective.groups)
-    return {
-        (frame, core): cores[0]
-        for frame, found in groups.items()
-        for cores in connected(found)
-        for core in cores
-    }
 
 
 def _data_first(inputs: Iterable[str]) -> list[str]:

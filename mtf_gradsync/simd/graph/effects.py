@@ -25,10 +25,12 @@ class Effects(NamedTuple):
 
     Attributes:
       after: node -> nodes of the same program that it has to wait for, each core for its own.
-      after_all_cores: the same, but each core waits for all cores.
+      after_all_cores: the same, but each core waits for all cores. Around both nodes there is what
+        is around a shared write too, and nothing else.
       last: program -> nodes that have to run before it is done.
       shared_writes: writes to variables of which all cores see one copy (a global step that lives
         on the host): every core holds the same new value, so one core's write stands for all.
+        Inside of branches and loops that takes all cores, as a collective does.
     """
 
     after: dict[str, set[str]]
@@ -118,6 +120,7 @@ class _Finder:
         self._find_ends()
         last_write: dict[tuple[str, str], str] = {}
         reads: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        all_reads: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for name in facts.order:
             if name not in facts.cluster:
                 continue
@@ -130,6 +133,7 @@ class _Finder:
                     self._put_after(name, last_write[key], shared)
                 if op in _READS:
                     reads[key].append(name)
+                    all_reads[key].append(name)
                     continue
                 for read in reads.pop(key, ()):
                     self._put_after(name, read, shared)
@@ -138,6 +142,10 @@ class _Finder:
                     self.effects.shared_writes.add(name)
             if (handles and op not in _READS) or op in _OTHER_EFFECTS:
                 self.effects.last[cluster].update(self._ends(name, ()))
+        for key in last_write:
+            for name in all_reads[key]:
+                # A loop's next turn may write what this one reads.
+                self._ends(name, ())
 
     def _find_ends(self) -> None:
         """Where loops turn and end, and where the sides of conditionals meet."""
@@ -169,13 +177,9 @@ class _Finder:
             and context[size].predicate == other[size].predicate
         ):
             return  # two sides of one conditional: only one of them runs
+        after = self.effects.after_all_cores if all_cores else self.effects.after
         for end in self._ends(earlier, shared):
             for begin in self._begins(name, shared):
-                # Other cores' clones are in reach only outside loops and branches.
-                reachable = not self._facts.context_of_output(end, CONTROL)
-                after = (
-                    self.effects.after_all_cores if all_cores and reachable else self.effects.after
-                )
                 if begin != end:
                     after[begin].add(end)
 

@@ -5,6 +5,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
+from tests import ordering
 
 PAIRS = [[0, 1], [2, 3]]
 
@@ -176,3 +177,44 @@ def test_loop_inside_a_conditional():
         ]
         with pytest.raises(simd.BranchDivergenceError, match="conditional"):
             session.run(out, dict(zip(feeds, [True, True, False, True])))
+
+
+def counting(kind):
+    """A variable that all cores share, read, written and read again where each core may go."""
+    counter = tf.get_variable("counter", [], initializer=tf.zeros_initializer())
+    predicates = [tf.placeholder(tf.bool, []) for _ in range(4)]
+    with simd.tpu_program("all:4", "") as program:
+        mine = program.per_replica(predicates)
+
+        def count():
+            before = counter.read_value()
+            with tf.control_dependencies([counter.assign(before + 1.0)]):
+                return before + 10.0 * counter.read_value()
+
+        if kind == "conditional":
+            out = tf.cond(mine, count, lambda: -1.0)
+        else:
+            turns = tf.where(mine, 3, 1)
+            out = tf.while_loop(lambda i, _: i < turns, lambda i, v: (i + 1, v + count()), [0, 0.0])
+            out = out[1]
+    return program, out, lambda *values: dict(zip(predicates, values))
+
+
+@pytest.mark.parametrize(("kind", "after"), [("conditional", [10.0, 21.0]), ("while loop", [63.0])])
+def test_writes_of_a_shared_variable_come_between_the_reads_of_all_cores(kind, after):
+    program, out, feed = counting(kind)
+    emulated = program.emulated()
+    ends = emulated.emulated.done.values()
+    assert not ordering.races([emulated.graph.get_operation_by_name(name) for name in ends])
+    with program.session() as session:
+        for value in after:
+            assert session.run(out, feed(True, True, True, True), True) == [value] * 4
+
+
+@pytest.mark.parametrize("kind", ["conditional", "while loop"])
+def test_cores_that_share_a_variable_have_to_write_together(kind):
+    program, out, feed = counting(kind)
+    with program.session() as session, pytest.raises(
+        simd.BranchDivergenceError, match=rf"Assign.*inside a {kind}.*cores \[1, 2, 3\]"
+    ):
+        session.run(out, feed(False, True, True, True))
