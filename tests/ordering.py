@@ -53,6 +53,28 @@ def races(fetched: Iterable[tf.Operation]) -> list[Race]:
     ]
 
 
+def settle(fetched: Iterable[tf.Operation]) -> None:
+    """Makes writes wait for the reads that they race with, as bare Mesh-TensorFlow's updates do.
+
+    Args:
+      fetched: operations that will be run together, before a session has seen them.
+    """
+    fetched = list(fetched)
+    for race in races(fetched):
+        graph = fetched[0].graph
+        write, other = (
+            graph.get_operation_by_name(race.write),
+            graph.get_operation_by_name(race.other),
+        )
+        assert not other.type.startswith(_WRITES), race
+        ends, context = [other], other._get_control_flow_context()
+        while context is not None:
+            if context.IsWhileContext():
+                ends = [tensor.op for tensor in context.loop_exits]
+            context = context.outer_context
+        write._add_control_inputs(ends)
+
+
 def _needs(op: tf.Operation) -> Iterator[tf.Operation]:
     yield from (tensor.op for tensor in op.inputs)
     yield from op.control_inputs
