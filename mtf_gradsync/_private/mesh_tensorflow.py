@@ -51,7 +51,29 @@ def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Ten
     stand_in._outputs = [value]
 
 
-def give_value(variable: mtf.Variable, shape: mtf.Shape, dtype: mtf.VariableDType) -> mtf.Tensor:
+class _Reshaped:
+    """A master variable, seen in another shape. TensorFlow takes it as a tensor and in `assign`."""
+
+    def __init__(self, master: tf.Variable, shape: list[int]):
+        self._master = master
+        self.shape, self.dtype, self.device = tf.TensorShape(shape), master.dtype, master.device
+
+    def value(self) -> tf.Tensor:
+        return tf.reshape(self._master, self.shape)
+
+    def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
+        return tf.assign(self._master, tf.reshape(value, self._master.shape), name=name)
+
+
+def _as_tensor(x: _Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+    del name, as_ref
+    return x.value() if dtype in (None, x.dtype) else NotImplemented
+
+
+tf.register_tensor_conversion_function(_Reshaped, _as_tensor)
+
+
+def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     """Gives a variable that is not lowered yet a value of another shape with as many elements.
 
     Its master, and so what checkpoints hold, keeps its shape.
@@ -59,18 +81,17 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape, dtype: mtf.VariableDTyp
     Args:
       variable: the variable.
       shape: of the new value.
-      dtype: the variable's dtype, perhaps one that autostack takes for different.
 
     Returns:
       The new value. The old one is to become the output of another operation (`take_over`).
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
-    variable._dtype = dtype
-    master_shape = variable.get_master().shape
-    if shape.to_integer_list != master_shape.as_list():
-        master, assign = variable.get_master, variable.assign_to_master
-        variable.get_master = lambda: tf.reshape(master(), shape.to_integer_list)
-        variable.assign_to_master = lambda value: assign(tf.reshape(value, master_shape))
+    master = variable.get_master()
+    if shape.to_integer_list != master.shape.as_list():
+        # Autostack asks the master of what it stacks to be one that can be assigned to.
+        seen = _Reshaped(master, shape.to_integer_list)
+        variable.get_master = lambda: seen
+        variable.assign_to_master = seen.assign
     return variable._outputs[0]
 
 

@@ -228,31 +228,36 @@ def test_a_variable_stands_for_another_one():
     assert stand_in not in mesh.graph.operations[len(known) :]
 
 
-def test_a_variable_gets_a_value_of_another_shape_and_its_own_is_made_of_that():
+@pytest.mark.parametrize("number", [1, 2])  # two of one shape are stacked
+def test_a_variable_gets_a_value_of_another_shape_and_its_own_is_made_of_that(number):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     d, square = mtf.Dimension("d", 8), mtf.Shape([ROWS, COLUMNS])
     start = tf.constant_initializer(np.arange(8))
-    whole = mtf.get_variable(mesh, "w", [d], initializer=start)
-    w = whole.operation
-    value = private.give_value(w, square, w.dtype)
-    assert (w.outputs, w.value, w.shape) == ([value], value, square)
-    join = mtf.reshape(value, whole.shape).operation
-    private.take_over(join, [whole])
-    assert (whole.operation, join.outputs) == (join, [whole])
-    doubled, update = whole * 2.0, mtf.assign(w, value + 1.0)
+    wholes = [mtf.get_variable(mesh, f"w_{i}", [d], initializer=start) for i in range(number)]
+    variables = [whole.operation for whole in wholes]
+    values = [private.give_value(w, square) for w in variables]
+    for w, whole, value in zip(variables, wholes, values):
+        assert (w.outputs, w.value, w.shape) == ([value], value, square)
+        join = mtf.reshape(value, whole.shape).operation
+        private.take_over(join, [whole])
+        assert (whole.operation, join.outputs) == (join, [whole])
+    doubled = [whole * 2.0 for whole in wholes]
+    update = mtf.Assign(variables, [v + 1.0 + i for i, v in enumerate(values)])
     lowering = lower(mesh)
+    (laid_out,) = lowering.variables.values()
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         session.run(lowering.copy_masters_to_slices())
         # The new shape is laid out, its rows over two processors.
-        assert lowering.variables[w].laid_out_tensor.slice_shape == [2, 2]
-        np.testing.assert_array_equal(
-            session.run(lowering.export_to_tf_tensor(doubled)), 2.0 * np.arange(8)
-        )
+        assert laid_out.laid_out_tensor.slice_shape[-2:] == [2, 2]
+        for x in doubled:
+            np.testing.assert_array_equal(
+                session.run(lowering.export_to_tf_tensor(x)), 2.0 * np.arange(8)
+            )
         session.run(lowering.lowered_operation(update))
         session.run(lowering.copy_slices_to_masters())
-        (master,) = tf.global_variables()
-        np.testing.assert_array_equal(session.run(master), 1.0 + np.arange(8))
+        for i, master in enumerate(tf.global_variables()):
+            np.testing.assert_array_equal(session.run(master), 1.0 + i + np.arange(8))
 
 
 def test_an_assignment_is_made_one_to_another_variable():

@@ -7,14 +7,12 @@ update, and each replica writes its part.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import give_value, reassign, take_over
 from mtf_gradsync.optimizers.sharded_updates.cutting import Splitting
 from mtf_gradsync.optimizers.sharded_updates.stages import GatherParts, TakePart
-from mtf_gradsync.optimizers.state.variables import unstacked
 
 # They change element by element.
 _BY_ELEMENT = (mtf.assign_slice, mtf.assign_add_slice, mtf.assign_sub_slice)
@@ -57,17 +55,10 @@ def keep_in_parts(
                 values[number] = TakePart(apart, cut[variable].part).outputs[0]
         reassign(update, update.variables, values)
     wholes = [slot.value for slot in cut]
-    parts = [give_value(slot, shapes.part, _unstacked(slot.dtype)) for slot, shapes in cut.items()]
+    parts = [give_value(slot, shapes.part) for slot, shapes in cut.items()]
     gather = GatherParts(parts, [shapes.apart for shapes in cut.values()])
     joins = []
     for apart, whole in zip(gather.outputs, wholes):
         joins.append(mtf.reshape(apart, whole.shape).operation)
         take_over(joins[-1], [whole])
     return [gather, *joins]
-
-
-def _unstacked(dtype: mtf.VariableDType) -> mtf.VariableDType:
-    """The dtype, as one that autostack leaves alone: it wants masters of the values' shapes."""
-    result = copy.copy(dtype)
-    result.unstacked = unstacked(dtype.master_dtype).unstacked
-    return result
