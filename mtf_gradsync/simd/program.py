@@ -90,14 +90,17 @@ class Program:
         return CpuReplicaSession(self.emulated(lowering), config)
 
     def emulated(self, lowering: Any = None) -> PreparedGraph:
-        """The graph that sessions on CPU replicas run, made once for each state of this one.
+        """Makes the graph that sessions on CPU replicas run, unless it is made.
 
         Args:
           lowering: as for `session`.
 
+        Returns:
+          The emulated graph; a new one where this program's graph has changed since.
+
         Raises:
-          UnsupportedProgramError: as there.
-          TypeError: as there.
+          UnsupportedProgramError: as for `session`.
+          TypeError: as for `session`.
         """
         lowerings = lowerings_in(lowering)
         return self.prepared(
