@@ -10,7 +10,8 @@ CONSTRAINTS ?= constraints/tf-2.15.txt
 EXTRAS ?= train,examples,test,dev,xla,tpu
 # Extra flags of the command line or of the benchmarks: make train ARGS="--model_dir=runs/mine"
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# A third worker for two cores: tests of several processes wait for half of their time.
+PYTEST_ARGS ?= -n 3 --dist worksteal
 
 # TensorFlow's C++ start-up lines say nothing that a run here needs.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
