@@ -132,9 +132,7 @@ class Built(NamedTuple):
         """What the graph of a step leaves open; of a SIMD program's, on CPU replicas."""
         if self.program is None:
             return ordering.races([*self.updates, *(t.op for t in self.fetched.values())])
-        emulated = self.program.emulated(self.lowering)
-        ends = emulated.emulated.done.values()
-        return ordering.races([emulated.graph.get_operation_by_name(name) for name in ends])
+        return ordering.races_on_replicas(self.program, self.lowering)
 
     def _session(self) -> Any:
         if self.kind == "xla":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
-from typing import Iterable, Iterator, NamedTuple
+from typing import Any, Iterable, Iterator, NamedTuple
 
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceStridedSliceAssign")
@@ -53,6 +54,13 @@ def races(fetched: Iterable[tf.Operation]) -> list[Race]:
     ]
 
 
+def races_on_replicas(program: simd.Program, lowering: Any = None) -> list[Race]:
+    """What a SIMD program leaves open on CPU replicas."""
+    prepared = program.emulated(lowering)
+    ends = prepared.emulated.done.values()
+    return races([prepared.graph.get_operation_by_name(name) for name in ends])
+
+
 def settle(fetched: Iterable[tf.Operation]) -> None:
     """Makes writes wait for the reads that they race with, as bare Mesh-TensorFlow's updates do.
 
@@ -61,11 +69,8 @@ def settle(fetched: Iterable[tf.Operation]) -> None:
     """
     fetched = list(fetched)
     for race in races(fetched):
-        graph = fetched[0].graph
-        write, other = (
-            graph.get_operation_by_name(race.write),
-            graph.get_operation_by_name(race.other),
-        )
+        by_name = fetched[0].graph.get_operation_by_name
+        write, other = by_name(race.write), by_name(race.other)
         assert not other.type.startswith(_WRITES), race
         ends, context = [other], other._get_control_flow_context()
         while context is not None:

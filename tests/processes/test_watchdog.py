@@ -22,42 +22,43 @@ def pair():
         yield Connection(server.accept()[0]), Connection(client)
 
 
-@pytest.mark.parametrize("how", ["dies", "falls silent"])
-def test_it_does_not_wait_for_a_process_0_that_is_gone(how):
+@contextlib.contextmanager
+def serving():
+    """A watchdog whose process 0 has said goodbye, a thread that serves it, and process 0's end."""
     with pair() as (chief, mine):
         me, other = Member(1, "here", 1, "worker 1"), Member(0, "here", 2, "worker 0")
         watchdog = Watchdog(me, {other: mine}, 2.0)
-        serving = threading.Thread(target=watchdog.serve, daemon=True)
-        serving.start()
+        thread = threading.Thread(target=watchdog.serve, daemon=True)
+        thread.start()
         chief.send(beat=True)
         chief.send(goodbye=True)
         time.sleep(0.5)
-        assert serving.is_alive()  # until process 0 has the goodbyes of all
+        yield watchdog, thread, chief
+
+
+@pytest.mark.parametrize("how", ["dies", "falls silent"])
+def test_it_does_not_wait_for_a_process_0_that_is_gone(how):
+    with serving() as (_, thread, chief):
+        assert thread.is_alive()  # until process 0 has the goodbyes of all
         if how == "dies":
             chief.close()
-        serving.join(10)
-        assert not serving.is_alive()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_a_connection_may_break_while_another_process_is_started_to_speak(monkeypatch):
-    with pair() as (chief, mine):
-        me, other = Member(1, "here", 1, "worker 1"), Member(0, "here", 2, "worker 0")
-        watchdog = Watchdog(me, {other: mine}, 5.0)
-        serving = threading.Thread(target=watchdog.serve, daemon=True)
-        serving.start()
-        chief.send(goodbye=True)
-        time.sleep(0.5)
+    with serving() as (watchdog, thread, chief):
         start = subprocess.Popen
 
         def start_late(*given, **named):
             chief.close()
-            for thread in threading.enumerate():
-                if thread.name == "watchdog":
-                    thread.join(10)
+            for one in threading.enumerate():
+                if one.name == "watchdog":
+                    one.join(10)
             assert all(stat.S_ISSOCK(os.fstat(one).st_mode) for one in named["pass_fds"])
             return start(*given, **named)
 
         monkeypatch.setattr(subprocess, "Popen", start_late)
         with watchdog.spoken_for():
-            serving.join(10)
-            assert not serving.is_alive()
+            thread.join(10)
+            assert not thread.is_alive()

@@ -203,9 +203,7 @@ def counting(kind):
 @pytest.mark.parametrize(("kind", "after"), [("conditional", [10.0, 21.0]), ("while loop", [63.0])])
 def test_writes_of_a_shared_variable_come_between_the_reads_of_all_cores(kind, after):
     program, out, feed = counting(kind)
-    emulated = program.emulated()
-    ends = emulated.emulated.done.values()
-    assert not ordering.races([emulated.graph.get_operation_by_name(name) for name in ends])
+    assert not ordering.races_on_replicas(program)
     with program.session() as session:
         for value in after:
             assert session.run(out, feed(True, True, True, True), True) == [value] * 4
