@@ -21,6 +21,7 @@ from mtf_gradsync.gradients import (
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers import (
+    AverageOptimizer,
     ClipByGlobalNormOptimizer,
     CrossShardOptimizer,
     GradientAccumulationOptimizer,
@@ -47,6 +48,7 @@ check_imported_shapes()
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",
+    "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
     "Cluster",
     "CrossShardOptimizer",

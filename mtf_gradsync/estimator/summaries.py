@@ -8,7 +8,7 @@ import tensorflow as tf2
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import split_by_shard
+from mtf_gradsync.optimizers import split_by_shard, traits_of
 from mtf_gradsync.simd.traffic.transfers import has_calls
 
 # What `tf.summary.scalar` says of its values. It needs TensorBoard itself, which TensorFlow 2.21
@@ -50,7 +50,7 @@ def traffic_of_devices(
     Returns:
       One or two numbers; none where they cannot be told.
     """
-    skips = getattr(optimizer, "skips_updates", False)
+    skips = traits_of(optimizer).schedules_updates
     if skips and has_calls(tf.get_default_graph()):
         return {}
     try:

@@ -5,9 +5,11 @@ from mtf_gradsync.optimizers.accumulation.optimizer import (
     get_update_step,
 )
 from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, skip_not_finite
+from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
+from mtf_gradsync.optimizers.pipeline import Traits, traits_of
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
     gradient_noise_scale,
@@ -15,11 +17,11 @@ from mtf_gradsync.optimizers.report import (
     split_by_shard,
 )
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
-from mtf_gradsync.optimizers.sync_replicas.averages import moving_average
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
 
 __all__ = [
+    "AverageOptimizer",
     "ClipByGlobalNormOptimizer",
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
@@ -27,6 +29,7 @@ __all__ = [
     "NoiseScale",
     "ShardedUpdateOptimizer",
     "SyncReplicasOptimizer",
+    "Traits",
     "Wrapper",
     "get_update_step",
     "gradient_noise_scale",
@@ -35,4 +38,5 @@ __all__ = [
     "skip_large_updates",
     "skip_not_finite",
     "split_by_shard",
+    "traits_of",
 ]

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
+from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
+from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
 
+class _Clip(Stage):
+    takes = Form.REDUCED
+
+    def __init__(self, clip_norm: Any, reducer: Strategy):
+        self._clip_norm, self._reducer = clip_norm, reducer
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        del step
+        clipped, _ = clip_by_global_norm(gradients.grads, self._clip_norm, self._reducer)
+        return gradients.with_grads(clipped)
+
+
 @gin.configurable(module="mtf_gradsync")
 class ClipByGlobalNormOptimizer(Wrapper):
-    """Sums gradients over the mesh, clips them by their global norm, applies another optimizer.
+    """Reduces gradients over the mesh, clips them by their global norm, applies another optimizer.
 
     Inside `GradientAccumulationOptimizer` it clips once an update, what was accumulated. Around
     `ShardedUpdateOptimizer`, as inside of it, the norm is made of the parts of sums.
@@ -24,9 +36,7 @@ class ClipByGlobalNormOptimizer(Wrapper):
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
 
-    takes_parts = True
-    # What makes it NaN is to be left out: a norm that overflows.
-    takes_norm = True
+    traits = Traits(takes_parts=True, squares=True)
 
     def __init__(
         self,
@@ -52,48 +62,17 @@ class ClipByGlobalNormOptimizer(Wrapper):
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None for `FusedAllReduce()`.
 
         Raises:
           ValueError: clip_norm is not greater than 0, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
         check_clip_norm(clip_norm)
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._check_order()
         self._clip_norm = clip_norm
 
-    @property
-    def apply_unsummed(self) -> Callable[..., list[mtf.Operation]] | None:
-        """Applies gradients that are not summed, around an optimizer that sums by itself.
-
-        As `ShardedUpdateOptimizer.apply_unsummed`; None around any other optimizer.
-        """
-        apply = self._inner_apply_unsummed
-        if apply is None:
-            return None
-
-        def apply_clipped(
-            grads: Sequence[mtf.Tensor | None],
-            variables: Sequence[mtf.Variable],
-            finish: Callable[..., Any] = list,
-            hold: Callable[..., Any] | None = None,
-        ) -> list[mtf.Operation]:
-            def clip(totals: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
-                return self._clipped(finish(totals))
-
-            return self._apply_inner(grads, variables, lambda g, v: apply(g, v, clip, hold))
-
-        return apply_clipped
-
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        apply_unsummed = self.apply_unsummed
-        if apply_unsummed is not None:
-            return apply_unsummed(grads, variables)
-        return self._apply_inner(self._clipped(self._summed(grads, variables)), variables)
-
-    def _clipped(self, sums: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
-        """Sums, or parts of them, clipped by the norm of all."""
-        return clip_by_global_norm(sums, self._clip_norm, self.reducer)[0]
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_Clip(self._clip_norm, self.reducer)]

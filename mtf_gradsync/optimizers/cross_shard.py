@@ -16,11 +16,34 @@ from mtf_gradsync.gradients import (
     check_groups_cover,
     on_present,
 )
+from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
 Reduction = tf.losses.Reduction
 _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
+
+
+class _ReduceOverShards(Stage):
+    """Reduces gradients; those of variables that every shard has a copy of, over their groups."""
+
+    gives = Form.REDUCED
+
+    def __init__(self, wrapper: CrossShardOptimizer):
+        self._wrapper = wrapper
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        del step
+        wrapper = self._wrapper
+        pairs = list(zip(gradients.grads, gradients.variables))
+        copies = [g if g is not None and wrapper._has_own_copy(v) else None for g, v in pairs]
+
+        def sum_copies(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+            dims = [wrapper._shard_dims(g.shape) for g in present]
+            return SumCopies(present, dims, wrapper._groups, wrapper.reducer).outputs
+
+        sums = on_present(copies, sum_copies)
+        return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -35,8 +58,8 @@ class CrossShardOptimizer(Wrapper):
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         opt: Any,
         reduction: str = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
@@ -47,8 +70,11 @@ class CrossShardOptimizer(Wrapper):
         layout: Any = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
-    ):
+    ) -> Any:
         """Wraps an optimizer.
+
+        There is no ``__init__``: given an optimizer of `tf.compat.v1.train`, the class makes an
+        object of another one. A subclass with arguments of its own overrides ``__new__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
@@ -80,17 +106,23 @@ class CrossShardOptimizer(Wrapper):
                 "reduction must be tf.compat.v1.losses.Reduction.SUM or .MEAN "
                 f"({Reduction.SUM!r} or {Reduction.MEAN!r}), got {reduction!r}."
             )
-        self._groups = check_group_assignment(group_assignment)
-        self._reduction = reduction
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        groups = check_group_assignment(group_assignment)
+        opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
-            self.counterpart = compat_v1.CrossShardOptimizer(opt, reduction, name, group_assignment)
-            return
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+            return compat_v1.CrossShardOptimizer(opt, reduction, name, group_assignment)
+        self = super().__new__(cls)
+        self._groups, self._reduction = groups, reduction
+        self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._check_order()
         if self._groups and self.axes:
             # A processor may hold several shards, so there may be more than the mesh shows.
             listed = sum(len(group) for group in self._groups)
             check_groups_cover(self._groups, max(self.axes.num_shards, listed))
+        return self
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_ReduceOverShards(self)]
 
     def apply_grads(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
@@ -129,10 +161,8 @@ class CrossShardOptimizer(Wrapper):
                 )
             check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
 
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        super()._check_shapes(grads, variables)
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+        """See `Wrapper.check`."""
         self._check_variables([v for g, v in zip(grads, variables) if g is not None])
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
@@ -152,24 +182,6 @@ class CrossShardOptimizer(Wrapper):
         if self._reduction == Reduction.SUM or num_shards == 1:
             return loss
         return loss * (1.0 / num_shards)
-
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        own = [g is not None and self._has_own_copy(v) for g, v in zip(grads, variables)]
-        shared = [None if o else g for o, g in zip(own, grads)]
-        # An inner optimizer that sums by itself gets what is not summed.
-        apply = self._inner_apply_unsummed
-        summed = self._summed(shared, variables) if apply is None else shared
-        copies = [g if o else None for o, g in zip(own, grads)]
-
-        def sum_copies(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-            dims = [self._shard_dims(g.shape) for g in present]
-            return SumCopies(present, dims, self._groups, self.reducer).outputs
-
-        copies = on_present(copies, sum_copies)
-        whole = [c if o else s for o, c, s in zip(own, copies, summed)]
-        return self._apply_inner(whole, variables, apply)
 
 
 def _size(dims: Sequence[mtf.Dimension]) -> int:

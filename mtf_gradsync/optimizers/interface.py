@@ -12,6 +12,13 @@ from mtf_gradsync.step import Plan, advance_step
 class TrainOptimizerInterface:
     """Mixed into wrappers, whose hooks it calls: `apply_grads`, and those with an underscore."""
 
+    def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for variables that cannot be updated; creates nothing."""
+
+    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
+        """The loss to differentiate."""
+        return loss
+
     def compute_gradients(
         self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None
     ) -> checks.GradsAndVars:
@@ -39,7 +46,7 @@ class TrainOptimizerInterface:
         with Plan.of(loss.graph).undone_on_error():
             scaled = self._scale_loss(loss)
             grads = mtf.gradients([scaled], [v.value for v in variables])
-            return list(zip(self._enter(grads, variables), variables))
+            return list(zip(self._without_scales(grads, variables), variables))
 
     def apply_gradients(
         self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
@@ -64,8 +71,9 @@ class TrainOptimizerInterface:
         operations = self.apply_grads(grads, variables)
         if global_step is not None:
             mesh = variables[0].mesh
+            updated = self.step.updated if operations else None
             operations.append(
-                advance_step(mesh, global_step, operations, name or self.name, self._step_updated())
+                advance_step(mesh, global_step, operations, name or self.name, updated)
             )
         return operations
 

@@ -5,84 +5,92 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from typing import Any, Callable, Sequence
+from typing import Any, Iterable, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._warn import warn_once
-from mtf_gradsync.compat_v1 import is_v1
-from mtf_gradsync.gradients import SumGradients, on_present, take_without_scale
-from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.compat_v1 import given_optimizer, is_v1
+from mtf_gradsync.gradients import take_without_scale
+from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
-from mtf_gradsync.optimizers.seen import Seen, Summed, seen_now
+from mtf_gradsync.optimizers.pipeline import (
+    GradientSet,
+    Partition,
+    Reduction,
+    Segment,
+    Stage,
+    StepBuilder,
+    Traits,
+    check_order,
+)
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import Plan, gated_update
+from mtf_gradsync.step import Plan
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class _OrCounterpart(type):
-    """Calling a wrapper's class gives its non-mesh counterpart where it has set one."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        return vars(made).get("counterpart", made)
-
-
-class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCounterpart):
+class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
-    Subclasses say what happens to gradients on their way to the inner optimizer, by `_to_inner`.
-    Wrappers nest: the innermost one gates the update.
+    A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it
+    needs of the wrappers around and inside of it. A stack of wrappers is built as one list of
+    stages (`StepBuilder`). The page "Write your own wrapper" has an example.
 
     Attributes:
+      traits: what the wrapper needs of its stack.
       opt: the inner optimizer.
       axes: `ReplicaAxes`, or None if no mesh was given.
       reducer: the reduction strategy.
       name: name of the wrapper, a prefix of what it creates.
-      came: the gradients that it was given last; None before.
-      handed_on: those that it gave the inner optimizer.
-      shards: the same as came, per shard, where it has told the shards apart.
-      times_applied: how often it has applied gradients in the graph that it was used in last.
-      summed: the gradients that it has summed over the shards; None where it did not.
-      takes_parts: whether it may be given parts of variables, as inside ShardedUpdateOptimizer.
+      step: the step that was built last, by the outermost wrapper of the stack; None before.
+      times_applied: how often it has applied gradients in the graph of that step.
     """
 
-    takes_parts = False
+    traits = Traits()
 
-    def __init__(
+    opt: Any
+    axes: ReplicaAxes | None
+    reducer: Strategy
+    name: str
+    step: StepBuilder | None = None
+    times_applied = 0
+
+    def _wrap(
         self,
         opt: Any,
+        learning_rate: Any,
         name: str,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
-        batch_dims: str | Sequence[str] = ("batch",),
-        reducer: Strategy | None = None,
-    ):
-        """Wraps an optimizer.
+        axes: Any,
+        mesh_shape: Any,
+        layout: Any,
+        batch_dims: str | Sequence[str],
+        reducer: Strategy | None,
+    ) -> None:
+        """Takes the arguments that all wrappers have.
 
         Args:
-          opt: an object with apply_grads.
+          opt: an object with apply_grads, or a class or factory of one.
+          learning_rate: what a class or factory is called with; `NOT_GIVEN` with an optimizer.
           name: name of the wrapper.
           axes: the replica axes; or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape, where the mesh is known when the graph is built.
           layout: Mesh-TF's layout rules, likewise.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None for `FusedAllReduce()`.
 
         Raises:
           TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.
-          ValueError: arguments contradict each other.
+          ValueError: arguments contradict each other, or the wrapper must not stand around opt.
         """
-        if is_v1(opt):
-            kind = type(self).__name__
+        kind = type(self).__name__
+        self.opt = given_optimizer(opt, learning_rate, kind)
+        if is_v1(self.opt):
             raise TypeError(
-                f"{kind} wraps Mesh-TensorFlow optimizers, got the TensorFlow optimizer {opt!r}. "
-                f"On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of mtf.optimize."
+                f"{kind} wraps Mesh-TensorFlow optimizers, got the TensorFlow optimizer "
+                f"{self.opt!r}. On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of "
+                "mtf.optimize."
             )
-        self.opt = opt
         self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
@@ -93,67 +101,50 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
             )
         self.name = name
         self._slots = SlotBook()
-        self.came: Seen | None = None
-        self.handed_on: Seen | None = None
-        self.shards: Seen | None = None
-        self.summed: Summed | None = None
-        self.times_applied = 0
         self._graph: weakref.ref[mtf.Graph] | None = None
-        self._check_inner_stack()
 
-    # What a wrapper does.
-
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        """Passes checked gradients, at least one not None, to the inner optimizer."""
-        raise NotImplementedError
-
-    def _check_inner_stack(self) -> None:
+    def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
-        kind = type(self).__name__
-        if any(getattr(inner, "accumulate", None) == "local" for inner in self.inner_stack()):
-            raise ValueError(
-                f"{kind} around local accumulation would sum over the mesh on every micro step: "
-                f"turn them round, GradientAccumulationOptimizer({kind}(opt), ...), or accumulate "
-                "what is summed, by accumulate='synced'."
-            )
-        for inner in self.inner_stack():
-            if getattr(inner, "tells_replicas_apart", False):
-                other = type(inner).__name__
-                raise ValueError(
-                    f"{kind} around {other} would sum gradients before the replicas are told "
-                    f"apart: turn them round, {other}({kind}(opt), ...), or give {other} "
-                    "accept_summed=True."
-                )
+        check_order(self, self.inner_stack())
 
-    def _check_hides_nothing(self) -> None:
-        """Raises ValueError where this one leaves out what an inner loss scale has to see."""
-        if any(getattr(inner, "moves_by_not_finite", False) for inner in self.inner_stack()):
-            kind = type(self).__name__
-            raise ValueError(
-                f"{kind} leaves out gradients that are not finite, so that LossScaleOptimizer "
-                "inside it never learns that its scale is too large: turn them round, "
-                f"LossScaleOptimizer({kind}(opt, ...)), or leave nothing out here."
-            )
+    # What a wrapper says of itself.
 
-    def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for variables that cannot be updated; creates nothing."""
+    def stages(self) -> list[Stage]:
+        """The stages of a step that this wrapper adds, from the outside in."""
+        return []
 
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        """Raises ValueError for gradients that do not fit; creates nothing."""
-        for grad, variable in zip(grads, variables):
-            if grad is None:
-                continue
-            shard_dims = [] if self._has_own_copy(variable) else self._shard_dims(grad.shape)
-            if [d for d in grad.shape.dims if d not in shard_dims] != variable.shape.dims:
-                raise ValueError(
-                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
-                    f"the variable has {variable.shape.to_string}: a gradient has the "
-                    f"variable's shape, or the shard dims {list(self._shard_names)} in front."
-                )
+    def partition(self) -> Partition | None:
+        """How this wrapper shards the updates of the optimizer inside; None if it does not."""
+        return None
+
+    def without_scale(
+        self, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Gradients before they come into the stack, without a scale that this wrapper has added.
+
+        Args:
+          grads: gradients of a loss.
+          variables: their variables.
+
+        Returns:
+          For each the gradient of the loss as the program has it.
+        """
+        del variables
+        return grads
+
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for what this wrapper cannot apply; creates nothing.
+
+        Args:
+          grads: gradients as the outermost wrapper was given them, or None.
+          variables: their variables.
+        """
+
+    def reported(self) -> dict[str, mtf.Tensor]:
+        """What this wrapper adds to `mtf_gradsync.reported`, by name."""
+        return {}
+
+    # The shards, as a shape shows them.
 
     def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
         """The shard dims that a shape has, in the order that numbers the shards."""
@@ -177,153 +168,19 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
             )
         return bool(dims)
 
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        """The loss to differentiate."""
-        return loss
-
-    def _entered(
+    def _check_shapes(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Tensor | None]:
-        """What this wrapper does to gradients before they enter the stack that it is part of."""
-        del variables
-        return list(grads)
-
-    def _enter(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Tensor | None]:
-        """Gradients as the stack takes them."""
-        for wrapper in self._wrappers():
-            grads = wrapper._entered(grads, variables)
-        take_without_scale(grads, [v.name for v in variables])
-        return list(grads)
-
-    def _summed(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Tensor | None]:
-        """Whole gradients of the variables' shapes: shard dims that a variable has not go."""
-        owners = [v for g, v in zip(grads, variables) if g is not None]
-
-        def add_up(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-            dims = [
-                [d for d in grad.shape.dims if d not in variable.shape.dims]
-                for grad, variable in zip(present, owners)
-            ]
-            sums = SumGradients(present, dims, self.reducer, self._shard_names).outputs
-            self._note_sums(present, sums)
-            return sums
-
-        return on_present(grads, add_up)
-
-    def _note_sums(self, parts: Sequence[mtf.Tensor], sums: Sequence[mtf.Tensor]) -> None:
-        """Remembers the first sums of gradients that come by."""
-        if self.summed is None:
-            self.summed = Summed(seen_now(parts), seen_now(sums))
-
-    def _apply_totals(
-        self,
-        sums: Sequence[mtf.Tensor | None],
-        dtypes: Sequence[tf.DType | None],
-        variables: Sequence[mtf.Variable],
-        divisor: mtf.Tensor | None,
-    ) -> list[mtf.Operation]:
-        """Sums accumulated gradients over the mesh and applies them.
-
-        Args:
-          sums: what the accumulators hold.
-          dtypes: dtypes of the gradients that were added.
-          variables: their variables.
-          divisor: a scalar to divide by, or None.
-
-        Returns:
-          What the inner optimizer returned.
-        """
-
-        def finish(index: int, total: mtf.Tensor) -> mtf.Tensor:
-            if divisor is not None:
-                wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
-                total = mtf.divide(wide, mtf.cast(divisor, wide.dtype))
-            dtype = self._inner_dtype(dtypes[index])
-            return total if total.dtype == dtype else mtf.cast(total, dtype)
-
-        def finish_all(totals: Sequence[mtf.Tensor | None]) -> list[mtf.Tensor | None]:
-            return [None if x is None else finish(i, x) for i, x in enumerate(totals)]
-
-        apply_unsummed = self._inner_apply_unsummed
-        if apply_unsummed is not None:
-            return self._apply_inner(sums, variables, lambda g, v: apply_unsummed(g, v, finish_all))
-        return self._apply_inner(finish_all(self._summed(sums, variables)), variables)
-
-    @property
-    def _inner_apply_unsummed(self) -> Callable[..., list[mtf.Operation]] | None:
-        """How the inner optimizer takes gradients that are not summed, if it sums by itself."""
-        return getattr(self.opt, "apply_unsummed", None)
-
-    def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
-        """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
-        # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the
-        # others cast to float32 themselves.
-        if dtype.size >= 4 or isinstance(self.innermost(), mtf.optimize.MomentumOptimizer):
-            return dtype
-        return tf.float32
-
-    def _in_dtypes_of_inner(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Tensor | None]:
-        """Gradients as Mesh-TF's Momentum takes them: in the dtype of the variable's value."""
-        if not isinstance(self.opt, mtf.optimize.MomentumOptimizer):
-            return list(grads)
-        other = [g is not None and g.dtype != v.activation_dtype for g, v in zip(grads, variables)]
-        if any(other):
-            narrow = variables[other.index(True)].activation_dtype.name
-            warn_once(
-                "narrow momentum",
-                "mtf.optimize.MomentumOptimizer takes gradients in the dtype of activations, %s, "
-                "and adds them up in it: small ones are lost. "
-                "MeshOptimizer(tf.train.MomentumOptimizer(...)) adds up in float32.",
-                narrow,
-            )
-        return [
-            mtf.cast(g, v.activation_dtype) if casts else g
-            for g, v, casts in zip(grads, variables, other)
-        ]
-
-    def _apply_inner(
-        self,
-        grads: Sequence[mtf.Tensor | None],
-        variables: Sequence[mtf.Variable],
-        apply: Callable[..., list[mtf.Operation]] | None = None,
-    ) -> list[mtf.Operation]:
-        """Applies the inner optimizer behind a gate, and remembers the slots that it makes.
-
-        Args:
-          grads: what it gets.
-          variables: their variables.
-          apply: what to call in place of its `apply_grads`.
-
-        Returns:
-          What it returned.
-        """
-        if not isinstance(self.opt, Wrapper):
-            grads = self._in_dtypes_of_inner(grads, variables)
-        self.handed_on = seen_now(grads)
-        graph = variables[0].graph
-        before = set(graph.all_variables)
-
-        def make() -> list[mtf.Operation]:
-            do = apply or getattr(self.opt, "_apply_entered", self.opt.apply_grads)
-            update = do(list(grads), list(variables))
-            if update is None:
-                raise TypeError(
-                    f"apply_grads of {self.opt!r} must return a list of mtf operations, got None."
+    ) -> None:
+        for grad, variable in zip(grads, variables):
+            if grad is None:
+                continue
+            shard_dims = [] if self._has_own_copy(variable) else self._shard_dims(grad.shape)
+            if [d for d in grad.shape.dims if d not in shard_dims] != variable.shape.dims:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
+                    f"the variable has {variable.shape.to_string}: a gradient has the "
+                    f"variable's shape, or the shard dims {list(self._shard_names)} in front."
                 )
-            return list(update)
-
-        operations = make() if isinstance(self.opt, Wrapper) else gated_update(make, grads)
-        told = getattr(self.opt, "variables", None)
-        told = set(told()) if callable(told) else set()
-        created = [v for v in graph.all_variables if v not in before and v not in told]
-        self._slots.record(created, variables, tf.get_variable_scope().name)
-        return operations
 
     # The interface of mtf.optimize.Optimizer.
 
@@ -346,41 +203,54 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
         """
         grads, variables = checks.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
+        wrappers = self._segment_wrappers()
+        for wrapper in wrappers:
+            wrapper.check(grads, variables)
         if all(g is None for g in grads):
             return []
         with contextlib.ExitStack() as undone:
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
             for wrapper in self._wrappers():
                 undone.enter_context(wrapper._slots.undone_on_error())
-            return self._apply_entered(self._enter(grads, variables), variables)
-
-    def _apply_entered(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        """`apply_grads` inside of another wrapper, whose `apply_grads` undoes what went wrong."""
-        grads, variables = checks.check_grads_and_variables(grads, variables)
-        self._check_shapes(grads, variables)
-        graph = variables[0].graph
-        again = self._graph is not None and self._graph() is graph
-        self._graph = weakref.ref(graph)
-        self.times_applied = self.times_applied + 1 if again else 1
-        self.came = seen_now(grads)
-        self.handed_on = self.shards = self.summed = None
-        return self._to_inner(grads, variables)
+            given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
+            innermost = wrappers[-1]
+            step = StepBuilder(
+                [w._segment() for w in wrappers],
+                innermost.opt,
+                # A wrapper behind an optimizer of others reduces by itself.
+                takes_pending=len(wrappers) < len(self._wrappers()),
+                partition=next((p for p in (w.partition() for w in wrappers) if p), None),
+                slots=innermost._slots,
+            )
+            operations = step.build(given)
+        for wrapper in wrappers:
+            wrapper._note_step(step)
+        return operations
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
         return self.apply_grads([grad], [var])
 
-    def _step_updated(self) -> mtf.Tensor | None:
-        """What global_step grows by, an int32 scalar that is 0 or 1; None for 1."""
-        return self.opt._step_updated() if isinstance(self.opt, Wrapper) else None
+    def _segment(self) -> Segment:
+        return Segment(self.stages(), Reduction(self.reducer, self._shard_names), self.name)
 
-    # What it tells, and the stack.
+    def _note_step(self, step: StepBuilder) -> None:
+        graph = step.plan.graph
+        again = self._graph is not None and self._graph() is graph
+        self._graph = weakref.ref(graph)
+        self.times_applied = self.times_applied + 1 if again else 1
+        self.step = step
 
-    def reported(self) -> dict[str, mtf.Tensor]:
-        """What this wrapper adds to `mtf_gradsync.reported`, by name."""
-        return {}
+    def _without_scales(
+        self, grads: Iterable[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        grads = list(grads)
+        for wrapper in self._wrappers():
+            grads = wrapper.without_scale(grads, variables)
+        take_without_scale(grads, [v.name for v in variables])
+        return grads
+
+    # The stack.
 
     def inner_stack(self) -> list[Any]:
         """The optimizers inside this one, from the outside in."""
@@ -396,6 +266,15 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
     def _wrappers(self) -> list[Wrapper]:
         """The wrappers of the stack, from the outside in."""
         return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
+
+    def _segment_wrappers(self) -> list[Wrapper]:
+        """Those up to the first optimizer that is none; what is inside of that is its own."""
+        found: list[Wrapper] = []
+        opt: Any = self
+        while isinstance(opt, Wrapper):
+            found.append(opt)
+            opt = opt.opt
+        return found
 
     def innermost(self) -> Any:
         """The optimizer that does the updates."""

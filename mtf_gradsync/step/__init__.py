@@ -1,5 +1,6 @@
 """One plan for a training step: what waits for what, what is read once, what runs only when due."""
 
+from mtf_gradsync.step.after import values_after
 from mtf_gradsync.step.branch import Branch, Conditional
 from mtf_gradsync.step.count import AdvanceStep, advance_step, is_advanced
 from mtf_gradsync.step.gate import Gate, gated_update
@@ -17,4 +18,5 @@ __all__ = [
     "advance_step",
     "gated_update",
     "is_advanced",
+    "values_after",
 ]

@@ -20,13 +20,22 @@ class Branch:
       updates: the assignments and other operations that the function returned.
     """
 
-    def __init__(self, plan: Plan, make: Callable[[], Sequence[mtf.Operation]]):
+    def __init__(self, plan: Plan, make: Callable[[], Sequence[mtf.Operation]] | None = None):
         self.plan = plan
-        self.updates = plan.collect(self, make)
+        self.updates: list[mtf.Operation] = []
+        if make is not None:
+            self.add(make)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Gives the branch the operations that are made within; variables stay outside."""
+        with self.plan.collecting(self):
+            yield
 
     def add(self, make: Callable[[], Sequence[mtf.Operation]]) -> None:
-        """Adds what another function makes, to run after the rest; before the graph is lowered."""
-        self.updates.extend(self.plan.collect(self, make))
+        """Adds what a function makes, to run after the rest; before the graph is lowered."""
+        with self.opened():
+            self.updates.extend(make())
 
 
 class Conditional(mtf.Operation):

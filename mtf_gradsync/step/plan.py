@@ -95,27 +95,23 @@ class Plan:
         """The branch that is being built, None outside of any."""
         return self._open_branch
 
-    def collect(self, branch: Any, make: Callable[[], Sequence[mtf.Operation]]) -> list[Any]:
-        """Gives a branch the operations that a function makes; variables stay outside.
+    @contextlib.contextmanager
+    def collecting(self, branch: Any) -> Iterator[None]:
+        """Gives a branch the operations that are made within; variables stay outside.
 
         Args:
           branch: what they belong to, any object.
-          make: makes the operations.
-
-        Returns:
-          What make returned.
         """
         self.adopt()
         before = set(self.graph.operations)
         outer, self._open_branch = self._open_branch, branch
         try:
-            updates = list(make())
+            yield
         finally:
             self._open_branch = outer
         for operation in self.graph.operations:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
-        return updates
 
     @property
     def is_held(self) -> bool:

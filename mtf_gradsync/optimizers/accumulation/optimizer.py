@@ -16,19 +16,21 @@ from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
-from mtf_gradsync.optimizers.seen import seen_now
-from mtf_gradsync.optimizers.state.accumulators import Accumulators
+from mtf_gradsync.optimizers.pipeline import (
+    Form,
+    GradientSet,
+    Reduction,
+    Stage,
+    StepBuilder,
+    Traits,
+)
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.state.variables import counter
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Plan
 
 LOCAL, SYNCED = "local", "synced"
-_NESTED = (
-    "A GradientAccumulationOptimizer inside another one would count the outer's updates as micro "
-    "steps; use one, with the product of both backward_passes_per_step."
-)
 
 
 class _Counters(NamedTuple):
@@ -57,8 +59,8 @@ class GradientAccumulationOptimizer(Wrapper):
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         opt: Any,
         backward_passes_per_step: Passes = gin.REQUIRED,
         average_aggregated_gradients: bool = False,
@@ -75,8 +77,11 @@ class GradientAccumulationOptimizer(Wrapper):
         layout: Any = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
-    ):
+    ) -> Any:
         """Wraps an optimizer.
+
+        There is no ``__init__``: given an optimizer of `tf.compat.v1.train`, the class makes an
+        object of another one. A subclass with arguments of its own overrides ``__new__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
@@ -110,14 +115,14 @@ class GradientAccumulationOptimizer(Wrapper):
           ValueError: an argument is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
             if should_skip_update_fn is not None:
                 raise ValueError(
                     "should_skip_update_fn goes with mesh optimizers; got it with the TensorFlow "
                     f"optimizer {opt!r}."
                 )
-            self.counterpart = compat_v1.GradientAccumulationOptimizer(
+            counterpart = compat_v1.GradientAccumulationOptimizer(
                 opt,
                 backward_passes_per_step,
                 average_aggregated_gradients,
@@ -127,7 +132,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 name,
             )
             hints.hint_if_micro_steps_are_counted(optimizers_inside(opt)[-1], name)
-            return
+            return counterpart
         if allreduce_fn is not None:
             raise ValueError(
                 "allreduce_fn goes with optimizers of tf.compat.v1; on a mesh a strategy sums: "
@@ -140,19 +145,24 @@ class GradientAccumulationOptimizer(Wrapper):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self = super().__new__(cls)
+        self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
         if accumulate == LOCAL and self.axes is None:
-            self.axes = axes_of_pipeline(type(self).__name__, "the shards", batch_dims)
+            self.axes = axes_of_pipeline(cls.__name__, "the shards", batch_dims)
         self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
-        # A loss that is not finite need not end training then.
-        self.leaves_out_not_finite = getattr(should_skip_update_fn, "leaves_out_not_finite", False)
-        if self.leaves_out_not_finite:
-            self._check_hides_nothing()
         # Whether some steps bring no update.
         self.skips_updates = self._passes != 1 or self._skip_fn is not None
+        self.traits = Traits(
+            reduces=self.accumulate == SYNCED,
+            needs_shards=self.accumulate == LOCAL,
+            or_else="accumulate reduced gradients, by accumulate='synced'",
+            schedules_updates=self.skips_updates,
+            skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
+        )
+        self._check_order()
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         # An optimizer may serve several graphs; the last one is what its properties tell of.
@@ -160,6 +170,11 @@ class GradientAccumulationOptimizer(Wrapper):
         self._update_step_now: mtf.Tensor | None = None
         self._progress: dict[str, mtf.Tensor] = {}
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
+        return self
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_Accumulate(self)] if self.skips_updates else []
 
     @property
     def backward_passes_per_step(self) -> Passes:
@@ -207,64 +222,11 @@ class GradientAccumulationOptimizer(Wrapper):
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + list(self._counters or ())
 
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        if not self.skips_updates:
-            return self._apply_inner(grads, variables)
-        mesh = variables[0].mesh
-        plan = Plan.of(mesh.graph)
-        if plan.is_in_branch:
-            raise ValueError(_NESTED)
-        counters = plan.state(self, self.name, lambda: self._make_counters(mesh))
-        mini_step, update_step, skipped = (c.value for c in counters)
-        for state in counters:
-            mtf.scalar_summary(f"summary/{state.name}", state.value)
-        micro = self._micro_gradients(grads, variables)
-        counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
-        if self._skip_fn is not None:
-            present = [g for g in micro if g is not None]
-            skip = says_skip(self._skip_fn, present, self.reducer)
-            micro = LeaveOut.apply(micro, skip)
-            counted -= mtf.cast(skip, tf.int32)
-        accumulators = Accumulators(
-            micro,
-            variables,
-            self._slots,
-            self._dtype,
-            self._checkpointed,
-            counter=counters.mini_step.name,
-        )
-        count = mini_step + counted
-        due = mtf.greater_equal(count, passes_at(self._passes, update_step))
-        if self._skip_fn is not None:
-            # A checkpoint may hold more micro steps than are asked for now; what was left out
-            # brings no update even then.
-            due = mtf.logical_and(due, mtf.greater(counted, 0))
-
-        divisor = count if self._average else None
-
-        def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            return self._apply_totals(sums, accumulators.dtypes, variables, divisor)
-
-        gate, updates = accumulators.when_due(due, update)
-        updated = mtf.cast(due, tf.int32)
-        after_step = _Counters(
-            count * (1 - updated), update_step + updated, skipped + (1 - counted)
-        )
+    def _note_counters(self, counters: _Counters, after_step: _Counters) -> None:
         self._counters, self._update_step_now = counters, after_step.update_step
         self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
         if self._skip_fn is not None:
             self._progress["skipped"] = after_step.skipped
-        counts = plan.graph.combine_assignments(
-            [mtf.assign(c, value) for c, value in zip(counters, after_step)]
-        )
-        gate.hold(counts)
-        return [*updates, *counts]
-
-    def _check_inner_stack(self) -> None:
-        if any(isinstance(o, GradientAccumulationOptimizer) for o in self.inner_stack()):
-            raise ValueError(_NESTED)
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
@@ -273,31 +235,88 @@ class GradientAccumulationOptimizer(Wrapper):
             counter(mesh, f"{self.name}/skipped"),
         )
 
-    def _micro_gradients(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Tensor | None]:
-        """The gradients to add up: one a shard, or summed over the mesh now."""
-        if self.accumulate == SYNCED:
-            return self._summed(grads, variables)
-        own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-        mixed = mixed_gradients(own, self.axes)
+
+class _Accumulate(Stage):
+    """Adds gradients up, and passes the sums on when an update is due."""
+
+    gives = Form.REDUCED
+
+    def __init__(self, wrapper: GradientAccumulationOptimizer):
+        self._wrapper = wrapper
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        wrapper, mesh = self._wrapper, gradients.variables[0].mesh
+        counters = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
+        mini_step, update_step, skipped = (c.value for c in counters)
+        for state in counters:
+            mtf.scalar_summary(f"summary/{state.name}", state.value)
+        micro = self._micro_gradients(gradients, step)
+        counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
+        if wrapper._skip_fn is not None:
+            skip = says_skip(wrapper._skip_fn, micro.present, wrapper.reducer)
+            micro = micro.with_grads(LeaveOut.apply(micro.grads, skip))
+            counted -= mtf.cast(skip, tf.int32)
+        accumulators = Accumulators(
+            micro.grads,
+            micro.variables,
+            wrapper._slots,
+            wrapper._dtype,
+            wrapper._checkpointed,
+            counter=counters.mini_step.name,
+        )
+        count = mini_step + counted
+        due = mtf.greater_equal(count, passes_at(wrapper._passes, update_step))
+        if wrapper._skip_fn is not None:
+            # A checkpoint may hold more micro steps than are asked for now; what was skipped
+            # brings no update even then.
+            due = mtf.logical_and(due, mtf.greater(counted, 0))
+        updated = mtf.cast(due, tf.int32)
+        after_step = _Counters(
+            count * (1 - updated), update_step + updated, skipped + (1 - counted)
+        )
+        step.when_built(lambda: wrapper._note_counters(counters, after_step))
+        gate = accumulators.add(step)
+        counts = step.plan.graph.combine_assignments(
+            [mtf.assign(c, value) for c, value in zip(counters, after_step)]
+        )
+        step.write(counts, gate)
+        sums = accumulators.take_when(due, step, gate, counts_every_step=True)
+        return gradients.with_grads(
+            sums,
+            Form.PENDING,
+            divisor=count if wrapper._average else None,
+            dtypes=tuple(accumulators.dtypes),
+        )
+
+    def _micro_gradients(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """The gradients to add up: one a shard, or reduced over the mesh now."""
+        wrapper = self._wrapper
+        reduction = Reduction(wrapper.reducer, wrapper._shard_names)
+        if wrapper.accumulate == SYNCED:
+            return step.reduce_whole(gradients, reduction)
+        axes, grads = wrapper.axes, gradients.grads
+        own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
+        mixed = mixed_gradients(own, axes)
         if mixed:
             warn_once(
                 "gradients summed on each micro step",
                 "%s: the program itself needs the sums of the gradients of %s on every micro step "
-                "(for %s), so they cross the mesh on each of them, and are added up whole. Do that "
-                "after accumulation: ClipByGlobalNormOptimizer inside it clips the sum.",
-                self.name,
-                [variables[i].name for i in mixed],
+                "(for %s), so they are reduced on each of them, and their sums are added up. Do "
+                "that after accumulation: ClipByGlobalNormOptimizer inside it clips the sum.",
+                wrapper.name,
+                [gradients.variables[i].name for i in mixed],
                 ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values())),
             )
         local = [None if i in mixed else g for i, g in enumerate(grads)]
-        summed = [g if i in mixed else None for i, g in enumerate(grads)]
-        shards = per_shard(local, self.axes, self.reducer)
+        shards = per_shard(local, axes, wrapper.reducer)
         if not mixed:
-            self.shards = seen_now(shards)
-        summed = self._summed(summed, variables)
-        return [w if i in mixed else g for i, (g, w) in enumerate(zip(shards, summed))]
+            step.per_shard = gradients.with_grads(shards, Form.PER_SHARD)
+        summed = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
+        summed = step.reduce_whole(summed, reduction)
+        return gradients.with_grads(
+            [w if i in mixed else g for i, (g, w) in enumerate(zip(shards, summed.grads))],
+            Form.PER_SHARD,
+        )
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import gin
 
 from mtf_gradsync._numbers import is_number, is_whole
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.gradients import ScaledLosses, global_norm, not_finite, unscaled_gradients
 from mtf_gradsync.mesh.axes import axes_of_program
 from mtf_gradsync.optimizers.loss_scale.hook import LossScaleHook
@@ -21,12 +21,19 @@ from mtf_gradsync.optimizers.loss_scale.state import (
     LossScaleState,
     Rule,
     after_step,
-    held_after_step,
     make_state,
+)
+from mtf_gradsync.optimizers.pipeline import (
+    GradientSet,
+    Reduction,
+    Stage,
+    StepBuilder,
+    Traits,
+    traits_of,
 )
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan
+from mtf_gradsync.step import Gate, Plan, values_after
 
 DYNAMIC = "dynamic"
 # Scales whose reciprocals are far from float32's limits, too.
@@ -61,10 +68,7 @@ class LossScaleOptimizer(Wrapper):
       `tf.keras.mixed_precision.LossScaleOptimizer`
     """
 
-    # A loss that is not finite need not end training then.
-    leaves_out_not_finite = True
-    # It has to see them.
-    moves_by_not_finite = True
+    traits = Traits(watches_not_finite=True)
 
     def __init__(
         self,
@@ -113,14 +117,17 @@ class LossScaleOptimizer(Wrapper):
         self._rule = _rule(
             loss_scale, initial_scale, growth_steps, multiplier, min_scale, max_scale
         )
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._check_order()
         # Of the graph that gradients were applied in last: variables, and values after a step.
         self._state: LossScaleState | None = None
         self._now: LossScaleState | None = None
-        self._updated: mtf.Tensor | None = None
         self._writes: list[mtf.Operation] = []
         self._told: TellNotFinite | None = None
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_SkipNotFinite(self)]
 
     @property
     def scale(self) -> mtf.Variable | float | None:
@@ -179,29 +186,15 @@ class LossScaleOptimizer(Wrapper):
         """The state after a step."""
         if self._now is None and self._writes:
             # Written in a branch, so that the values are known outside only by reading them.
-            self._now = held_after_step(self._state, self._writes)
+            values = iter(values_after(self._state.present, self._writes))
+            self._now = LossScaleState(*[x if x is None else next(values) for x in self._state])
         return self._now
 
-    def _step_updated(self) -> mtf.Tensor | None:
-        return self._updated
-
-    def _check_inner_stack(self) -> None:
-        for inner in self.inner_stack():
-            if isinstance(inner, LossScaleOptimizer):
-                raise ValueError(
-                    "A LossScaleOptimizer inside another one would scale the loss twice; use one."
-                )
-            if getattr(inner, "skips_updates", False) and not _leaves_out(inner):
-                kind = type(inner).__name__
-                raise ValueError(
-                    f"LossScaleOptimizer around {kind} needs micro steps that are not finite left "
-                    f"out there: turn them round, {kind}(LossScaleOptimizer(opt), ...), which "
-                    "decides once an update, or give it should_skip_update_fn=skip_not_finite."
-                )
-
-    def _entered(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    def without_scale(
+        self, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
+        """See `Wrapper.without_scale`."""
+
         def scale() -> float | mtf.Tensor:
             state = self._state_of(variables[0].mesh)
             return state.scale.value if self._rule.is_dynamic else self._rule.initial
@@ -213,136 +206,88 @@ class LossScaleOptimizer(Wrapper):
         self._state = plan.state(self, self.name, lambda: make_state(mesh, self.name, self._rule))
         return self._state
 
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        plan = Plan.of(variables[0].graph)
-        applied = plan.part(ScaledLosses)
-        if self.name in applied.applied:
-            raise ValueError(
-                f"{self.name} has applied gradients in this graph already; whether a step is left "
-                "out is decided for all of them: give apply_grads all variables at once."
-            )
-        applied.applied |= {self.name}
-        before = self._state_of(variables[0].mesh)
-        told: list[mtf.Operation] = []
-        decided: list[mtf.Tensor] = []
-
-        def hold(
-            sums: Sequence[mtf.Tensor | None], build: Callable[[], list[mtf.Operation]]
-        ) -> list[mtf.Operation]:
-            """Makes an update only where what it takes is finite."""
-            present = [g for g in sums if g is not None]
-            finite = self._are_finite(present)
-            gate = self._gate([*present, finite])
-            update = Conditional(finite, gate, Branch(plan, build), [], as_call=False)
-            told.extend(self._tell(finite, gate, grads, present, variables))
-            decided.append(finite)
-            return update.updates
-
-        inner_leaves_out = any(map(_leaves_out, self.inner_stack()))
-        apply = self._inner_apply_unsummed
-        if inner_leaves_out:
-            updates = self._beside(grads, variables, told, decided)
-        elif apply is not None:
-            updates = self._apply_inner(grads, variables, lambda g, v: apply(g, v, list, hold))
-        else:
-            sums = self._summed(grads, variables)
-            updates = hold(sums, lambda: self._apply_inner(sums, variables))
-        (finite,) = decided
-        after = after_step(before, finite, self._rule)
-        writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
-        gate = self._gate([finite])
-        if gate is not None:
-            gate.hold(writes)
-        self._writes = writes
-        self._now = None if plan.is_in_branch else after
-        if plan.is_in_branch:
-            self._updated = None
-        elif inner_leaves_out:
-            self._updated = super()._step_updated()
-        else:
-            self._updated = mtf.cast(finite, tf.int32)
-        return [*updates, *told, *writes]
-
-    def _beside(
-        self,
-        grads: list[mtf.Tensor | None],
-        variables: list[mtf.Variable],
-        told: list[mtf.Operation],
-        decided: list[mtf.Tensor],
-    ) -> list[mtf.Operation]:
-        """Watches what an inner optimizer leaves out by itself."""
-        # Where it tells shards apart, each shard's gradient is looked at; or else their sum, in
-        # which more can overflow.
-        if any(map(_tells_apart, self.inner_stack())):
-            taken = grads
-            present = [g for g in taken if g is not None]
-            found = NotFinite(present, self._axes_now(), self.reducer).outputs[0]
-            finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
-        else:
-            taken = self._summed(grads, variables)
-            present = [g for g in taken if g is not None]
-            finite = self._are_finite(present)
-        told.extend(self._tell(finite, self._gate([finite]), grads, present, variables))
-        decided.append(finite)
-        return self._apply_inner(taken, variables)
-
-    def _are_finite(self, sums: list[mtf.Tensor]) -> mtf.Tensor:
-        """Whether sums, or parts of them, are, a boolean scalar."""
-        if any(getattr(inner, "takes_norm", False) for inner in self.inner_stack()):
-            # Its squares overflow before they do, and the norm would make them NaN.
-            return mtf.less(global_norm(sums, self.reducer), float("inf"))
-        return mtf.less_equal(not_finite(sums, self.reducer), 0.0)
-
-    def _gate(self, tensors: list[mtf.Tensor]) -> Gate | None:
-        """What writes wait for; inside a branch everything waits already."""
-        plan = Plan.of(tensors[0].graph)
-        return None if plan.is_in_branch else Gate(plan, tensors)
-
     def _axes_now(self) -> Any:
         return self.axes or axes_of_program(self._shard_names)
 
-    def _tell(
+
+class _SkipNotFinite(Stage):
+    """Makes an update only where the gradients are finite, and moves the scale."""
+
+    def __init__(self, wrapper: LossScaleOptimizer):
+        self._wrapper = wrapper
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        wrapper = self._wrapper
+        losses = step.plan.part(ScaledLosses)
+        if wrapper.name in losses.applied:
+            raise ValueError(
+                f"{wrapper.name} has applied gradients in this graph already; whether a step is "
+                "skipped is decided for all of them: give apply_grads all variables at once."
+            )
+        losses.applied |= {wrapper.name}
+        before = wrapper._state_of(gradients.variables[0].mesh)
+        inside = [traits_of(x) for x in wrapper.inner_stack()]
+        reduction = Reduction(wrapper.reducer, wrapper._shard_names)
+        # What is inside may skip what is not finite by itself: then this one only moves the scale.
+        is_beside = any(traits.skips_not_finite for traits in inside)
+        if not is_beside:
+            passed_on = step.reduce(gradients, reduction)
+        elif any(traits.needs_shards for traits in inside):
+            passed_on = gradients
+        else:
+            # More can overflow in their sum than in each shard's gradients.
+            passed_on = step.reduce_whole(gradients, reduction)
+        if passed_on.form.is_reduced:
+            finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+        else:
+            found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
+            finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
+        gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
+        self._report(finite, gate, gradients, passed_on, step)
+        after = after_step(before, finite, wrapper._rule)
+        wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
+        step.write(wrapper._writes, gate)
+        wrapper._now = None if step.plan.is_in_branch else after
+        if not is_beside:
+            step.only_when(finite, gate, as_call=False)
+        return passed_on
+
+    def _are_finite(self, sums: list[mtf.Tensor], are_squared: bool) -> mtf.Tensor:
+        """Whether reduced gradients, or parts of them, are, a boolean scalar."""
+        reducer = self._wrapper.reducer
+        if are_squared:
+            # Their squares overflow before they do, and the norm would make them NaN.
+            return mtf.less(global_norm(sums, reducer), float("inf"))
+        return mtf.less_equal(not_finite(sums, reducer), 0.0)
+
+    def _report(
         self,
         finite: mtf.Tensor,
         gate: Gate | None,
-        grads: Sequence[mtf.Tensor | None],
-        sums: Sequence[mtf.Tensor],
-        variables: Sequence[mtf.Variable],
-    ) -> list[mtf.Operation]:
+        gradients: GradientSet,
+        passed_on: GradientSet,
+        step: StepBuilder,
+    ) -> None:
         """Names what is not finite, where something is not."""
-        plan, mesh = Plan.of(finite.graph), finite.mesh
-        axes = self._axes_now()
-        parts = [g for g in grads if g is not None]
-        names = [v.name for g, v in zip(grads, variables) if g is not None]
-        self._told = None
+        wrapper, mesh = self._wrapper, finite.mesh
+        axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
+        wrapper._told = None
 
         def tell() -> list[mtf.Operation]:
             found = []
             if axes:
-                of_shards = NotFinite(parts, axes, self.reducer, only_apart=True)
+                of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
                 found.append(mtf.anonymize(of_shards.outputs[0]))
-            found.append(mtf.anonymize(NotFinite(sums, None, self.reducer).outputs[0]))
+            of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
+            found.append(mtf.anonymize(of_sums.outputs[0]))
             rows = sum(x.shape.size for x in found) // len(names)
-            variable = places_variable(mesh, f"{self.name}/not_finite", rows, len(names))
-            self._told = TellNotFinite(found, variable, self._state.skipped, names, self.name)
-            return [self._told]
+            variable = places_variable(mesh, f"{wrapper.name}/not_finite", rows, len(names))
+            wrapper._told = TellNotFinite(
+                found, variable, wrapper._state.skipped, names, wrapper.name
+            )
+            return [wrapper._told]
 
-        bad = mtf.logical_not(finite)
-        return Conditional(bad, gate, Branch(plan, tell), [], as_call=False).updates
-
-
-def _tells_apart(opt: Any) -> bool:
-    """Whether an optimizer takes each shard's gradients."""
-    return getattr(opt, "accumulate", None) == "local" or getattr(
-        opt, "tells_replicas_apart", False
-    )
-
-
-def _leaves_out(opt: Any) -> bool:
-    """Whether an optimizer leaves out what is not finite by itself."""
-    return bool(getattr(opt, "leaves_out_not_finite", False))
+        step.beside_when(mtf.logical_not(finite), gate, tell)
 
 
 def _rule(

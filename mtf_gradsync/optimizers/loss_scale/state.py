@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.optimizers.state.held import held_after
 from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.variables import counter, unstacked
 
@@ -112,9 +111,3 @@ def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossSc
         mtf.cwise(good_steps, [good, finite], tf.int32),
         count,
     )
-
-
-def held_after_step(state: LossScaleState, writes: list[mtf.Operation]) -> LossScaleState:
-    """What the variables hold once they were written, or were left as they are."""
-    values = iter(held_after(state.present, writes))
-    return LossScaleState(*[None if x is None else next(values) for x in state])

@@ -9,9 +9,8 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.gradients.stage import whole_values
-from mtf_gradsync.optimizers.state.held import held_after
 from mtf_gradsync.optimizers.state.variables import state_variable
-from mtf_gradsync.step import Branch
+from mtf_gradsync.step import Branch, values_after
 
 
 class _Keep(mtf.Operation):
@@ -62,7 +61,7 @@ def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Te
         return [keep]
 
     branch.add(write)
-    (held,) = held_after([variable], [keep])
+    (held,) = values_after([variable], [keep])
     *known, has_run = mtf.unstack(held, shape.dims[0])
     return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
 

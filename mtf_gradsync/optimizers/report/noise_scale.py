@@ -11,13 +11,12 @@ from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.report.norms import norms_of_shards, whole_norm
-from mtf_gradsync.optimizers.seen import Summed
-from mtf_gradsync.optimizers.state.held import held_after
+from mtf_gradsync.optimizers.pipeline import Reduced
+from mtf_gradsync.optimizers.report.norms import norm_of_reduced, norms_of_shards
 from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.variables import state_variable
 from mtf_gradsync.optimizers.wrapper import Wrapper
-from mtf_gradsync.step import Gate, Plan
+from mtf_gradsync.step import Gate, Plan, values_after
 
 
 class NoiseScale(NamedTuple):
@@ -79,23 +78,22 @@ def gradient_noise_scale(
         raise ValueError(f"batch_size must be finite and greater than 0, got {batch_size!r}.")
     if not is_number(decay) or not 0 <= decay < 1:
         raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}.")
-    wrapper, summed, axes = _what_was_summed(opt, axes)
-    branch = summed.sums.branch
-    plan = Plan.of(summed.sums.grads[0].graph)
-    mesh = summed.sums.grads[0].mesh
+    reduced, axes = _what_was_reduced(opt, axes)
+    branch, mesh = reduced.branch, reduced.sums[0].mesh
+    plan = Plan.of(mesh.graph)
     with plan.undone_on_error():
         averages = [_variable(mesh, f"{name}/{field}") for field in ("trace", "squared_norm")]
         made: list[mtf.Operation] = []
 
         def smooth() -> list[mtf.Operation]:
-            own, clipped = norms_of_shards(summed.parts, axes, wrapper.reducer)
+            own, clipped = norms_of_shards(reduced.parts, axes, reduced.strategy)
             parts = own if clipped is None else clipped
             if parts is None:
                 raise ValueError(
                     "The shards' gradients cannot be told apart without sums of the size of "
                     "gradients, so that their noise scale cannot be had."
                 )
-            whole = whole_norm(summed.sums._replace(branch=None), wrapper.reducer)
+            whole = norm_of_reduced(reduced.sums, None, reduced.strategy)
             estimates = _estimates(parts, whole, axes.num_shards, batch_size)
             made.extend(
                 mtf.assign(average, _moved(average.value, new, estimates, decay))
@@ -109,20 +107,20 @@ def gradient_noise_scale(
             smooth()
         else:
             branch.add(smooth)
-        trace, squared_norm = held_after(averages, made)
+        trace, squared_norm = values_after(averages, made)
         # 0 / 0 is NaN: before the first step there is none.
         value = mtf.cwise(tf.divide, [trace, squared_norm])
     return NoiseScale(value, made if branch is None else [])
 
 
-def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summed, ReplicaAxes]:
-    """The outermost wrapper that has summed gradients over shards, and what it has summed."""
+def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
+    """The first reduction over shards of the step that a stack has built."""
     if not isinstance(opt, Wrapper):
         raise TypeError(
             f"gradient_noise_scale looks at what a wrapper has summed, got {opt!r}: wrap it, "
             "CrossShardOptimizer(opt)."
         )
-    if opt.came is None:
+    if opt.step is None:
         raise ValueError("gradient_noise_scale has to be called after gradients were applied.")
     if opt.times_applied > 1:
         raise ValueError(
@@ -130,15 +128,16 @@ def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summe
             f"{opt.times_applied} in this graph; give apply_grads all variables at once."
         )
     wrappers = opt._wrappers()
-    apart = next((w for w in wrappers if getattr(w, "tells_replicas_apart", False)), None)
+    apart = next((w for w in wrappers if w.traits.skips_shards), None)
     if apart is not None:
         raise ValueError(
             f"{type(apart).__name__} leaves out gradients of some replicas on some steps, so that "
             "norms before and after its sum are not of one batch."
         )
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
-    wrapper = next((w for w in wrappers if w.summed is not None), None)
-    if axes is None or axes.num_shards == 1 or wrapper is None:
+    steps = [w.step for w in wrappers if w.step is not None]
+    reduced = next((s.reduced for s in steps if s.reduced is not None), None)
+    if axes is None or axes.num_shards == 1 or reduced is None:
         what = (
             "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"
         )
@@ -146,7 +145,7 @@ def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summe
             f"The gradients {what}: their noise scale takes shards to compare. Give axes= where "
             "there are several."
         )
-    return wrapper, wrapper.summed, axes
+    return reduced, axes
 
 
 def _variable(mesh: mtf.Mesh, name: str) -> mtf.Variable:

@@ -1,4 +1,4 @@
-"""Norms of gradients that a stack of wrappers has seen."""
+"""Norms of gradients at a place of a stack of wrappers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mtf_gradsync.gradients import (
     summed_elsewhere,
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.seen import Seen
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Branch
 
 _logger = logging.getLogger("mtf_gradsync")
 
 
-def in_branch(seen: Seen, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
-    """What a function makes, where the gradients are."""
-    if seen.branch is None:
+def in_branch(branch: Branch | None, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
+    """What a function makes, in a branch of the step or, for None, on every step."""
+    if branch is None:
         return make()
     made = []
 
@@ -32,31 +32,33 @@ def in_branch(seen: Seen, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
         made.append(make())
         return []
 
-    seen.branch.add(build)
+    branch.add(build)
     return made[0]
 
 
-def norm_before_clipping(seen: Seen) -> mtf.Tensor | None:
+def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
     """The norm that clipping has made of gradients before it; None for other gradients."""
-    clipping = clipping_of(seen.grads)
+    clipping = clipping_of(grads)
     return None if clipping is None or clipping.norm.shape.ndims else clipping.norm
 
 
-def whole_norm(seen: Seen, strategy: Strategy) -> mtf.Tensor:
-    """The norm of whole gradients; of clipped ones, from what clipping knows."""
-    clipping = clipping_of(seen.grads)
+def norm_of_reduced(
+    grads: Sequence[mtf.Tensor], branch: Branch | None, strategy: Strategy
+) -> mtf.Tensor:
+    """The norm of reduced gradients; of clipped ones, from what clipping knows."""
+    clipping = clipping_of(grads)
     if clipping is not None and not clipping.norm.shape.ndims:
-        return in_branch(seen, lambda: mtf.multiply(clipping.norm, clipping.factor))
-    return in_branch(seen, lambda: global_norm(seen.grads, strategy))
+        return in_branch(branch, lambda: mtf.multiply(clipping.norm, clipping.factor))
+    return in_branch(branch, lambda: global_norm(grads, strategy))
 
 
 def norms_of_shards(
-    seen: Seen, axes: ReplicaAxes, strategy: Strategy
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
     """The norms of the shards' own gradients, on all processors.
 
     Args:
-      seen: gradients on all steps, pending or per shard.
+      grads: gradients that every step has, pending or per shard.
       axes: the replica axes.
       strategy: how sums cross the mesh.
 
@@ -65,11 +67,11 @@ def norms_of_shards(
       were not clipped. None as both where shards cannot be told apart, or only by sums of the size
       of gradients.
     """
-    clipping = clipping_of(seen.grads)
+    clipping = clipping_of(grads)
     if clipping is not None and clipping.norm.shape.ndims:
         before, after = _on_all([clipping.norm, mtf.multiply(clipping.norm, clipping.factor)])
         return before, after
-    own = [None if shard_dims_in(g.shape, axes) else g for g in seen.grads]
+    own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
     mixed = mixed_gradients(own, axes)
     reason = "know of all shards" if mixed else "take sums over other mesh axes first"
     unfit = list(mixed) or summed_elsewhere(own, axes)
@@ -78,10 +80,10 @@ def norms_of_shards(
             "Norms of shards are left out: %d gradients %s, such as %s.",
             len(unfit),
             reason,
-            seen.grads[unfit[0]].name,
+            grads[unfit[0]].name,
         )
         return None, None
-    shards = per_shard(seen.grads, axes, strategy)
+    shards = per_shard(grads, axes, strategy)
     return _on_all([shard_norms(shards, axes, strategy)])[0], None
 
 

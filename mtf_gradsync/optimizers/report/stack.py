@@ -6,9 +6,9 @@ from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
+from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.report import norms
 from mtf_gradsync.optimizers.report.kept import kept
-from mtf_gradsync.optimizers.seen import Seen
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Branch
 
@@ -62,7 +62,7 @@ def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]
             values[f"{tag}/{name}" if tag in values else tag] = value
 
     wrappers = [one for one in stack if isinstance(one, Wrapper)]
-    if wrappers and opt.came is not None:
+    if wrappers and opt.step is not None:
         _add_norms(wrappers, axes, add)
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
@@ -78,29 +78,33 @@ def _add_norms(
     add: Callable[[str, mtf.Tensor | None, str], None],
 ) -> None:
     outer, inner = wrappers[0], wrappers[-1]
+    # One, or several where an optimizer of others stands in between.
+    steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
+    received, applied = steps[0].received[0], steps[-1].passed_on[-1]
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
-    shards = next((w.shards for w in wrappers if w.shards), outer.came)
+    shards = next((s.per_shard for s in steps if s.per_shard), received)
     if axes and axes.num_shards > 1 and shards.branch is None:
-        own, clipped = norms.norms_of_shards(shards, axes, outer.reducer)
+        own, clipped = norms.norms_of_shards(shards.present, axes, outer.reducer)
         add("gradient_norm/of_shards", own, outer.name)
         add("gradient_norm/of_shards_clipped", clipped, outer.name)
-    places = {w.handed_on.grads[0]: (w.handed_on, w.name) for w in wrappers if w.handed_on}
     # Where the program itself has clipped what the optimizer was given.
-    places = {outer.came.grads[0]: (outer.came, "program"), **places}
+    places = {received.present[0]: (received, "program")}
+    for step in steps:
+        for passed_on, name in zip(step.passed_on, step.names):
+            places[passed_on.present[0]] = passed_on, name
     of_branches: dict[Branch, dict[tuple[str, str], mtf.Tensor]] = {}
 
-    def add_whole(tag: str, norm: mtf.Tensor | None, seen: Seen, name: str) -> None:
-        if norm is not None and seen.branch is not None:
-            of_branches.setdefault(seen.branch, {})[tag, name] = norm
+    def add_whole(tag: str, norm: mtf.Tensor | None, place: GradientSet, name: str) -> None:
+        if norm is not None and place.branch is not None:
+            of_branches.setdefault(place.branch, {})[tag, name] = norm
         else:
             add(tag, norm, name)
 
-    for seen, name in places.values():
-        add_whole("gradient_norm/before_clipping", norms.norm_before_clipping(seen), seen, name)
-    applied = inner.handed_on
-    if applied is not None:
-        norm = norms.whole_norm(applied, inner.reducer)
-        add_whole("gradient_norm/applied", norm, applied, inner.name)
+    for place, name in places.values():
+        before = norms.norm_before_clipping(place.present)
+        add_whole("gradient_norm/before_clipping", before, place, name)
+    norm = norms.norm_of_reduced(applied.present, applied.branch, inner.reducer)
+    add_whole("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
         held = kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable, List, Optional, Sequence
+import dataclasses
+from typing import Any, Callable, Sequence
 
 import gin
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
-from mtf_gradsync.gradients import on_present
+from mtf_gradsync.compat_v1 import NOT_GIVEN
 from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.mesh.shared_copies import shares_all
+from mtf_gradsync.optimizers.pipeline import (
+    Form,
+    GradientSet,
+    Partition,
+    Stage,
+    StepBuilder,
+    Traits,
+)
 from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, split_twice, why_whole
 from mtf_gradsync.optimizers.sharded_updates.slots import keep_in_parts
-from mtf_gradsync.optimizers.sharded_updates.stages import ScatterGradients, undone
 from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
 from mtf_gradsync.optimizers.sharded_updates.waves import sum_together
 from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
-#: What is still to be done to sums, or parts of them: takes their list, and returns one like it.
-Finish = Callable[[Sequence[Optional[mtf.Tensor]]], Sequence[Optional[mtf.Tensor]]]
-#: Decides on an update: takes the sums that the inner optimizer is to get, and what builds its
-#: operations; returns these.
-Hold = Callable[
-    [Sequence[Optional[mtf.Tensor]], Callable[[], List[mtf.Operation]]], List[mtf.Operation]
-]
+
+class _UpdateParts(Stage):
+    """Gives the inner optimizer parts of variables, and gathers the new values."""
+
+    takes = Form.REDUCED
+
+    def __init__(self, wrapper: ShardedUpdateOptimizer):
+        self._wrapper = wrapper
+
+    def update(
+        self,
+        gradients: GradientSet,
+        step: StepBuilder,
+        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
+    ) -> list[mtf.Operation]:
+        return self._wrapper._update_parts(gradients, apply_inner)
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -50,6 +65,8 @@ class ShardedUpdateOptimizer(Wrapper):
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
       2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
     """
+
+    traits = Traits(shards_updates=True)
 
     def __init__(
         self,
@@ -84,8 +101,8 @@ class ShardedUpdateOptimizer(Wrapper):
         """
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
             raise ValueError(f"min_size must be a whole number of 0 or more, got {min_size!r}.")
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._check_order()
         if self.axes is None:
             self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
         if self.axes.num_shards == 1:
@@ -133,69 +150,30 @@ class ShardedUpdateOptimizer(Wrapper):
     def _shape_of_part(self, shape: mtf.Shape) -> mtf.Shape:
         return shape_of_part(shape, self.axes, self._kept(), self._min_size)
 
-    def apply_unsummed(
-        self,
-        grads: list[mtf.Tensor | None],
-        variables: list[mtf.Variable],
-        finish: Finish = list,
-        hold: Hold | None = None,
-    ) -> list[mtf.Operation]:
-        """Applies gradients that an outer wrapper has not summed.
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_UpdateParts(self)]
 
-        Args:
-          grads: as for `apply_grads`, checked, at least one not None.
-          variables: their variables.
-          finish: what is to be done to the sums before they go to the inner optimizer: to their
-            elements, or to all together, as clipping by their norm. It gets parts of sums where
-            variables are split, and returns tensors of the same shapes.
-          hold: what decides whether the update is made; None makes it.
-
-        Returns:
-          As `apply_grads`.
-
-        Raises:
-          ValueError: as for `apply_grads`.
-        """
-        self._check_parts([v for g, v in zip(grads, variables) if g is not None])
+    def partition(self) -> Partition:
+        """See `Wrapper.partition`."""
         splits = not self._is_made_once()
-        shapes = [self.part_of(v) if splits else None for v in variables]
-        present = [(v, s or v.shape) for g, v, s in zip(grads, variables, shapes) if g is not None]
+        return Partition(self.axes, self.reducer, lambda v: self.part_of(v) if splits else None)
 
-        def scatter(given: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-            owners, to = zip(*present)
-            sources, redo = zip(*map(undone, given))
-            parts = ScatterGradients(sources, owners, to, self.axes, self.reducer).outputs
-            self._note_sums(sources, parts)
-            return [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
-
-        sums = on_present(grads, scatter)
-        totals = finish(sums)
-        parts: dict[mtf.Variable, PartOfVariable] = {}
-        inner = list(variables)
-        for index, (total, variable, shape) in enumerate(zip(totals, variables, shapes)):
-            if total is not None and shape is not None:
-                inner[index] = parts[variable] = self._part(variable, shape)
-
-        def build() -> list[mtf.Operation]:
-            return self._apply_to_parts(totals, variables, inner, parts)
-
-        return build() if hold is None else hold(totals, build)
-
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        return self.apply_unsummed(grads, variables)
-
-    def _apply_to_parts(
+    def _update_parts(
         self,
-        totals: Sequence[mtf.Tensor | None],
-        variables: list[mtf.Variable],
-        inner: list[mtf.Variable],
-        parts: dict[mtf.Variable, PartOfVariable],
+        gradients: GradientSet,
+        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
     ) -> list[mtf.Operation]:
-        graph = variables[0].graph
+        shape_of = self.partition().shape_of
+        parts: dict[mtf.Variable, PartOfVariable] = {}
+        inner = list(gradients.variables)
+        for index, (grad, variable) in enumerate(zip(gradients.grads, gradients.variables)):
+            shape = shape_of(variable) if grad is not None else None
+            if shape is not None:
+                inner[index] = parts[variable] = self._part(variable, shape)
+        graph = gradients.graph
         before = set(graph.operations)
-        updates = self._apply_inner(totals, inner)
+        updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
         slots = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # A slot of its variable's shape lies in parts already, if the variable is cut.
         names = [v.name for v in parts]
@@ -221,14 +199,9 @@ class ShardedUpdateOptimizer(Wrapper):
     def _kept(self) -> set[str]:
         return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
 
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        super()._check_shapes(grads, variables)
-        self._check_parts([v for g, v in zip(grads, variables) if g is not None])
-
-    def _check_parts(self, given: Sequence[mtf.Variable]) -> None:
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError where no variable has a part, or one has its part already."""
+        given = [v for g, v in zip(grads, variables) if g is not None]
         again = [v.name for v in given if v in self._gathered]
         if again:
             raise ValueError(
@@ -251,14 +224,3 @@ class ShardedUpdateOptimizer(Wrapper):
             f"{self.axes.mesh_shape.to_string}:\n  " + "\n  ".join(lines) + more + "\nLeave the "
             "wrapper out, checkpoints stay the same, or use a mesh whose sizes divide a dimension."
         )
-
-    def _check_inner_stack(self) -> None:
-        for inner in self.inner_stack():
-            if isinstance(inner, Wrapper) and not inner.takes_parts:
-                kind = type(inner).__name__
-                raise ValueError(
-                    f"{kind} cannot stand inside ShardedUpdateOptimizer, whose inner optimizer "
-                    f"sees parts of variables: turn them round, {kind}(ShardedUpdateOptimizer("
-                    "opt), ...)."
-                )
-        super()._check_inner_stack()

@@ -11,8 +11,8 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import give_value, reassign, take_over
+from mtf_gradsync.gradients.parts import GatherParts, TakePart
 from mtf_gradsync.optimizers.sharded_updates.cutting import Splitting
-from mtf_gradsync.optimizers.sharded_updates.stages import GatherParts, TakePart
 
 # They change element by element.
 _BY_ELEMENT = (mtf.assign_slice, mtf.assign_add_slice, mtf.assign_sub_slice)

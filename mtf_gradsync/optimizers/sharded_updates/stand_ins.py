@@ -6,7 +6,7 @@ from typing import Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import init_stand_in, reassign
-from mtf_gradsync.optimizers.sharded_updates.stages import GatherParts, TakePart
+from mtf_gradsync.gradients.parts import GatherParts, TakePart
 from mtf_gradsync.step import Plan
 
 

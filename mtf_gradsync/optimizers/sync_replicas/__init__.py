@@ -1,7 +1,6 @@
 """An update when enough shards have contributed a fresh gradient."""
 
-from mtf_gradsync.optimizers.sync_replicas.averages import moving_average
 from mtf_gradsync.optimizers.sync_replicas.no_update import NoUpdateError
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 
-__all__ = ["NoUpdateError", "SyncReplicasOptimizer", "moving_average"]
+__all__ = ["NoUpdateError", "SyncReplicasOptimizer"]

@@ -13,16 +13,11 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import check_told_apart, per_shard
 from mtf_gradsync.mesh.axes import axes_of_pipeline
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.seen import seen_now
-from mtf_gradsync.optimizers.state.accumulators import Accumulators, Bypass
+from mtf_gradsync.optimizers.average import AVERAGE, check_averages, move_averages
+from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, Bypass
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.sync_replicas import freshness
-from mtf_gradsync.optimizers.sync_replicas.averages import (
-    AVERAGE,
-    MovingAverages,
-    check_averages,
-    moving_average,
-)
 from mtf_gradsync.optimizers.sync_replicas.hooks import NothingToQueue, SyncReplicasHook
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
 from mtf_gradsync.optimizers.sync_replicas.replica_state import (
@@ -33,7 +28,6 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
 )
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Plan
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -54,20 +48,12 @@ class SyncReplicasOptimizer(Wrapper):
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
     `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
 
-    Attributes:
-      leaves_out_not_finite: True: a loss that is not finite need not end training.
-      skips_updates: True: some steps bring no update.
-      tells_replicas_apart: whether it needs gradients that nothing has summed over the replicas.
-
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
 
-    leaves_out_not_finite = True
-    skips_updates = True
-
-    def __init__(
-        self,
+    def __new__(
+        cls,
         opt: Any,
         replicas_to_aggregate: int = gin.REQUIRED,
         total_num_replicas: int | None = None,
@@ -85,8 +71,11 @@ class SyncReplicasOptimizer(Wrapper):
         layout: Any = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
-    ):
+    ) -> Any:
         """Wraps an optimizer.
+
+        There is no ``__init__``: given an optimizer of `tf.compat.v1.train`, the class makes an
+        object of another one. A subclass with arguments of its own overrides ``__new__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
@@ -126,7 +115,7 @@ class SyncReplicasOptimizer(Wrapper):
         _check_count("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
             _check_count("max_steps_without_update", max_steps_without_update)
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
             for what, value in (
                 ("contributes", contributes),
@@ -138,7 +127,7 @@ class SyncReplicasOptimizer(Wrapper):
                         f"{what} goes with mesh optimizers; got it with the TensorFlow optimizer "
                         f"{opt!r}."
                     )
-            self.counterpart = compat_v1.sync_replicas(
+            return compat_v1.sync_replicas(
                 opt,
                 replicas_to_aggregate,
                 total_num_replicas,
@@ -147,11 +136,11 @@ class SyncReplicasOptimizer(Wrapper):
                 use_locking,
                 name,
             )
-            return
         decay, averaged = check_averages(variable_averages, variables_to_average)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self = super().__new__(cls)
+        self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self.axes is None:
-            self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
+            self.axes = axes_of_pipeline(cls.__name__, "the replicas", batch_dims)
         if total_num_replicas not in (None, self.axes.num_shards):
             raise ValueError(
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
@@ -164,12 +153,23 @@ class SyncReplicasOptimizer(Wrapper):
         self._decay, self._averaged = decay, averaged
         self._contributes, self._local_steps = contributes, local_steps
         self._max_steps = max_steps_without_update
-        self.tells_replicas_apart = not accept_summed and self.axes.num_shards > 1
+        self.traits = Traits(
+            needs_shards=not accept_summed and self.axes.num_shards > 1,
+            or_else="give it accept_summed=True",
+            schedules_updates=True,
+            skips_not_finite=True,
+            skips_shards=self.axes.num_shards > 1 and not accept_summed,
+        )
+        self._check_order()
         # Of the graph that gradients were applied in last: variables, and values after a step.
         self._state: ReplicaState | None = None
         self._now: ReplicaState | None = None
-        self._updated: mtf.Tensor | None = None
         self._steps_without_update: StepsWithoutUpdate | None = None
+        return self
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_AggregateReplicas(self)]
 
     @property
     def state(self) -> ReplicaState | None:
@@ -278,9 +278,6 @@ class SyncReplicasOptimizer(Wrapper):
         dims = self._shard_dims(loss.shape)
         return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
 
-    def _step_updated(self) -> mtf.Tensor | None:
-        return self._updated
-
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
         """The moving average of a variable; makes nothing.
 
@@ -326,21 +323,8 @@ class SyncReplicasOptimizer(Wrapper):
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + list(self._state or ())
 
-    def _check_inner_stack(self) -> None:
-        for inner in self.inner_stack():
-            if getattr(inner, "skips_updates", False):
-                raise ValueError(
-                    f"{type(inner).__name__} cannot stand inside SyncReplicasOptimizer, which "
-                    "decides itself when there is an update. For K passes an update, give "
-                    "replicas_to_aggregate=K * num_shards."
-                )
-        self._check_hides_nothing()
-        super()._check_inner_stack()
-
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        super()._check_shapes(grads, variables)
+    def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
+        """See `Wrapper.check`."""
         for grad, variable in zip(grads, variables):
             if grad is not None and self._has_own_copy(variable):
                 raise ValueError(
@@ -350,7 +334,7 @@ class SyncReplicasOptimizer(Wrapper):
                 )
         if not variables:
             return
-        if self.tells_replicas_apart:
+        if self.traits.needs_shards:
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
             check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
         mesh = variables[0].mesh
@@ -363,78 +347,85 @@ class SyncReplicasOptimizer(Wrapper):
                 "the variables that gradients are applied to; make an optimizer for each graph."
             )
 
-    def _to_inner(
-        self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        mesh = variables[0].mesh
-        plan = Plan.of(mesh.graph)
-        if plan.is_in_branch:
-            raise ValueError(
-                "SyncReplicasOptimizer cannot stand inside an optimizer that skips updates: it "
-                "counts contributions by itself. In place of K passes around it, give it "
-                "replicas_to_aggregate=K * num_shards."
-            )
-        before = plan.state(
-            self, self.name, lambda: make_state(mesh, self.name, self.axes.shard_dims)
-        )
-        shards = per_shard(grads, self.axes, self.reducer, accept_summed=True)
-        if self.tells_replicas_apart:
-            self.shards = seen_now(shards)
-        steps = freshness.steps_of_gradients(self._local_steps, before.local_step, self.axes)
-        fresh = freshness.fresh_replicas(
-            [g for g in shards if g is not None],
-            steps,
-            before.update_step,
-            self._contributes,
-            self.axes,
-            self.reducer,
-        )
-        left_out = mtf.logical_not(fresh)
-        # Where one step can be enough, accumulators are for the steps that are not.
-        one_step = self._to_aggregate <= self.axes.num_shards
-        if not one_step:
-            shards = LeaveOut.apply(shards, left_out)
-        accumulators = Accumulators(
-            shards, variables, self._slots, is_share=True, counter=before.count.name
-        )
-        # The only thing but gradients that crosses the replica axes.
-        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
-        count = before.count.value + mtf.reduce_sum(contributed)
-        due = mtf.greater_equal(count, self._to_aggregate)
-        # All of them, and nothing waits from the steps before.
-        alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
-        bypass = Bypass(alone, left_out) if one_step else None
-
-        def update(sums: list[mtf.Tensor | None]) -> list[mtf.Operation]:
-            # The terms are 1/num_shards of what replicas contribute.
-            divisor = mtf.cast(count, tf.float32) / self.axes.num_shards
-            operations = self._apply_totals(sums, accumulators.dtypes, variables, divisor)
-            return [*operations, *self._move_averages(operations)]
-
-        gate, updates = accumulators.when_due(due, update, bypass)
-        updated = mtf.cast(due, tf.int32)
-        now = after_step(before, steps, contributed, count, updated)
-        writes = [mtf.assign(v, x) for v, x in zip(before, now)]
-        gate.hold(writes)
-        step, check = [*updates, *writes], None
-        if self._max_steps:
-            check = StepsWithoutUpdate(before, now, step, self._max_steps)
-        self._summarize(now)
-        self._state, self._now, self._updated = before, now, updated
-        self._steps_without_update = check
-        return [*step, check] if check else step
-
-    def _move_averages(self, updates: list[mtf.Operation]) -> list[mtf.Operation]:
-        if not self._averaged:
-            return []
-        averages = [moving_average(variable) for variable in self._averaged]
-        self._slots.record(averages, self._averaged)
-        return [MovingAverages(self._decay, self._averaged, averages, updates)]
+    def _note_states(self, before: ReplicaState, now: ReplicaState) -> None:
+        self._state, self._now = before, now
 
     def _summarize(self, now: ReplicaState) -> None:
         mtf.scalar_summary(f"summary/{self.name}/update_step", now.update_step)
         ReplicaSummaries(f"summary/{self.name}/made", now.made)
         ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
+
+
+class _AggregateReplicas(Stage):
+    """Adds up what fresh replicas contribute, and passes the average on when enough have."""
+
+    gives = Form.REDUCED
+
+    def __init__(self, wrapper: SyncReplicasOptimizer):
+        self._wrapper = wrapper
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        wrapper = self._wrapper
+        axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.variables[0].mesh
+        before = step.plan.state(
+            wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
+        )
+        shards = gradients.with_grads(
+            per_shard(gradients.grads, axes, reducer, accept_summed=True), Form.PER_SHARD
+        )
+        if wrapper.traits.needs_shards:
+            step.per_shard = shards
+        steps = freshness.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
+        fresh = freshness.fresh_replicas(
+            shards.present, steps, before.update_step, wrapper._contributes, axes, reducer
+        )
+        skipped = mtf.logical_not(fresh)
+        # Where one step can be enough, accumulators are for the steps that are not.
+        one_step = wrapper._to_aggregate <= axes.num_shards
+        if not one_step:
+            shards = shards.with_grads(LeaveOut.apply(shards.grads, skipped))
+        accumulators = Accumulators(
+            shards.grads,
+            shards.variables,
+            wrapper._slots,
+            is_share=True,
+            counter=before.count.name,
+        )
+        # The only thing but gradients that is reduced over the replica axes.
+        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        count = before.count.value + mtf.reduce_sum(contributed)
+        due = mtf.greater_equal(count, wrapper._to_aggregate)
+        # All of them, and nothing waits from the steps before.
+        alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
+        gate = accumulators.add(step, Bypass(alone, skipped) if one_step else None)
+        now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
+        step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
+        self._before, self._now = before, now
+        wrapper._summarize(now)
+        step.when_built(lambda: wrapper._note_states(before, now))
+        sums = accumulators.take_when(due, step, gate, counts_every_step=False)
+        # The terms are 1/num_shards of what replicas contribute.
+        divisor = mtf.cast(count, tf.float32) / axes.num_shards
+        return gradients.with_grads(
+            sums, Form.PENDING, divisor=divisor, dtypes=tuple(accumulators.dtypes)
+        )
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        wrapper = self._wrapper
+        return move_averages(wrapper._decay, wrapper._averaged, updates, step, wrapper._slots)
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        wrapper = self._wrapper
+        wrapper._steps_without_update = None
+        if not wrapper._max_steps:
+            return []
+        check = StepsWithoutUpdate(self._before, self._now, operations, wrapper._max_steps)
+        wrapper._steps_without_update = check
+        return [check]
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers import traits_of
 from mtf_gradsync.simd.traffic.transfers import has_calls
 from mtf_gradsync.train.comparison.parts import PARTS, parts_of
 from mtf_gradsync.train.train_graph import TrainGraph
@@ -71,7 +72,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
     except (simd.UnsupportedProgramError, ValueError):
         return None
-    skips = any(getattr(opt, "skips_updates", False) for opt in graph.optimizers)
+    skips = any(traits_of(opt).schedules_updates for opt in graph.optimizers)
     return _summed_up(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
 
 

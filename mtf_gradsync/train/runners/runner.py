@@ -8,7 +8,7 @@ import os
 import shutil
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer
+from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer, traits_of
 from mtf_gradsync.train.checkpoints.initial import completed
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.train_graph import TrainGraph
@@ -119,7 +119,9 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
 
 def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
     """Whether an optimizer of a stack leaves out gradients that are not finite numbers."""
-    return any(getattr(opt, "leaves_out_not_finite", False) for opt in optimizers)
+    return any(
+        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite for opt in optimizers
+    )
 
 
 def checkpointer(

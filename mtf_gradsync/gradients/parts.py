@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_multiplied, slice_function
-from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSum, PendingSums
 from mtf_gradsync.gradients.pending.linear import linear_positions
+from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.stages import local_sum
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.groups import ProcessorGroups
@@ -92,6 +93,31 @@ class ScatterGradients(StageOperation):
             sums.append(one)
             cuts.append(cuts_between(mesh_impl, whole, output.shape))
         self.set_outputs(lowering, scatter_partial_sums(mesh_impl, sums, cuts, self._strategy))
+
+
+def scatter_gradients(
+    grads: Sequence[mtf.Tensor],
+    variables: Sequence[mtf.Variable],
+    shapes: Sequence[mtf.Shape],
+    axes: ReplicaAxes,
+    strategy: Strategy,
+) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
+    """Reduces gradients over the mesh, of which each replica gets its part.
+
+    Args:
+      grads: pending, reduced or per-shard gradients, at least one.
+      variables: their variables.
+      shapes: for each the shape of its part, or the variable's own.
+      axes: the replica axes.
+      strategy: the reduction strategy.
+
+    Returns:
+      What was sent (gradients before casts and scales, which are done again after the sum), and
+      the parts.
+    """
+    sources, redo = zip(*map(undone, grads))
+    parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
+    return sources, [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
 
 
 def scatter_partial_sums(

@@ -6,11 +6,12 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.state.leave_out import zeros_where
 from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, state_variable
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan
+from mtf_gradsync.step import Gate, Plan
 
 
 class Accumulated(NamedTuple):
@@ -72,6 +73,9 @@ class Accumulators:
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
+        self._add: _Add | None = None
+        self._added_unless: _AddUnless | None = None
+        self._taken: _Take | None = None
         before = set(variables[0].graph.all_variables)
         for index, (grad, variable) in enumerate(zip(grads, variables)):
             if grad is None:
@@ -104,42 +108,51 @@ class Accumulators:
             dtypes[one.index] = one.dtype
         return dtypes
 
-    def when_due(
-        self,
-        due: mtf.Tensor,
-        update: Callable[[list[mtf.Tensor | None]], Sequence[mtf.Operation]],
-        bypass: Bypass | None = None,
-    ) -> tuple[Gate, list[mtf.Operation]]:
-        """Adds this step's gradients to the accumulators, and takes the sums if an update is due.
+    def add(self, step: StepBuilder, bypass: Bypass | None = None) -> Gate | None:
+        """Adds this step's gradients to the accumulators.
 
         Args:
-          due: a boolean mtf scalar, the same on all processors.
-          update: makes the update's operations from the sums, this step's gradients included,
-            None where a gradient is None. The accumulators are zero after it.
+          step: the step that is being built.
           bypass: when accumulators are passed by; for updates that are due on most steps.
 
         Returns:
-          The gate that all writes of the step are to wait for, and the operations of the step.
+          The gate that all writes of the step are to wait for.
         """
-        plan = Plan.of(due.graph)
         if bypass is not None:
-            added = _AddUnless(self._of, bypass)
-            gate = Gate(plan, added.outputs)
+            self._added_unless = _AddUnless(self._of, bypass)
+            return step.gate(self._added_unless.outputs)
+        gate = step.gate([one.grad for one in self._of])
+        self._add = _Add(self._of)
+        step.write([self._add], gate)
+        return gate
 
-            def take_added() -> list[mtf.Operation]:
-                return [*update(self._by_variable(added.outputs)), _ClearUnless(added)]
+    def take_when(
+        self, due: mtf.Tensor, step: StepBuilder, gate: Gate | None, counts_every_step: bool
+    ) -> list[mtf.Tensor | None]:
+        """Opens the branch of a step that has an update, and takes the sums there.
 
-            branch = Branch(plan, take_added)
-            return gate, Conditional(due, gate, branch, [], as_call=False).updates
-        gate = Gate(plan, [one.grad for one in self._of])
-        add = _Add(self._of)
-        gate.hold([add])
+        Args:
+          due: a boolean mtf scalar, the same on all processors.
+          step: the step that is being built.
+          gate: what `add` returned.
+          counts_every_step: as for `StepBuilder.only_when`.
 
-        def take() -> list[mtf.Operation]:
-            taken = _Take(self._of)
-            return [*update(self._by_variable(taken.outputs)), _Clear(taken)]
+        Returns:
+          The sums, this step's gradients included, None where a gradient is None.
+        """
+        behind = [self._add] if self._add else []
+        is_call = self._added_unless is None
+        step.only_when(due, gate, behind, is_call, counts_every_step, self._clear)
+        if self._added_unless is not None:
+            return self._by_variable(self._added_unless.outputs)
+        self._taken = _Take(self._of)
+        return self._by_variable(self._taken.outputs)
 
-        return gate, [add, *Conditional(due, gate, Branch(plan, take), [add]).updates]
+    def _clear(self) -> list[mtf.Operation]:
+        """Makes the accumulators zero where the sums were taken, update or not."""
+        if self._added_unless is not None:
+            return [_ClearUnless(self._added_unless)]
+        return [_Clear(self._taken)] if self._taken is not None else []
 
     def _by_variable(self, values: Sequence[mtf.Tensor]) -> list[mtf.Tensor | None]:
         """Values of the accumulators in the order of the variables, None where there is none."""

@@ -1,0 +1,251 @@
+"""AverageOptimizer: exponential moving averages of variables, kept on the mesh."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import gin
+
+from mtf_gradsync._numbers import is_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import moving_average_settings
+from mtf_gradsync._scopes import root_scope
+from mtf_gradsync.compat_v1 import NOT_GIVEN
+from mtf_gradsync.optimizers.checks import check_variables
+from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.state.restoring import note_state
+from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.variables import unstacked
+from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
+
+AVERAGE = "ExponentialMovingAverage"
+
+
+def check_averages(
+    average: Any, variables: Sequence[mtf.Variable] | None
+) -> tuple[float | None, list[mtf.Variable]]:
+    """Checks what is to be averaged, and how; creates nothing.
+
+    Args:
+      average: the argument variable_averages of SyncReplicasOptimizer.
+      variables: its argument variables_to_average.
+
+    Returns:
+      The decay, None for no averages, and the variables.
+
+    Raises:
+      ValueError: the decay is not between 0 and 1, or changes with the number of updates; or there
+        is one without variables, or the reverse.
+      TypeError: something in variables is no mesh variable.
+    """
+    decay = None if average is None else decay_of("variable_averages", average)
+    if (decay is None) != (variables is None):
+        raise ValueError(
+            "variable_averages and variables_to_average go together, got "
+            f"{average!r} and {variables!r}."
+        )
+    return decay, check_variables(variables or ())
+
+
+def decay_of(argument: str, average: Any) -> float:
+    """The decay of moving averages.
+
+    Args:
+      argument: name of the argument, for errors.
+      average: a number, or a `tf.train.ExponentialMovingAverage`.
+
+    Raises:
+      ValueError: it is not between 0 and 1, or changes with the number of updates.
+    """
+    decay = average
+    if isinstance(average, tf.train.ExponentialMovingAverage):
+        decay, num_updates, zero_debias = moving_average_settings(average)
+        if num_updates is not None or zero_debias:
+            raise ValueError(
+                f"{argument} with num_updates or zero_debias is not kept on a mesh; give "
+                "tf.train.ExponentialMovingAverage(decay) alone."
+            )
+    if not is_number(decay) or not 0 <= decay < 1:
+        raise ValueError(
+            f"{argument} must be a decay from 0 up to 1 (not included), or a "
+            f"tf.train.ExponentialMovingAverage, got {average!r}."
+        )
+    return float(decay)
+
+
+def moving_average(variable: mtf.Variable) -> mtf.Variable:
+    """Finds or makes the average of a variable, `<variable>/ExponentialMovingAverage`.
+
+    For a program that evaluates in a graph in which no gradients are applied: a checkpoint of
+    training restores the variable that this makes. It starts at the variable's initial value, and
+    only `AverageOptimizer` and `SyncReplicasOptimizer` move it.
+
+    Args:
+      variable: a mesh variable, or its value.
+
+    Returns:
+      An `mtf.Variable` of its shape, not trainable. Its value has the dtype of the variable's, and
+      can stand in for it; what it holds is at least float32, as small changes would be lost.
+
+    Raises:
+      TypeError: variable is no mesh variable.
+    """
+    (variable,) = check_variables([variable])
+    kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
+    # By its whole name, so that it is the same in any scope.
+    with root_scope():
+        average = mtf.get_variable(
+            variable.mesh,
+            f"{variable.name}/{AVERAGE}",
+            variable.shape,
+            unstacked(kept, variable.activation_dtype),
+            initializer=lambda shape, dtype=None, **_: tf.cast(
+                variable.get_master().initial_value, dtype
+            ),
+            trainable=False,
+        ).operation
+    note_state(average, start=variable.name)
+    return average
+
+
+class _Move(mtf.Operation):
+    """Moves averages towards the values of variables, to all of their bits."""
+
+    def __init__(
+        self, decay: float, averages: Sequence[mtf.Variable], values: Sequence[mtf.Tensor]
+    ):
+        super().__init__(list(values), name="moving_averages")
+        self._decay, self._averages = decay, list(averages)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+
+        def move(variable: Any, average: Any, value: tf.Tensor) -> tf.Operation:
+            # The new value is there only after the gate: this reads what the last step left.
+            with tf.control_dependencies([value]):
+                now = tf.convert_to_tensor(average)
+            return tf.assign(average, now - (now - tf.cast(value, now.dtype)) * (1 - self._decay))
+
+        moved = [
+            lowering.variables[average].assign_to_slices(
+                move, lowering.tensors[value].to_laid_out_tensor().all_slices
+            )
+            for average, value in zip(self._averages, self.inputs)
+        ]
+        lowering.operations[self] = tf.group(*moved)
+
+
+def move_averages(
+    decay: float | None,
+    variables: Sequence[mtf.Variable],
+    updates: Sequence[mtf.Operation],
+    step: StepBuilder,
+    slots: SlotBook,
+) -> list[mtf.Operation]:
+    """Adds `average -= (1 - decay) * (average - variable)` behind an update.
+
+    Args:
+      decay: of the averages.
+      variables: what is averaged; none for no averages.
+      updates: operations of the update.
+      step: the step that is being built.
+      slots: where the averages are recorded.
+
+    Returns:
+      The operations.
+
+    References:
+      tf.train.ExponentialMovingAverage
+    """
+    if not variables or decay is None:
+        return []
+    averages = [moving_average(variable) for variable in variables]
+    slots.record(averages, variables)
+    return [_Move(decay, averages, step.value_after(variables, updates))]
+
+
+class _Average(Stage):
+    def __init__(self, wrapper: AverageOptimizer):
+        self._wrapper = wrapper
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        wrapper = self._wrapper
+        given = step.received[0].owners
+        variables = wrapper._averaged if wrapper._averaged is not None else given
+        return move_averages(wrapper._decay, variables, updates, step, wrapper._slots)
+
+
+@gin.configurable(module="mtf_gradsync")
+class AverageOptimizer(Wrapper):
+    """Applies another optimizer, and keeps moving averages of the variables.
+
+    Averages move after each update, from the new values: around or inside
+    `GradientAccumulationOptimizer` and `SyncReplicasOptimizer`, once an update; beside
+    `LossScaleOptimizer`, not on a skipped step.
+
+    State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it.
+
+    References:
+      `tf.compat.v1.train.ExponentialMovingAverage`
+    """
+
+    traits = Traits(reduces=False, takes_parts=True)
+
+    def __init__(
+        self,
+        opt: Any,
+        decay: Any = 0.999,
+        variables_to_average: Sequence[mtf.Variable] | None = None,
+        name: str = "AverageOptimizer",
+        learning_rate: Any = NOT_GIVEN,
+        axes: Any = None,
+        mesh_shape: Any = None,
+        layout: Any = None,
+        batch_dims: str | Sequence[str] = ("batch",),
+        reducer: Strategy | None = None,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: a Mesh-TF optimizer, or a class or factory of one.
+          decay: of the averages, from 0 up to 1 (not included), or a
+            `tf.train.ExponentialMovingAverage`.
+          variables_to_average: mesh variables; None for all that get a gradient.
+          name: name of the wrapper.
+          learning_rate: only with a class or factory as opt: passed on untouched.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
+          mesh_shape: Mesh-TF's mesh shape.
+          layout: Mesh-TF's layout rules.
+          batch_dims: names of the tensor dimensions that the batch is split along.
+          reducer: the reduction strategy; None for `FusedAllReduce()`.
+
+        Raises:
+          ValueError: decay is out of range, or arguments contradict each other.
+          TypeError: an argument has the wrong type.
+        """
+        self._decay = decay_of("decay", decay)
+        self._averaged: list[mtf.Variable] | None = None
+        if variables_to_average is not None:
+            self._averaged = check_variables(variables_to_average)
+        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._check_order()
+
+    def stages(self) -> list[Stage]:
+        """See `Wrapper.stages`."""
+        return [_Average(self)]
+
+    def average(self, var: mtf.Variable) -> mtf.Variable | None:
+        """The moving average of a variable; makes nothing.
+
+        Args:
+          var: a mesh variable, or its value.
+
+        Returns:
+          An `mtf.Variable`; None if the variable is not averaged, or before gradients were applied.
+          `mtf_gradsync.moving_average` makes one in a graph that only evaluates.
+        """
+        (variable,) = check_variables([var])
+        return self._slots.get(variable, AVERAGE)

@@ -1,0 +1,85 @@
+"""The forms in which gradients pass through a stack of wrappers."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import Branch, Plan
+
+
+class Form(enum.Enum):
+    """What has been done to a set of gradients on its way from the loss to the variables."""
+
+    #: Not reduced: of the variable's shape with its all-reduce still to run, or with shard dims.
+    PENDING = "pending"
+    #: One gradient for each shard: ``[shard dims...] + variable dims``.
+    PER_SHARD = "per shard"
+    #: Reduced over the mesh: of the variable's shape, the same on all replicas.
+    REDUCED = "reduced"
+    #: Each replica has its part of the reduced gradient.
+    PART = "part"
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sum over the replicas has run."""
+        return self in (Form.REDUCED, Form.PART)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSet:
+    """The gradients of one call of `apply_grads`, at one place of the pipeline.
+
+    Attributes:
+      grads: for each variable its gradient, or None; at least one is not None.
+      variables: the mesh variables.
+      form: what has been done to them.
+      divisor: a scalar to divide the reduced gradients by, None for one.
+      dtypes: for each gradient the dtype that the reduced one is to have; None for its own.
+      branch: the branch of the step that can use them; None where every step can.
+    """
+
+    grads: tuple[mtf.Tensor | None, ...]
+    variables: tuple[mtf.Variable, ...]
+    form: Form = Form.PENDING
+    divisor: mtf.Tensor | None = None
+    dtypes: tuple[tf.DType | None, ...] | None = None
+    branch: Branch | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "branch", Plan.of(self.graph).open_branch)
+
+    @property
+    def graph(self) -> mtf.Graph:
+        """The mtf graph."""
+        return self.variables[0].graph
+
+    @property
+    def mesh(self) -> mtf.Mesh:
+        """The mesh of the variables that have a gradient."""
+        return self.present[0].mesh
+
+    @property
+    def present(self) -> list[mtf.Tensor]:
+        """The gradients that are not None."""
+        return [g for g in self.grads if g is not None]
+
+    @property
+    def owners(self) -> list[mtf.Variable]:
+        """The variables of `present`, in its order."""
+        return [v for g, v in zip(self.grads, self.variables) if g is not None]
+
+    def with_grads(
+        self, grads: Sequence[mtf.Tensor | None], form: Form | None = None, **others: Any
+    ) -> GradientSet:
+        """The same set with other gradients.
+
+        Args:
+          grads: for each variable a gradient, or None.
+          form: their form; None for the form of this set.
+          **others: other fields to replace.
+        """
+        form = form or self.form
+        return dataclasses.replace(self, grads=tuple(grads), form=form, **others)

@@ -1,0 +1,110 @@
+"""Which wrappers may stand around which others, as data, and the one check of it."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Sequence
+
+
+class Traits(NamedTuple):
+    """What a wrapper needs of the stack that it is part of, and does to it.
+
+    Attributes:
+      reduces: it reduces gradients over the shards, or wants them reduced, on every step.
+      needs_shards: it needs each shard's own gradient: nothing around it may have reduced them.
+      or_else: an argument that makes it do without that, for the error.
+      schedules_updates: it decides by itself on which steps there is an update.
+      skips_not_finite: it skips gradients that are not finite, so that nothing inside sees them.
+      watches_not_finite: it has to see gradients that are not finite, to move the loss scale.
+      shards_updates: the optimizer inside of it gets parts of variables.
+      takes_parts: it works on parts of gradients and variables as on whole ones.
+      skips_shards: it applies the gradients of some shards without those of others.
+      squares: it squares reduced gradients, which overflow before they do.
+    """
+
+    reduces: bool = True
+    needs_shards: bool = False
+    or_else: str = ""
+    schedules_updates: bool = False
+    skips_not_finite: bool = False
+    watches_not_finite: bool = False
+    shards_updates: bool = False
+    takes_parts: bool = False
+    skips_shards: bool = False
+    squares: bool = False
+
+
+class Rule(NamedTuple):
+    """An order of two wrappers that makes no sense.
+
+    Attributes:
+      forbids: from the traits of the outer and of the inner wrapper to whether the rule applies.
+      why: what would go wrong and what to do; has fields {outer}, {inner} and {or_else}.
+    """
+
+    forbids: Callable[[Traits, Traits], bool]
+    why: str
+
+
+RULES = (
+    Rule(
+        lambda outer, inner: outer.watches_not_finite and inner.watches_not_finite,
+        "A {inner} inside a {outer} would scale the loss twice; use one.",
+    ),
+    Rule(
+        lambda outer, inner: outer.schedules_updates and inner.schedules_updates,
+        "{inner} cannot stand inside {outer}: each decides by itself when there is an update, so "
+        "that one would count the updates of the other as steps. Use one: "
+        "GradientAccumulationOptimizer with the product of both backward_passes_per_step, or "
+        "SyncReplicasOptimizer with replicas_to_aggregate=K * num_shards.",
+    ),
+    Rule(
+        lambda outer, inner: outer.skips_not_finite and inner.watches_not_finite,
+        "{outer} skips gradients that are not finite, so that {inner} inside it never learns that "
+        "its scale is too large: turn them round, {inner}({outer}(opt, ...)), or skip nothing "
+        "here.",
+    ),
+    Rule(
+        lambda outer, inner: (
+            outer.watches_not_finite and inner.schedules_updates and not inner.skips_not_finite
+        ),
+        "{outer} around {inner} needs micro steps that are not finite skipped there: turn them "
+        "round, {inner}({outer}(opt), ...), which decides once an update, or give it "
+        "should_skip_update_fn=skip_not_finite.",
+    ),
+    Rule(
+        lambda outer, inner: outer.shards_updates and not inner.takes_parts,
+        "{inner} cannot stand inside {outer}, whose inner optimizer sees parts of variables: turn "
+        "them round, {inner}({outer}(opt), ...).",
+    ),
+    Rule(
+        lambda outer, inner: outer.reduces and inner.needs_shards and not outer.watches_not_finite,
+        "{outer} around {inner} would reduce gradients over the mesh on every step, before {inner} "
+        "takes each shard's own: turn them round, {inner}({outer}(opt), ...), or {or_else}.",
+    ),
+)
+
+
+def traits_of(opt: Any) -> Traits:
+    """The traits of an optimizer; those that fit anywhere for one that names none."""
+    traits = getattr(opt, "traits", None)
+    return traits if isinstance(traits, Traits) else Traits(reduces=False, takes_parts=True)
+
+
+def why_not(outer: Traits, inner: Traits) -> str | None:
+    """Why a wrapper must not stand around another one; None if it may."""
+    return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
+
+
+def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
+    """Raises ValueError where a wrapper must not stand around one of those inside of it.
+
+    Args:
+      outer: a wrapper.
+      inner_stack: the optimizers inside of it.
+    """
+    for inner in inner_stack:
+        traits = traits_of(inner)
+        why = why_not(outer.traits, traits)
+        if why is not None:
+            names = {"outer": type(outer).__name__, "inner": type(inner).__name__}
+            raise ValueError(why.format(**names, or_else=traits.or_else))

@@ -1,0 +1,92 @@
+"""What a wrapper consists of: stages between the loss and the new values of variables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+
+if TYPE_CHECKING:
+    from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
+
+
+class Stage:
+    """One stage of a training step; the base class passes gradients on as they are.
+
+    The builder calls the stages of a stack from the outermost wrapper to the innermost. It
+    converts gradients to the form that a stage takes, and then to the form that it gives.
+
+    Attributes:
+      takes: the form of gradients that `apply` wants; `REDUCED` stands for `PART`, too, where the
+        updates of the stack are sharded. None for gradients as they come.
+      gives: the form that gradients are to have after the stage; None for what `apply` returns.
+    """
+
+    takes: Form | None = None
+    gives: Form | None = None
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """Does the stage's work.
+
+        Args:
+          gradients: in the form that the stage takes.
+          step: the step that is being built, which operations and conditions are added to.
+
+        Returns:
+          The gradients for the next stage.
+        """
+        del step
+        return gradients
+
+    def update(
+        self,
+        gradients: GradientSet,
+        step: StepBuilder,
+        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
+    ) -> list[mtf.Operation]:
+        """Makes the inner optimizer's update, or one around it.
+
+        Args:
+          gradients: what the inner optimizer is to get.
+          step: the step that is being built.
+          apply_inner: calls the inner optimizer.
+
+        Returns:
+          The operations of the update.
+        """
+        del step
+        return apply_inner(gradients)
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """Adds what comes after the update, on the steps that have one.
+
+        `step.value_after` gives what a variable holds then. The innermost wrapper's stages come
+        first.
+
+        Args:
+          updates: the operations of the update.
+          step: the step that is being built.
+
+        Returns:
+          Further operations of the step.
+        """
+        del updates, step
+        return []
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """Adds what comes last, on every step.
+
+        Args:
+          operations: all other operations of the step.
+          step: the step that is being built.
+
+        Returns:
+          Further operations of the step.
+        """
+        del operations, step
+        return []

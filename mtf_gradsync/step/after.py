@@ -1,0 +1,66 @@
+"""What variables hold after operations have written them."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import give_outputs
+
+
+class _ValuesAfter(mtf.Operation):
+    """What variables hold once operations have run that may be part of a branch."""
+
+    def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
+        super().__init__([], mesh=variables[0].mesh, name="values_after")
+        give_outputs(
+            self,
+            [
+                mtf.Tensor(self, v.shape, v.slice_dtype, index=index)
+                for index, v in enumerate(variables)
+            ],
+        )
+        self._variables, self._writes = list(variables), list(writes)
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        # The operation of a branch is the whole conditional.
+        with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
+            for variable, output in zip(self._variables, self.outputs):
+                lowering.set_tensor_lowering(output, _held(variable, lowering))
+
+
+def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
+    """What the slices of a variable hold; autostack may have stacked it with others."""
+    number = None
+    holder = variable
+    if variable not in lowering.variables:
+        holder = next(
+            v
+            for v in lowering.variables
+            if isinstance(v, mtf.StackedVariable)
+            and v.mesh is variable.mesh
+            and variable.name in v.original_names
+        )
+        number = holder.original_names.index(variable.name)
+
+    def read(x: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(x) if number is None else tf.convert_to_tensor(x)[number]
+
+    slices = lowering.variables[holder].laid_out_tensor
+    return lowering.mesh_impl(variable).slicewise(read, slices)
+
+
+def values_after(
+    variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]
+) -> Sequence[mtf.Tensor]:
+    """What variables hold after operations, whether or not the branch that they are part of ran.
+
+    Args:
+      variables: mesh variables, at least one.
+      writes: what writes them; mtf operations that are lowered before.
+
+    Returns:
+      A tensor of each variable's shape, in the dtype that its slices have.
+    """
+    return _ValuesAfter(variables, writes).outputs
