@@ -192,7 +192,7 @@ class AverageOptimizer(Wrapper):
       `tf.compat.v1.train.ExponentialMovingAverage`
     """
 
-    traits = Traits(reduces=False, takes_parts=True)
+    traits = Traits(reduces=False, takes_parts=True, averages=True)
 
     def __init__(
         self,

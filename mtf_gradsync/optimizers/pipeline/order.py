@@ -18,6 +18,7 @@ class Traits(NamedTuple):
       shards_updates: the optimizer inside of it gets parts of variables.
       takes_parts: it works on parts of gradients and variables as on whole ones.
       skips_shards: it applies the gradients of some shards without those of others.
+      averages: it keeps moving averages of variables.
       squares: it squares reduced gradients, which overflow before they do.
     """
 
@@ -30,6 +31,7 @@ class Traits(NamedTuple):
     shards_updates: bool = False
     takes_parts: bool = False
     skips_shards: bool = False
+    averages: bool = False
     squares: bool = False
 
 
@@ -46,6 +48,14 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule(
+        lambda outer, inner: outer.averages and inner.averages,
+        "{outer} and {inner} would move the same averages of variables twice; use one.",
+    ),
+    Rule(
+        lambda outer, inner: outer.shards_updates and inner.shards_updates,
+        "{inner} inside {outer} would shard updates that are sharded already; use one.",
+    ),
     Rule(
         lambda outer, inner: outer.watches_not_finite and inner.watches_not_finite,
         "A {inner} inside a {outer} would scale the loss twice; use one.",
@@ -91,7 +101,10 @@ def traits_of(opt: Any) -> Traits:
 
 
 def why_not(outer: Traits, inner: Traits) -> str | None:
-    """Why a wrapper must not stand around another one; None if it may."""
+    """Why a wrapper must not stand around another one, with fields for their names.
+
+    None where it may.
+    """
     return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
 
 
@@ -106,5 +119,10 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
         traits = traits_of(inner)
         why = why_not(outer.traits, traits)
         if why is not None:
-            names = {"outer": type(outer).__name__, "inner": type(inner).__name__}
-            raise ValueError(why.format(**names, or_else=traits.or_else))
+            raise ValueError(
+                why.format(
+                    outer=type(outer).__name__,
+                    inner=type(inner).__name__,
+                    or_else=traits.or_else,
+                )
+            )

@@ -158,6 +158,7 @@ class SyncReplicasOptimizer(Wrapper):
             or_else="give it accept_summed=True",
             schedules_updates=True,
             skips_not_finite=True,
+            averages=bool(averaged),
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
         )
         self._check_order()

@@ -1,0 +1,102 @@
+"""Writes docs/order.md, which wrapper may stand around which: python docs/write_order_table.py."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, Callable
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.optimizers import Wrapper
+from mtf_gradsync.optimizers.pipeline import Stage, why_not
+
+OUT = pathlib.Path(__file__).parent / "order.md"
+MESH = {"mesh_shape": "rows:2;cols:2", "layout": "batch:rows;hidden:cols"}
+
+# Each wrapper, as it stands around another optimizer.
+WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
+    "AverageOptimizer": lambda opt: gs.AverageOptimizer(opt, 0.9),
+    "LossScaleOptimizer": gs.LossScaleOptimizer,
+    "GradientAccumulationOptimizer, local": lambda opt: gs.GradientAccumulationOptimizer(
+        opt, 2, name="accumulation", **MESH
+    ),
+    "GradientAccumulationOptimizer, local, skip_not_finite": (
+        lambda opt: gs.GradientAccumulationOptimizer(
+            opt, 2, should_skip_update_fn=gs.skip_not_finite, name="skipping", **MESH
+        )
+    ),
+    "GradientAccumulationOptimizer, synced": lambda opt: gs.GradientAccumulationOptimizer(
+        opt, 2, accumulate="synced", name="synced"
+    ),
+    "SyncReplicasOptimizer": lambda opt: gs.SyncReplicasOptimizer(opt, 2, **MESH),
+    "CrossShardOptimizer": gs.CrossShardOptimizer,
+    "ClipByGlobalNormOptimizer": lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0),
+    "ShardedUpdateOptimizer": lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=1, **MESH),
+}
+_START = """\
+# Which wrapper around which
+
+Wrappers nest. This table is generated from what each wrapper declares of itself (its `traits`), by
+`python docs/write_order_table.py`; a test builds every pair on both kinds of mesh and holds it
+against the table. A row is the outer wrapper, a column the inner one: "works", or the number of the
+reason below. The error that a wrong order raises says the same, and which order to take.
+
+"""
+
+
+def plain() -> mtf.optimize.Optimizer:
+    """The optimizer in the middle."""
+    return mtf.optimize.SgdOptimizer(0.1)
+
+
+def table() -> dict[tuple[str, str], str | None]:
+    """For each pair, outer and inner, the rule that refuses it; None for one that works."""
+    made = {name: make(plain()) for name, make in WRAPPERS.items()}
+    found: dict[tuple[str, str], str | None] = {}
+    for outer in WRAPPERS:
+        for inner in WRAPPERS:
+            found[outer, inner] = why_not(made[outer].traits, made[inner].traits)
+    return found
+
+
+def page() -> str:
+    """The text of the page."""
+    pairs = table()
+    letters = {name: chr(ord("A") + number) for number, name in enumerate(WRAPPERS)}
+    lines = [_START.rstrip("\n"), ""]
+    lines.append("| outer | " + " | ".join(letters.values()) + " |")
+    lines.append("|---" * (len(letters) + 1) + "|")
+    reasons: list[str] = []
+    for outer, letter in letters.items():
+        cells = []
+        for inner in letters:
+            why = pairs[outer, inner]
+            if why is not None and why not in reasons:
+                reasons.append(why)
+            cells.append("works" if why is None else str(reasons.index(why) + 1))
+        lines.append(f"| {letter}: {outer} | " + " | ".join(cells) + " |")
+    lines += ["", "Reasons:", ""]
+    generic = {
+        "outer": "OUTER",
+        "inner": "INNER",
+        "or_else": "set the argument that its error names",
+    }
+    lines += [f"{number}. {why.format(**generic)}" for number, why in enumerate(reasons, 1)]
+    lines += ["", "## The stages of each wrapper", ""]
+    lines += [
+        "The builder converts gradients where a stage takes another form than it is given.",
+        "",
+    ]
+    lines += ["| wrapper | stage | takes | gives | reads the new values |", "|---|---|---|---|---|"]
+    for name, make in WRAPPERS.items():
+        for stage in make(plain()).stages():
+            kind = type(stage)
+            reads = "yes" if kind.after_update is not Stage.after_update else ""
+            takes = stage.takes.value if stage.takes else "as they come"
+            gives = stage.gives.value if stage.gives else "what it took"
+            lines.append(f"| {name} | `{kind.__name__}` | {takes} | {gives} | {reads} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    OUT.write_text(page(), encoding="utf-8")
