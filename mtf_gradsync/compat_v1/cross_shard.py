@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any, Iterable, Literal
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import number_of_tpu_shards
+
+#: `tf.compat.v1.losses.Reduction.SUM` and `.MEAN`.
+Reduction = Literal["weighted_sum", "weighted_mean"]
 
 
 class CrossShardOptimizer(tf.tpu.CrossShardOptimizer):
@@ -21,7 +24,7 @@ class CrossShardOptimizer(tf.tpu.CrossShardOptimizer):
     def __init__(
         self,
         opt: tf.train.Optimizer,
-        reduction: str = tf.losses.Reduction.MEAN,
+        reduction: Reduction = tf.losses.Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: list[list[int]] | None = None,
     ):

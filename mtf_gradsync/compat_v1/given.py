@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, Protocol, Union
 
 from mtf_gradsync._private.libraries import tf
 
+
+class AppliesGradients(Protocol):
+    """An optimizer that updates mesh variables, such as one of `mtf.optimize`."""
+
+    def apply_grads(self, grads: Any, variables: Any, /) -> Any:
+        """Updates variables by a gradient for each; returns a list of mtf operations."""
+
+
+class V1Optimizer(Protocol):
+    """What is known of an optimizer of `tf.compat.v1.train`, which has no types of its own."""
+
+    def compute_gradients(self, loss: Any, /) -> Any:
+        """Gradients of a loss, with their variables."""
+
+    def apply_gradients(self, grads_and_vars: Any, /) -> Any:
+        """Updates variables; returns a tf operation."""
+
+
+#: What a user gives a wrapper: an optimizer, or a class or factory of one.
+MeshOptimizerLike = Union[AppliesGradients, Callable[..., AppliesGradients]]
+V1OptimizerLike = Union[V1Optimizer, Callable[..., V1Optimizer]]
+OptimizerLike = Union[MeshOptimizerLike, V1OptimizerLike]
 # In place of a learning rate, where None is one that pipelines hand on.
 NOT_GIVEN = object()
 # Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.

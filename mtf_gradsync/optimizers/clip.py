@@ -7,8 +7,9 @@ from typing import Any, Callable, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike, given_optimizer
 from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -30,13 +31,13 @@ class ClipByGlobalNormOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
+        opt: MeshOptimizerLike,
         clip_norm: Any = gin.REQUIRED,
         name: str = "ClipByGlobalNormOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -59,8 +60,8 @@ class ClipByGlobalNormOptimizer(Wrapper):
           TypeError: an argument has the wrong type.
         """
         check_clip_norm(clip_norm)
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        inner = given_optimizer(opt, learning_rate, type(self).__name__)
+        super().__init__(inner, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._clip_norm = clip_norm
 
     @property

@@ -9,13 +9,14 @@ import gin
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients import (
     SumCopies,
     check_group_assignment,
     check_groups_cover,
     on_present,
 )
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -37,14 +38,14 @@ class CrossShardOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
-        reduction: str = Reduction.MEAN,
+        opt: OptimizerLike,
+        reduction: compat_v1.Reduction = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: list[list[int]] | None = None,
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -82,11 +83,13 @@ class CrossShardOptimizer(Wrapper):
             )
         self._groups = check_group_assignment(group_assignment)
         self._reduction = reduction
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        if is_v1(opt):
-            self.counterpart = compat_v1.CrossShardOptimizer(opt, reduction, name, group_assignment)
+        inner = given_optimizer(opt, learning_rate, type(self).__name__)
+        if is_v1(inner):
+            self.counterpart = compat_v1.CrossShardOptimizer(
+                inner, reduction, name, group_assignment
+            )
             return
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        super().__init__(inner, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self._groups and self.axes:
             # A processor may hold several shards, so there may be more than the mesh shows.
             listed = sum(len(group) for group in self._groups)
@@ -127,6 +130,7 @@ class CrossShardOptimizer(Wrapper):
                     f"{variable.shape.to_string}: groups would leave it with a different value "
                     "on each. Give the variable the shard dims, or leave group_assignment out."
                 )
+            assert self._groups is not None  # or there was nothing to go through
             check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
 
     def _check_shapes(

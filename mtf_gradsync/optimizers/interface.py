@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import checks
@@ -11,6 +11,13 @@ from mtf_gradsync.step import Plan, advance_step
 
 class TrainOptimizerInterface:
     """Mixed into wrappers, whose hooks it calls: `apply_grads`, and those with an underscore."""
+
+    name: str
+    apply_grads: Callable[..., list[mtf.Operation]]
+    _check_variables: Callable[[Sequence[mtf.Variable]], None]
+    _scale_loss: Callable[[mtf.Tensor], mtf.Tensor]
+    _enter: Callable[..., list[Any]]
+    _step_updated: Callable[[], Any]
 
     def compute_gradients(
         self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None

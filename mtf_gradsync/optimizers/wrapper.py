@@ -9,9 +9,15 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.compat_v1 import is_v1
+from mtf_gradsync.compat_v1 import AppliesGradients, is_v1
 from mtf_gradsync.gradients import SumGradients, on_present, take_without_scale
-from mtf_gradsync.mesh.axes import as_dim_names, resolve_axes
+from mtf_gradsync.mesh.axes import (
+    LayoutLike,
+    MeshShapeLike,
+    ReplicaAxes,
+    as_dim_names,
+    resolve_axes,
+)
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.seen import Seen, Summed, seen_now
@@ -25,7 +31,8 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 class _OrCounterpart(type):
     """Calling a wrapper's class gives its non-mesh counterpart where it has set one."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    # No return type: with one, editors would not look at the arguments of wrappers.
+    def __call__(cls, *args: Any, **kwargs: Any):
         made = super().__call__(*args, **kwargs)
         return vars(made).get("counterpart", made)
 
@@ -53,11 +60,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
 
     def __init__(
         self,
-        opt: Any,
+        opt: AppliesGradients,
         name: str,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -82,7 +89,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
                 f"{kind} wraps Mesh-TensorFlow optimizers, got the TensorFlow optimizer {opt!r}. "
                 f"On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of mtf.optimize."
             )
-        self.opt = opt
+        self.opt: Any = opt
         self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
@@ -217,7 +224,10 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
     def _note_sums(self, parts: Sequence[mtf.Tensor], sums: Sequence[mtf.Tensor]) -> None:
         """Remembers the first sums of gradients that come by."""
         if self.summed is None:
-            self.summed = Summed(seen_now(parts), seen_now(sums))
+            before, after = seen_now(parts), seen_now(sums)
+            assert before is not None  # there is at least one
+            assert after is not None
+            self.summed = Summed(before, after)
 
     def _apply_totals(
         self,
@@ -384,7 +394,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer, metaclass=_OrCoun
 
     def inner_stack(self) -> list[Any]:
         """The optimizers inside this one, from the outside in."""
-        stack, opt = [], self.opt
+        stack: list[Any] = []
+        opt: Any = self.opt
         while opt is not None:
             stack.append(opt)
             # Wrappers of others are looked through where they name what they wrap.

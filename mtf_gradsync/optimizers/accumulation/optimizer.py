@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Literal, NamedTuple, Sequence
 
 import gin
 
@@ -10,9 +10,9 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients import mixed_gradients, per_shard
-from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
@@ -24,7 +24,10 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan
 
-LOCAL, SYNCED = "local", "synced"
+#: Where gradients of micro steps add up: on each shard, or summed over the mesh.
+Accumulate = Literal["local", "synced"]
+LOCAL: Accumulate = "local"
+SYNCED: Accumulate = "synced"
 _NESTED = (
     "A GradientAccumulationOptimizer inside another one would count the outer's updates as micro "
     "steps; use one, with the product of both backward_passes_per_step."
@@ -59,20 +62,20 @@ class GradientAccumulationOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         backward_passes_per_step: Passes = gin.REQUIRED,
         average_aggregated_gradients: bool = False,
         should_skip_update_fn: SkipFn | None = None,
         accumulator_dtype: tf.DType | None = None,
         checkpoint_accumulators: bool = True,
-        accumulate: str | None = None,
+        accumulate: Accumulate | None = None,
         sparse_as_dense: bool = False,
         allreduce_fn: compat_v1.AllReduceFn | None = None,
         name: str = "GradientAccumulationOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -110,28 +113,28 @@ class GradientAccumulationOptimizer(Wrapper):
           ValueError: an argument is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        if is_v1(opt):
+        inner = given_optimizer(opt, learning_rate, type(self).__name__)
+        if is_v1(inner):
             if should_skip_update_fn is not None:
                 raise ValueError(
                     "should_skip_update_fn goes with mesh optimizers; got it with the TensorFlow "
-                    f"optimizer {opt!r}."
+                    f"optimizer {inner!r}."
                 )
             self.counterpart = compat_v1.GradientAccumulationOptimizer(
-                opt,
-                backward_passes_per_step,
+                inner,
+                backward_passes_per_step,  # type: ignore[arg-type]  # it refuses functions itself
                 average_aggregated_gradients,
                 sparse_as_dense,
                 allreduce_fn,
                 accumulator_dtype and _floating(accumulator_dtype),
                 name,
             )
-            hints.hint_if_micro_steps_are_counted(optimizers_inside(opt)[-1], name)
+            hints.hint_if_micro_steps_are_counted(optimizers_inside(inner)[-1], name)
             return
         if allreduce_fn is not None:
             raise ValueError(
                 "allreduce_fn goes with optimizers of tf.compat.v1; on a mesh a strategy sums: "
-                f"give reducer=. Got allreduce_fn={allreduce_fn!r} with {opt!r}."
+                f"give reducer=. Got allreduce_fn={allreduce_fn!r} with {inner!r}."
             )
         check_passes(backward_passes_per_step)
         check_skip_fn(should_skip_update_fn)
@@ -140,10 +143,10 @@ class GradientAccumulationOptimizer(Wrapper):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        super().__init__(inner, name, axes, mesh_shape, layout, batch_dims, reducer)
         if accumulate == LOCAL and self.axes is None:
             self.axes = axes_of_pipeline(type(self).__name__, "the shards", batch_dims)
-        self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
+        self.accumulate: Accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
@@ -279,6 +282,7 @@ class GradientAccumulationOptimizer(Wrapper):
         """The gradients to add up: one a shard, or summed over the mesh now."""
         if self.accumulate == SYNCED:
             return self._summed(grads, variables)
+        assert self.axes is not None  # what "local" has found
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
         mixed = mixed_gradients(own, self.axes)
         if mixed:

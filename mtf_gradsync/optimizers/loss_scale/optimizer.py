@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Literal, Sequence
 
 import gin
 
 from mtf_gradsync._numbers import is_number, is_whole
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike, given_optimizer
 from mtf_gradsync.gradients import ScaledLosses, global_norm, not_finite, unscaled_gradients
-from mtf_gradsync.mesh.axes import axes_of_program
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.loss_scale.hook import LossScaleHook
 from mtf_gradsync.optimizers.loss_scale.not_finite import (
     NotFinite,
@@ -28,7 +28,7 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 
-DYNAMIC = "dynamic"
+DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales whose reciprocals are far from float32's limits, too.
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -68,8 +68,8 @@ class LossScaleOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
-        loss_scale: str | float = DYNAMIC,
+        opt: MeshOptimizerLike,
+        loss_scale: Literal["dynamic"] | float = DYNAMIC,
         initial_scale: float = 2.0**15,
         growth_steps: int = 2000,
         multiplier: float = 2.0,
@@ -77,9 +77,9 @@ class LossScaleOptimizer(Wrapper):
         max_scale: float = 2.0**24,
         name: str = "LossScaleOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -113,8 +113,8 @@ class LossScaleOptimizer(Wrapper):
         self._rule = _rule(
             loss_scale, initial_scale, growth_steps, multiplier, min_scale, max_scale
         )
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        inner = given_optimizer(opt, learning_rate, type(self).__name__)
+        super().__init__(inner, name, axes, mesh_shape, layout, batch_dims, reducer)
         # Of the graph that gradients were applied in last: variables, and values after a step.
         self._state: LossScaleState | None = None
         self._now: LossScaleState | None = None
@@ -177,7 +177,7 @@ class LossScaleOptimizer(Wrapper):
 
     def _values_now(self) -> LossScaleState | None:
         """The state after a step."""
-        if self._now is None and self._writes:
+        if self._now is None and self._state is not None and self._writes:
             # Written in a branch, so that the values are known outside only by reading them.
             self._now = held_after_step(self._state, self._writes)
         return self._now
@@ -210,8 +210,9 @@ class LossScaleOptimizer(Wrapper):
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
         plan = Plan.of(mesh.graph)
-        self._state = plan.state(self, self.name, lambda: make_state(mesh, self.name, self._rule))
-        return self._state
+        state = plan.state(self, self.name, lambda: make_state(mesh, self.name, self._rule))
+        self._state = state
+        return state
 
     def _to_inner(
         self, grads: list[mtf.Tensor | None], variables: list[mtf.Variable]
@@ -300,7 +301,7 @@ class LossScaleOptimizer(Wrapper):
         plan = Plan.of(tensors[0].graph)
         return None if plan.is_in_branch else Gate(plan, tensors)
 
-    def _axes_now(self) -> Any:
+    def _axes_now(self) -> ReplicaAxes | None:
         return self.axes or axes_of_program(self._shard_names)
 
     def _tell(
@@ -317,6 +318,7 @@ class LossScaleOptimizer(Wrapper):
         parts = [g for g in grads if g is not None]
         names = [v.name for g, v in zip(grads, variables) if g is not None]
         self._told = None
+        skipped = self._state_of(mesh).skipped
 
         def tell() -> list[mtf.Operation]:
             found = []
@@ -326,7 +328,7 @@ class LossScaleOptimizer(Wrapper):
             found.append(mtf.anonymize(NotFinite(sums, None, self.reducer).outputs[0]))
             rows = sum(x.shape.size for x in found) // len(names)
             variable = places_variable(mesh, f"{self.name}/not_finite", rows, len(names))
-            self._told = TellNotFinite(found, variable, self._state.skipped, names, self.name)
+            self._told = TellNotFinite(found, variable, skipped, names, self.name)
             return [self._told]
 
         bad = mtf.logical_not(finite)

@@ -137,8 +137,8 @@ def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summe
             "norms before and after its sum are not of one batch."
         )
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
-    wrapper = next((w for w in wrappers if w.summed is not None), None)
-    if axes is None or axes.num_shards == 1 or wrapper is None:
+    found = next(((w, w.summed) for w in wrappers if w.summed is not None), None)
+    if axes is None or axes.num_shards == 1 or found is None:
         what = (
             "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"
         )
@@ -146,7 +146,7 @@ def _what_was_summed(opt: Any, axes: ReplicaAxes | None) -> tuple[Wrapper, Summe
             f"The gradients {what}: their noise scale takes shards to compare. Give axes= where "
             "there are several."
         )
-    return wrapper, wrapper.summed, axes
+    return (*found, axes)
 
 
 def _variable(mesh: mtf.Mesh, name: str) -> mtf.Variable:

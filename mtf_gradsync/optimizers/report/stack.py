@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.report import norms
 from mtf_gradsync.optimizers.report.kept import kept
@@ -13,7 +14,7 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Branch
 
 
-def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
+def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
     """What a stack of optimizers tells of the step that it is fetched with.
 
     To be called once, after gradients were applied and before the graph is lowered; what is not
@@ -62,8 +63,8 @@ def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]
             values[f"{tag}/{name}" if tag in values else tag] = value
 
     wrappers = [one for one in stack if isinstance(one, Wrapper)]
-    if wrappers and opt.came is not None:
-        _add_norms(wrappers, axes, add)
+    if wrappers and wrappers[0].came is not None:
+        _add_norms(wrappers, wrappers[0].came, axes, add)
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
         report = getattr(one, "reported", None)
@@ -74,19 +75,20 @@ def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]
 
 def _add_norms(
     wrappers: list[Wrapper],
+    came: Seen,
     axes: ReplicaAxes | None,
     add: Callable[[str, mtf.Tensor | None, str], None],
 ) -> None:
     outer, inner = wrappers[0], wrappers[-1]
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
-    shards = next((w.shards for w in wrappers if w.shards), outer.came)
+    shards = next((w.shards for w in wrappers if w.shards), came)
     if axes and axes.num_shards > 1 and shards.branch is None:
         own, clipped = norms.norms_of_shards(shards, axes, outer.reducer)
         add("gradient_norm/of_shards", own, outer.name)
         add("gradient_norm/of_shards_clipped", clipped, outer.name)
     places = {w.handed_on.grads[0]: (w.handed_on, w.name) for w in wrappers if w.handed_on}
     # Where the program itself has clipped what the optimizer was given.
-    places = {outer.came.grads[0]: (outer.came, "program"), **places}
+    places = {came.grads[0]: (came, "program"), **places}
     of_branches: dict[Branch, dict[tuple[str, str], mtf.Tensor]] = {}
 
     def add_whole(tag: str, norm: mtf.Tensor | None, seen: Seen, name: str) -> None:

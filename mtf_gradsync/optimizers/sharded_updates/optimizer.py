@@ -9,9 +9,9 @@ import gin
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike, given_optimizer
 from mtf_gradsync.gradients import on_present
-from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, split_twice, why_whole
 from mtf_gradsync.optimizers.sharded_updates.slots import keep_in_parts
@@ -51,15 +51,17 @@ class ShardedUpdateOptimizer(Wrapper):
       2020; Rajbhandari et al., "ZeRO", 2019 (stage 1).
     """
 
+    axes: ReplicaAxes
+
     def __init__(
         self,
-        opt: Any,
+        opt: MeshOptimizerLike,
         min_size: int = 128,
         name: str = "ShardedUpdateOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -84,8 +86,8 @@ class ShardedUpdateOptimizer(Wrapper):
         """
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
             raise ValueError(f"min_size must be a whole number of 0 or more, got {min_size!r}.")
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        inner = given_optimizer(opt, learning_rate, type(self).__name__)
+        super().__init__(inner, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self.axes is None:
             self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
         if self.axes.num_shards == 1:
@@ -215,7 +217,7 @@ class ShardedUpdateOptimizer(Wrapper):
         """The stand-in, the same one for each update, so that optimizers find their slots."""
         made = PartOfVariable(variable, shape)
         known = self._parts.setdefault(variable, made)
-        vars(known).update(vars(made))
+        known.__dict__.update(vars(made))
         return known
 
     def _kept(self) -> set[str]:

@@ -9,9 +9,9 @@ import gin
 from mtf_gradsync import compat_v1
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients import check_told_apart, per_shard
-from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.seen import seen_now
 from mtf_gradsync.optimizers.state.accumulators import Accumulators, Bypass
@@ -63,12 +63,13 @@ class SyncReplicasOptimizer(Wrapper):
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
 
+    axes: ReplicaAxes
     leaves_out_not_finite = True
     skips_updates = True
 
     def __init__(
         self,
-        opt: Any,
+        opt: OptimizerLike,
         replicas_to_aggregate: int = gin.REQUIRED,
         total_num_replicas: int | None = None,
         variable_averages: Any = None,
@@ -80,9 +81,9 @@ class SyncReplicasOptimizer(Wrapper):
         max_steps_without_update: int | None = None,
         accept_summed: bool = False,
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -126,8 +127,8 @@ class SyncReplicasOptimizer(Wrapper):
         _check_count("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
             _check_count("max_steps_without_update", max_steps_without_update)
-        opt = given_optimizer(opt, learning_rate, type(self).__name__)
-        if is_v1(opt):
+        inner = given_optimizer(opt, learning_rate, type(self).__name__)
+        if is_v1(inner):
             for what, value in (
                 ("contributes", contributes),
                 ("local_steps", local_steps),
@@ -136,10 +137,10 @@ class SyncReplicasOptimizer(Wrapper):
                 if value is not None:
                     raise ValueError(
                         f"{what} goes with mesh optimizers; got it with the TensorFlow optimizer "
-                        f"{opt!r}."
+                        f"{inner!r}."
                     )
             self.counterpart = compat_v1.sync_replicas(
-                opt,
+                inner,
                 replicas_to_aggregate,
                 total_num_replicas,
                 variable_averages,
@@ -149,7 +150,7 @@ class SyncReplicasOptimizer(Wrapper):
             )
             return
         decay, averaged = check_averages(variable_averages, variables_to_average)
-        super().__init__(opt, name, axes, mesh_shape, layout, batch_dims, reducer)
+        super().__init__(inner, name, axes, mesh_shape, layout, batch_dims, reducer)
         if self.axes is None:
             self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
         if total_num_replicas not in (None, self.axes.num_shards):
@@ -427,6 +428,7 @@ class SyncReplicasOptimizer(Wrapper):
     def _move_averages(self, updates: list[mtf.Operation]) -> list[mtf.Operation]:
         if not self._averaged:
             return []
+        assert self._decay is not None  # goes together with what is averaged
         averages = [moving_average(variable) for variable in self._averaged]
         self._slots.record(averages, self._averaged)
         return [MovingAverages(self._decay, self._averaged, averages, updates)]
