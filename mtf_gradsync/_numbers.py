@@ -13,4 +13,6 @@ def is_number(value: Any) -> bool:
 
 def is_whole(value: Any, least: int = 1) -> bool:
     """Whether a value is a whole number, Python's or numpy's, of at least `least`."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    return (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+    )

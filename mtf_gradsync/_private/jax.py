@@ -305,9 +305,11 @@ def enabled_x64() -> ContextManager[None]:
     """Keeps jax from narrowing 64-bit numbers, for a while and this thread."""
     import jax
 
-    enable_x64 = getattr(jax, "enable_x64", None)
+    enable_x64: Any = getattr(jax, "enable_x64", None)
     if enable_x64 is None:
-        from jax.experimental import enable_x64
+        from jax import experimental
+
+        enable_x64 = experimental.enable_x64
     return enable_x64(True)
 
 

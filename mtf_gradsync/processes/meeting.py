@@ -12,7 +12,7 @@ import contextlib
 import selectors
 import socket
 import time
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence, cast
 
 from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.processes.members import Member
@@ -86,13 +86,13 @@ class _Host:
                             stranger = Connection(server.accept()[0])
                             self._selector.register(stranger, selectors.EVENT_READ, None)
                         elif key.data is None:
-                            self._greet(key.fileobj)
+                            self._greet(cast("Connection", key.fileobj))
                         else:
                             # Nobody has a reason to speak: it is gone, and may be started again.
                             del self._there[key.data]
-                            self._drop(key.fileobj)
+                            self._drop(cast("Connection", key.fileobj))
             finally:
-                strangers = [
+                strangers: list[Any] = [
                     key.fileobj
                     for key in list(self._selector.get_map().values())
                     if key.data is None and key.fileobj is not server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Callable, TypeVar
+from typing import Callable, NamedTuple, TypeVar
 
 from mtf_gradsync._private.jax import (
     Cluster,
@@ -168,9 +168,18 @@ def start_processes(
     return processes
 
 
+class _Job(NamedTuple):
+    """A `Cluster` of which all is known."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None
+
+
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
-) -> Cluster:
+) -> _Job:
     """The arguments, or what jax finds in their place."""
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -182,18 +191,19 @@ def _resolved(
     cluster = Cluster(coordinator, num_processes, process_id, None)
     if missing:
         cluster = detected_cluster(timeout)
-    if None in cluster[:3]:
+    coordinator, num_processes, process_id, devices = cluster
+    if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
             "jax finds no cluster that it knows (SLURM, Open MPI, Kubernetes, Cloud TPU) around "
             "this process. Give coordinator, num_processes and process_id."
         )
-    if not 0 <= cluster.process_id < cluster.num_processes:
+    if not 0 <= process_id < num_processes:
         raise ValueError(
-            f"process_id must be between 0 and {cluster.num_processes - 1} in a job of "
-            f"{cluster.num_processes} processes, got {cluster.process_id}."
+            f"process_id must be between 0 and {num_processes - 1} in a job of "
+            f"{num_processes} processes, got {process_id}."
         )
-    _host_and_port(cluster.coordinator)
-    return cluster
+    _host_and_port(coordinator)
+    return _Job(coordinator, num_processes, process_id, devices)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

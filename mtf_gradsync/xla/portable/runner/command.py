@@ -163,7 +163,7 @@ def _batches(
 def _made_up(
     needed: Sequence[Input], below: int, random: np.random.RandomState
 ) -> dict[str, np.ndarray]:
-    found = {}
+    found: dict[str, Any] = {}
     for i in needed:
         if i.dtype.kind in "iub":
             found[i.name] = random.randint(0, 2 if i.dtype.kind == "b" else below, i.shape)

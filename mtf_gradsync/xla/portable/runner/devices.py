@@ -172,9 +172,11 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
     """
     import jax
 
-    enable_x64 = getattr(jax, "enable_x64", None)
+    enable_x64: Any = getattr(jax, "enable_x64", None)
     if enable_x64 is None:
-        from jax.experimental import enable_x64
+        from jax import experimental
+
+        enable_x64 = experimental.enable_x64
     with explained(), enable_x64(True):
         return OnDevices([jax.device_put(v, d) for v, d in zip(per_core, devices)])
 
@@ -199,8 +201,8 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
     most = max(owners.count(owner) for owner in owners)
     # As bytes, because what is gathered passes through a program, which rounds no byte.
     packed = np.zeros((most, mine[0].nbytes), np.uint8)
-    for row, array in enumerate(mine):
-        packed[row] = np.frombuffer(array.tobytes(), np.uint8)
+    for number, array in enumerate(mine):
+        packed[number] = np.frombuffer(array.tobytes(), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(packed))
     found = []
     for core, owner in enumerate(owners):

@@ -145,7 +145,8 @@ def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
       Array ``[rows, ...]`` of the different ones, and for each core its row.
     """
     found: dict[bytes, int] = {}
-    kept, rows = [], []
+    kept: list[np.ndarray] = []
+    rows: list[int] = []
     for value in per_core:
         digest = hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).digest()
         if digest not in found:

@@ -156,7 +156,7 @@ class Step:
         fresh = {name: self._put(value) for name, value in self._checked(given).items()}
         with device_tools.explained():
             results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
-        fetched = {}
+        fetched: dict[str, OnDevices] = {}
         for what, value in zip(self.manifest["results"], results):
             fetched.update((name, value) for name in what["fetches"])
             if what["updates"] is not None:
