@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, Literal, get_args
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
@@ -11,10 +11,11 @@ from mtf_gradsync.estimator.sessions import ProgramSessionCreator
 from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.session import session_config
 
-RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
+Runtime = Literal["placement_mesh", "cpu_replicas", "xla"]
+RUNTIMES = get_args(Runtime)
 
 
-def check_runtime(runtime: str | None, use_tpu: bool, num_cores: int | None) -> str:
+def check_runtime(runtime: Runtime | None, use_tpu: bool, num_cores: int | None) -> Runtime:
     """The name of a runtime.
 
     Args:
@@ -28,7 +29,7 @@ def check_runtime(runtime: str | None, use_tpu: bool, num_cores: int | None) -> 
     Raises:
       ValueError: there is no such runtime, it does not run here, or the number of cores is missing.
     """
-    chosen = runtime or ("xla" if use_tpu else "placement_mesh")
+    chosen: Runtime = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen not in RUNTIMES:
         raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")
     if chosen == "placement_mesh":
@@ -101,6 +102,7 @@ class OnCores:
     ) -> tf.train.SessionCreator:
         """Makes sessions that begin with a checkpoint, where there is one."""
         program = self._program
+        assert program is not None  # it has been built
 
         def make() -> Any:
             if self._name == "xla":
@@ -111,4 +113,5 @@ class OnCores:
 
     def traffic(self, spec: Any) -> dict[str, float]:
         """Bytes that a core puts into collectives in a step, by name."""
+        assert self._program is not None  # it has been built
         return traffic_of_program(self._program, spec)

@@ -9,8 +9,10 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import session_interface
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 
+_SessionInterface: Any = session_interface()
 
-class ProgramSession(session_interface()):
+
+class ProgramSession(_SessionInterface):
     """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
 
     def __init__(self, graph: tf.Graph, session: simd.CpuReplicaSession):

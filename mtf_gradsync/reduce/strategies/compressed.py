@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, Literal, Protocol, Sequence, Union
+from typing import Any, Literal, Protocol, Sequence, Union, get_args
 
 import gin
 
@@ -24,8 +24,9 @@ class DType(Protocol):
         """Its number."""
 
 
-WireDtype = Union[Literal["bfloat16", "float16"], DType]
-_WIRE_DTYPES = ("bfloat16", "float16")
+_Narrow = Literal["bfloat16", "float16"]
+WireDtype = Union[_Narrow, DType]
+_WIRE_DTYPES = get_args(_Narrow)
 # What float32 holds as normal numbers: with others all that is sent would be 0, infinite or NaN.
 _SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 

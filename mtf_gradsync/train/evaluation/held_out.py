@@ -120,11 +120,11 @@ class HeldOut:
             title=str(self._directory),
         )
 
-    def finish(self, path: str, **result: Any) -> Score | None:
+    def finish(self, path: str | None, **result: Any) -> Score | None:
         """Evaluates the finished model, lets it write, and leaves the results behind.
 
         Args:
-          path: the last checkpoint.
+          path: the last checkpoint; None without any, where nothing is held out.
           **result: more for the result file.
 
         Returns:
@@ -132,7 +132,8 @@ class HeldOut:
         """
         content: dict[str, Any] = dict(result)
         score = None
-        if self._evaluator is not None:
+        if self._evaluator is not None and self.unigram is not None:
+            assert path is not None
             score = self._score(path)
             content["held_out"] = _score_fields(score)
             content["unigram"] = _score_fields(self.unigram)
@@ -151,6 +152,7 @@ class HeldOut:
     def _score(self, path: str) -> Score:
         """The score of a checkpoint, whose variables are then in the evaluator."""
         if self._scored is None or self._scored[0] != path:
+            assert self._evaluator is not None  # the callers have asked
             self._evaluator.restore(path, str(self._directory))
             self._scored = (path, self._evaluator.score())
         return self._scored[1]

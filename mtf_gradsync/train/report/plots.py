@@ -173,14 +173,16 @@ def _over_steps(
     from_zero: bool = False,
     is_count: bool = False,
 ) -> Plot | None:
-    present = [(n, line) for n, line in enumerate(lines) if line.series is not None]
+    present = [(n, line, line.series) for n, line in enumerate(lines) if line.series is not None]
     if not present:
         return None
 
     def draw(axes: Any) -> None:
-        for number, line in present:
-            points = line.series if line.is_points else thinned(line.series, is_count)
-            form = {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
+        for number, line, series in present:
+            points = series if line.is_points else thinned(series, is_count)
+            form: dict[str, Any] = (
+                {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
+            )
             if len(points.steps) == 1:
                 form = {"marker": "o"}
             axes.plot(points.steps, points.values, color=svg.SERIES[number], label=line.label,
@@ -190,14 +192,14 @@ def _over_steps(
                 level, color=svg.INK, linestyle="--", linewidth=1, label="unigram baseline"
             )
         if is_count:
-            _count_from_zero(axes, present[0][1].series)
+            _count_from_zero(axes, present[0][2])
         elif from_zero:
             axes.set_ylim(bottom=0)
         if len(present) > 1 or level is not None:
             axes.legend(fontsize=8)
 
-    values = [line.series for _, line in present]
-    words = "; ".join(f"{line.label}: {_in_words(line.series)}" for _, line in present)
+    values = [series for _, _, series in present]
+    words = "; ".join(f"{line.label}: {_in_words(series)}" for _, line, series in present)
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
     caption += _of_means([thinned(s, is_count) for s in values])

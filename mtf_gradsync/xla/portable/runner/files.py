@@ -96,7 +96,8 @@ def write_folder(
         new, old = made / "new", made / "old"
         new.mkdir()
         with open(new / VALUES, "wb") as file:
-            np.savez(file, **{name: without_dtype(value) for name, value in values.items()})
+            arrays: dict[str, Any] = {name: without_dtype(x) for name, x in values.items()}
+            np.savez(file, **arrays)
         text = json.dumps(manifest, indent=1) + "\n"
         for name, content in {**others, MANIFEST: text.encode()}.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
