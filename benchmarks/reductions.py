@@ -10,7 +10,15 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from benchmarks import reductions_plot, report, timing
-from benchmarks.reduction_profiles import ABOUT, PROFILES, AllReduceFn, Profile, Sums, build, running
+from benchmarks.reduction_profiles import (
+    ABOUT,
+    PROFILES,
+    AllReduceFn,
+    Profile,
+    Sums,
+    build,
+    running,
+)
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import tf
 
