@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Protocol, Union
+from typing import Any, Callable, Iterable, NoReturn, Protocol, Union
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import optimizers_inside
 
 
 class AppliesGradients(Protocol):
@@ -114,3 +115,49 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
         f"mtf.optimize.AdamWeightDecayOptimizer, or gs.MeshOptimizer(tf.compat.v1.train.{name}"
         f"(...)); without a mesh, tf.compat.v1.train.{name}."
     )
+
+
+class OffMesh:
+    """Mixed into counterparts, before a class of TensorFlow: refuses what belongs to a mesh."""
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Gradients, by the optimizer inside; see `tf.compat.v1.train.Optimizer`.
+
+        Raises:
+          TypeError: the loss or a variable is one of Mesh-TensorFlow.
+        """
+        self._refuse_mesh(loss, args, kwargs)
+        return super().compute_gradients(loss, *args, **kwargs)
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> tf.Operation:
+        """Applies gradients; see `tf.compat.v1.train.Optimizer`.
+
+        Raises:
+          TypeError: a gradient or variable is one of Mesh-TensorFlow.
+        """
+        pairs = list(grads_and_vars)
+        self._refuse_mesh(pairs, args, kwargs)
+        return super().apply_gradients(pairs, *args, **kwargs)
+
+    @property
+    def apply_grads(self) -> NoReturn:
+        """What optimizers of Mesh-TensorFlow have; an AttributeError says so."""
+        raise AttributeError(f"{self._kind()} has no apply_grads. {self._instead()}")
+
+    def _refuse_mesh(self, *given: Any) -> None:
+        for one in tf.nest.flatten(given):
+            if isinstance(one, (mtf.Tensor, mtf.Variable)):
+                raise TypeError(f"{self._kind()} cannot take {one!r}. {self._instead()}")
+
+    def _kind(self) -> str:
+        return f"{type(self).__name__} around an optimizer of tf.compat.v1.train"
+
+    def _instead(self) -> str:
+        inner = type(optimizers_inside(self)[-1]).__name__
+        return (
+            "It updates variables of TensorFlow. To update those of a mesh, give "
+            f"gs.{type(self).__name__} a mesh optimizer in place of {inner}: "
+            f"gs.MeshOptimizer({inner}(...)), or one of mtf.optimize."
+        )

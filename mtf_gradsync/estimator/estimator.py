@@ -163,9 +163,17 @@ class Estimator:
             if runs.is_program and self._setting("save_summary_steps"):
                 write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
             sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
+            made_a_step = False
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 while not session.should_stop():
                     session.run([spec.train_op, spec.loss])
+                    made_a_step = True
+        if not made_a_step:
+            _logger.warning(
+                "Training made no step. Perhaps the input of %s has no batches: its data are "
+                "missing, or they are fewer examples than a batch takes.",
+                getattr(input_fn, "__qualname__", input_fn),
+            )
         return self
 
     def evaluate(

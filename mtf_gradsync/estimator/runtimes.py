@@ -7,7 +7,7 @@ from typing import Any, Callable, ContextManager, Literal, get_args
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.estimator.sessions import ProgramSessionCreator
+from mtf_gradsync.estimator.sessions import DeviceSessionCreator, ProgramSessionCreator
 from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.session import session_config
 
@@ -72,11 +72,8 @@ class OnDevices:
     ) -> tf.train.SessionCreator:
         """Makes sessions that begin with a checkpoint, where there is one."""
         del spec
-        return tf.train.ChiefSessionCreator(
-            scaffold=scaffold,
-            config=self._config or session_config(num_cpu_devices=_cpu_devices()),
-            checkpoint_filename_with_path=find_checkpoint(),
-        )
+        config = self._config or session_config(num_cpu_devices=_cpu_devices())
+        return DeviceSessionCreator(tf.get_default_graph(), config, scaffold, find_checkpoint)
 
 
 class OnCores:

@@ -142,13 +142,17 @@ class CrossShardOptimizer(Wrapper):
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
         if not dims:
-            warn_once(
-                "loss without shard dims",
-                "CrossShardOptimizer: the loss of shape %s has none of the shard dims %s, so it "
-                "is the loss of all shards already: num_shards is 1 and it is not scaled.",
-                loss.shape.to_string,
-                list(self._shard_names),
-            )
+            # A scalar is the loss of all shards, as most programs have it.
+            if loss.shape.dims:
+                warn_once(
+                    "loss without shard dims",
+                    "CrossShardOptimizer: the loss of shape %s has dimensions, but none of the "
+                    "shard dims %s, so it is taken for the loss of all shards: num_shards is 1 and "
+                    "it is not scaled. If one of them is the batch's, name it in batch_dims; if "
+                    "not, give a scalar.",
+                    loss.shape.to_string,
+                    list(self._shard_names),
+                )
             return loss
         num_shards = _size(dims)
         if self._groups:

@@ -161,6 +161,7 @@ def start_processes(
             cluster.process_id,
             cluster.local_device_ids,
             initialization_timeout=max(30, int(end - time.monotonic())),
+            coordinator_bind_address=place.loopback and str(cluster.coordinator),
         )
     except BaseException as error:
         processes.__exit__(type(error), error, error.__traceback__)
