@@ -7,6 +7,8 @@ import contextlib
 import logging
 from typing import Any, Iterator
 
+from mtf_gradsync.train.cli.package import import_package
+from mtf_gradsync.train.cli.spelling import check_spelling
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 _VERBOSITY = {"error": -2, "warning": -1, "info": 0, "debug": 1}
@@ -59,6 +61,11 @@ def loaded_config(args: argparse.Namespace) -> Iterator[None]:
     Raises:
       ConfigError: if a file or binding cannot be read, or the block failed over one.
     """
+    paths = _split_lists(args.gin_location_prefix)
+    if not args.gin_file and not args.gin_param:
+        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+    check_spelling(gin_file_names(args), args.gin_param, paths)
+    import_package(args.verbosity)
     # Not above: these take seconds, which `--help` need not.
     from absl import flags
     from absl import logging as absl_logging
@@ -76,9 +83,7 @@ def loaded_config(args: argparse.Namespace) -> Iterator[None]:
         flags.FLAGS.mark_as_parsed()
     enable_mesh_defaults()
 
-    ignored = gin_files.load(
-        gin_file_names(args), args.gin_param, _split_lists(args.gin_location_prefix)
-    )
+    ignored = gin_files.load(gin_file_names(args), args.gin_param, paths)
     if ignored:
         print(f"without meaning here, ignored: {', '.join(ignored)}")
     try:
