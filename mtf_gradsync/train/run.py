@@ -263,6 +263,8 @@ def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResul
                     write_facts(directory, facts._replace(traffic=traffic))
                     recorder.write_once(step + 1, traffic.scalars if traffic else {})
                 asked.evaluation.build()
+                # With what evaluation alone takes from gin, too.
+                write_text(directory / CONFIG_FILE, gin.operative_config_str())
                 check_drawing()
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:

@@ -69,8 +69,7 @@ def check_spelling(
                 last = use.selector.split(".")[-1]
                 names = sorted({name.split(".")[-1] for name in known})
                 raise ConfigError(
-                    f"{use.where}: No configurable matching {use.selector!r}"
-                    f"{_meant(last, names)}"
+                    f"{use.where}: No configurable matching {use.selector!r}{_meant(last, names)}"
                 )
         elif use.parameter and all(
             parameters is not None and use.parameter not in parameters
