@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib.util
 import os
 import tokenize
@@ -82,6 +83,7 @@ def check_spelling(
             )
 
 
+@functools.lru_cache(maxsize=None)
 def known_configurables() -> dict[str, tuple[str, ...] | None]:
     """What this package and Mesh-TensorFlow register with gin, read from their sources.
 
@@ -151,14 +153,17 @@ class _Reader(config_parser.ParserDelegate):
         for prefix in self._prefixes:
             path = os.path.join(prefix, name)
             if os.path.isfile(path):
-                with open(path, encoding="utf-8") as file:
-                    self.read(file.read(), name)
+                try:
+                    text = Path(path).read_text(encoding="utf-8")
+                except (OSError, UnicodeDecodeError) as error:
+                    raise ConfigError(f"{path} cannot be read: {error}") from error
+                self.read(text, name)
                 return
         package = name.replace(".", "/").split("/")[0]
         if ":" in name or (package and importlib.util.find_spec(package) is not None):
             self.imports_others = True
             return
-        folders = ", ".join(os.path.abspath(prefix) for prefix in self._prefixes)
+        folders = ", ".join(dict.fromkeys(map(os.path.abspath, self._prefixes)))
         raise ConfigError(f"there is no gin file {name!r}; looked for it in {folders}")
 
     def read(self, text: str, where: str) -> None:

@@ -52,7 +52,7 @@ def test_init_copies_and_never_overwrites(capsys, tmp_path, monkeypatch):
 
 def greedy(directory, prompt, count):
     """What the most likely tokens are, by a graph of the run's own batch."""
-    gin_files.load([TINY], [])
+    gin_files.load([f"{directory}/operative_config.gin"], [])
     model = resolve_job(gin_files.run_config()).model
     targets = np.zeros([model.batch_size, 16], np.int32)
     ids = model.vocabulary.encode(prompt)

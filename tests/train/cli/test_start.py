@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from mtf_gradsync.train.cli.spelling import check_spelling, known_configurables
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.transformer import transformer_utils
 from tests.cluster.processes import ROOT
-from tests.train.conftest import TINY
+from tests.train.conftest import FASTEST, NO_EVAL, QUICK, TINY
 
 # Prints the exit code, whether TensorFlow was imported, and the processor's seconds.
 _PROGRAM = """
@@ -122,3 +123,20 @@ def test_the_package_s_own_files_are_spelt_well():
     check_spelling([TINY], [])
     for path in sorted((ROOT / "configs").glob("*.gin")):
         check_spelling([str(path)], [])
+
+
+@pytest.mark.slow
+def test_a_run_prints_its_own_lines_alone(tmp_path):
+    bindings = [*QUICK, FASTEST, NO_EVAL, "train.run.train_steps = 1"]
+    command = [
+        sys.executable, "-m", "mtf_gradsync_command", "train", f"--gin_file={TINY}",
+        f"--model_dir={tmp_path}", *(f"--gin_param={binding}" for binding in bindings),
+    ]  # fmt: skip
+    # As in a user's shell: the level is a choice of the tests.
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("step 1/1  loss ")
+    own = ("steps run on", "training ", "1 steps in", "loss curve", "report: ")
+    assert all(line.startswith(own) for line in done.stdout.splitlines()), done.stdout
