@@ -140,3 +140,25 @@ def test_a_run_prints_its_own_lines_alone(tmp_path):
     assert line.startswith("step 1/1  loss ")
     own = ("steps run on", "training ", "1 steps in", "loss curve", "report: ")
     assert all(line.startswith(own) for line in done.stdout.splitlines()), done.stdout
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_of_c_are_dropped_unless_the_import_fails(fails):
+    program = (
+        "import os, sys\n"
+        "from mtf_gradsync.train.cli.package import _without_lines_of_c as quiet\n"
+        "with quiet():\n"
+        "    os.write(2, b'of C\\n'); print('of Python', file=sys.stderr)\n"
+        f"    assert not {fails}\n"
+        "os.write(2, b'after\\n')\n"
+    )
+    # The package is not imported for it: it stands with its folder alone, as for the command.
+    start = (
+        "import sys, types\npackage = types.ModuleType('mtf_gradsync')\n"
+        "package.__path__ = ['mtf_gradsync']\nsys.modules['mtf_gradsync'] = package\n"
+    )
+    command = [sys.executable, "-c", start + program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ("of C\n" in done.stderr) is fails
+    assert done.stderr.startswith("of Python\n")
+    assert ("after\n" in done.stderr) is not fails
