@@ -14,7 +14,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
 # TensorFlow's C++ start-up lines say nothing that a run here needs.
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -57,7 +57,7 @@ def test_configs_are_searched_in_an_installed_package_first(tmp_path, monkeypatc
 
 
 def test_console_script(pyproject):
-    assert pyproject["project"]["scripts"] == {"mtf-gradsync": "mtf_gradsync.train.cli.main:main"}
+    assert pyproject["project"]["scripts"] == {"mtf-gradsync": "mtf_gradsync_command:main"}
 
 
 def test_constraints_pin_exactly():
@@ -89,4 +89,4 @@ def test_console_script_is_installed():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("mtf-gradsync runs from a checkout that is not installed")
     scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
-    assert scripts == {"mtf-gradsync": "mtf_gradsync.train.cli.main:main"}
+    assert scripts == {"mtf-gradsync": "mtf_gradsync_command:main"}

@@ -16,6 +16,8 @@ _MOST_LINES = len(svg.SERIES)
 # From here on small values would lie on the axis.
 _LOG_RATIO = 20
 _MOST_BARS = 12
+# A bar of a smaller part of the longest one is not to be seen.
+_SHORTEST_BAR = 0.01
 
 
 class Plot(NamedTuple):
@@ -136,9 +138,15 @@ def draw_dropped(rows: Rows) -> list[Plot]:
 
 def draw_traffic(traffic: Traffic) -> Plot | None:
     """Draws what crosses the mesh in an update step; None where nothing does."""
-    rows = [row for row in traffic.rows if row.bytes_per_core][:_MOST_BARS]
-    if not rows:
+    present = [row for row in traffic.rows if row.bytes_per_core]
+    if not present:
         return None
+    shortest = _SHORTEST_BAR * max(row.bytes_per_core for row in present)
+    rows = [row for row in present if row.bytes_per_core >= shortest][:_MOST_BARS]
+    caption = "The table has the same numbers."
+    undrawn = sum(row.bytes_per_core for row in present) - sum(r.bytes_per_core for r in rows)
+    if undrawn:
+        caption += f" It also has what is too little for a bar, {undrawn:,} bytes in all."
     parts = list(dict.fromkeys(row.part or row.operation for row in rows))
     with svg.style():
         figure = svg.figure(0.9 + 0.32 * len(rows))
@@ -161,7 +169,7 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
             f"{r.bytes_per_core:,} bytes" for r in rows
         )  # fmt: skip
         drawn = svg.as_svg(figure, "traffic", f"Bars of bytes for each core. {listed}.")
-    return Plot("Bytes by kind and mesh axis", drawn, "The table has the same numbers.")
+    return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
 def _over_steps(

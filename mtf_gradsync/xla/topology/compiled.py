@@ -135,7 +135,9 @@ class CompiledProgram:
         shares = [f"{g.name} {100 * memory.total / g.memory_per_core:.3g}%" for g in GENERATIONS]
         lines.append(f"of a core's memory: {', '.join(shares)}")
         misfits = [name for name, fits in self.fits().items() if not fits]
-        lines.append(f"does not fit on: {', '.join(misfits) or 'none of these'}")
+        lines.append(
+            f"does not fit on: {', '.join(misfits)}" if misfits else "fits on all of these"
+        )
         return lines
 
 
