@@ -55,21 +55,23 @@ class LoadedProgram:
           StepError: when this jax cannot, or the devices have no room.
         """
         import jax
-        from jaxlib import xla_client
 
-        options = xla_client.CompileOptions()
-        for target in (options, options.executable_build_options):
-            target.num_replicas, target.num_partitions = len(devices), 1
-        ids = np.array([[device.id] for device in devices])
-        options.device_assignment = xla_client.DeviceAssignment.create(ids)
+        try:
+            from jax.extend.backend import get_compile_options
+        except ImportError:  # in older versions
+            from jax._src.compiler import get_compile_options
+        options = get_compile_options(
+            num_replicas=len(devices),
+            num_partitions=1,
+            device_assignment=np.array([[device.id] for device in devices]),
+        )
         client = devices[0].client
         is_old = not hasattr(client, "compile_and_load")  # before jaxlib 0.6
         try:
             if is_old:
                 self._executable = client.compile(program, options)
             else:
-                listed = xla_client.DeviceList(tuple(devices))
-                self._executable = client.compile_and_load(program, listed, options)
+                self._executable = client.compile_and_load(program, list(devices), options)
         except (RuntimeError, ValueError) as error:
             if _is_for_room(error):
                 raise _no_room(error) from error
