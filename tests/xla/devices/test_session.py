@@ -1,5 +1,7 @@
 """Where variables are, what is compiled when, what stands outside, and what is refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
