@@ -51,9 +51,19 @@ def resolved(python: str, bounds: list[str], extras: str) -> tuple[str, dict[str
         (place / "bounds.txt").write_text("\n".join(bounds))
         subprocess.run([python, "-m", "venv", place / "venv"], check=True)
         inside = place / "venv" / "bin" / "python"
-        install = [inside, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        install = [inside, "-m", "pip", "install", "--quiet"]
+        # What comes with an older Python can take hours.
+        subprocess.run([*install, "--upgrade", "pip"], check=True)
         subprocess.run(
-            [*install, "--report", place / "report.json", "--constraint", place / "bounds.txt"]
+            [
+                *install,
+                "--dry-run",
+                "--ignore-installed",
+                "--report",
+                place / "report.json",
+                "--constraint",
+                place / "bounds.txt",
+            ]
             + [f"{ROOT}[{extras}]", "setuptools", "wheel"],
             check=True,
         )
