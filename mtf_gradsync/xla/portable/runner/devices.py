@@ -12,6 +12,8 @@ from .files import StepError
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _LONGEST = 400
+_KNOWN_JAX = "0.4.30 to 0.12"
+_INSTALL_JAX = "jax>=0.4.30,<0.13"
 
 
 class OnDevices:
@@ -55,21 +57,20 @@ class LoadedProgram:
           StepError: when this jax cannot, or the devices have no room.
         """
         import jax
-        from jaxlib import xla_client
 
-        options = xla_client.CompileOptions()
-        for target in (options, options.executable_build_options):
-            target.num_replicas, target.num_partitions = len(devices), 1
-        ids = np.array([[device.id] for device in devices])
-        options.device_assignment = xla_client.DeviceAssignment.create(ids)
         client = devices[0].client
         is_old = not hasattr(client, "compile_and_load")  # before jaxlib 0.6
         try:
+            options = _compile_options(devices)
             if is_old:
                 self._executable = client.compile(program, options)
             else:
-                listed = xla_client.DeviceList(tuple(devices))
-                self._executable = client.compile_and_load(program, listed, options)
+                self._executable = client.compile_and_load(program, list(devices), options)
+        except (AttributeError, ImportError, TypeError) as error:
+            raise StepError(
+                f"jax {jax.__version__} wants to be called otherwise than {_KNOWN_JAX}, which this "
+                f'runner knows: {_short(error)} Install one of those: pip install "{_INSTALL_JAX}".'
+            ) from error
         except (RuntimeError, ValueError) as error:
             if _is_for_room(error):
                 raise _no_room(error) from error
@@ -96,6 +97,18 @@ class LoadedProgram:
         given = [a.joined(self._sharding) if self._joins else a.arrays for a in arguments]
         results = self._executable.execute_sharded(given)
         return [OnDevices(r) for r in results.disassemble_into_single_device_arrays()]
+
+
+def _compile_options(devices: Sequence[Any]) -> Any:
+    try:
+        from jax.extend.backend import get_compile_options
+    except ImportError:  # in older versions
+        from jax._src.compiler import get_compile_options
+    return get_compile_options(
+        num_replicas=len(devices),
+        num_partitions=1,
+        device_assignment=np.array([[device.id] for device in devices]),
+    )
 
 
 def make_cpu_devices(count: int) -> None:
