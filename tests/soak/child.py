@@ -91,7 +91,9 @@ def _live(
             os.dup2(opened, descriptor)
             os.close(opened)
         sys.stdout.reconfigure(line_buffering=True)
+        # As any program has them, whatever the process that forked does about them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

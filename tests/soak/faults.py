@@ -94,7 +94,7 @@ def _signal(number: int) -> Callable[[Run, random.Random], Seen]:
         ignored = len(errors) < len(processes[0].errors())
         if "Traceback" in errors and status != 128 + number and not ignored:
             problems.append("a traceback")
-        problems += processes.others_end(LIMIT_S, (0, 75))
+        problems += processes.others_end(LIMIT_S, (0, 75, 128 + number))
         processes.kill_all()
         return Seen(hit and status != 0, tuple(problems), seconds)
 
