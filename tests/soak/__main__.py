@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -89,6 +90,9 @@ def _soak(args: argparse.Namespace, directory: Path) -> list[str]:
         for runtime, config in needed:
             prebuilt(runtime.name, config)
             bar.update()
+    # A fork's garbage collector would go through all graphs, and copy the pages that they are on.
+    gc.collect()
+    gc.freeze()
     references = directory / "references"
     with _bar(len(needed), "runs without faults") as bar:
         failed = _side_by_side(

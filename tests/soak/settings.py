@@ -10,7 +10,7 @@ from benchmarks.cluster import free_ports
 TINY = Path(__file__).resolve().parents[1] / "train" / "tiny.gin"
 STEPS, SAVE_EVERY, KEEP = 24, 3, 3
 # How long a process of several may be silent before the others give it up.
-SILENCE_S = 12.0
+SILENCE_S = 15.0
 
 _COMMON = (
     "train.run.mesh_shape = 'batch:2;model:1'",
