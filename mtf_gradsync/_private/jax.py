@@ -183,6 +183,10 @@ class LoadedProgram:
         # They make one joined array of each result, without one for each device.
         self._handlers: list[Any] = []
 
+    def hlo(self) -> bytes:
+        """The compiled program, as `compiled_hlo` gives it."""
+        return compiled_hlo(self._executable)
+
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
         """Runs it once; returns at once, with results that may not be there yet.
 
