@@ -66,7 +66,7 @@ class Cores:
         Returns:
           Its results, which may not be there yet.
         """
-        if self.is_alone:
+        if self.is_alone or self.devices[0].platform != "cpu":
             return program.run(arguments)
         return run_in_turn(program.run, arguments)
 

@@ -37,6 +37,8 @@ BINDINGS = (
     "train.run.eval_dataset_fn = None",
     "train.run.runtime = 'xla'",
 )
+# Read when jax and TensorFlow are imported. A fork has no threads: sessions make their own then.
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TF_OVERRIDE_GLOBAL_THREADPOOL": "1"}
 _TINY = Path(__file__).resolve().parents[2] / "train" / "tiny.gin"
 
 
@@ -66,7 +68,6 @@ class Model:
     """The training graph, built once; every process is a fork that has it."""
 
     def __init__(self) -> None:
-        os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPOOL="1")
         enable_mesh_defaults()
         gin_files.load([str(_TINY)], list(BINDINGS))
         self._config = config = gin_files.run_config()
@@ -95,14 +96,11 @@ class Model:
 
 def _fork(work: Callable[[], None], output: Path | None = None) -> int:
     pid = os.fork()
-    import faulthandler
-
-    faulthandler.dump_traceback_later(60)
     if pid:
         return pid
     code = 1
     try:
-        if False:
+        if output is not None:
             with output.open("w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
@@ -189,4 +187,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if not _ENVIRONMENT.items() <= os.environ.items():
+        command = [sys.executable, "-m", "tests.xla.processes.many_runs", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **_ENVIRONMENT})
     sys.exit(main(sys.argv[1:]))
