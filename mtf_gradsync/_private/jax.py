@@ -184,6 +184,10 @@ class LoadedProgram:
         # the time that jax's public way takes.
         self._handlers: list[Any] = []
 
+    def hlo(self) -> bytes:
+        """The compiled program, as `compiled_hlo` gives it."""
+        return compiled_hlo(self._executable)
+
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
         """Runs it once; returns at once, with results that may not be there yet.
 

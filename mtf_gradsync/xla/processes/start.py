@@ -21,8 +21,8 @@ from mtf_gradsync.processes.membership import Membership
 from mtf_gradsync.processes.watchdog import Watchdog
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.processes import gathering
-from mtf_gradsync.xla.processes.aborting import pause_before_abort
-from mtf_gradsync.xla.processes.cpu_devices import make_cpu_devices
+from mtf_gradsync.xla.processes.aborting import alarm_before_abort
+from mtf_gradsync.xla.processes.cpu_devices import check_keeps_order, make_cpu_devices
 from mtf_gradsync.xla.processes.errors import is_from_xla
 from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
 
@@ -123,7 +123,8 @@ def start_processes(
 
     Raises:
       XlaMissingError: when jax is not installed.
-      ProcessesError: when jax has begun already, or the processes cannot meet.
+      ProcessesError: when jax has begun already, its version cannot have CPU devices in several
+        processes, or the processes cannot meet.
       ValueError: when the arguments are incomplete or make no sense, or no cluster is found.
     """
     check_installed("jax", "jaxlib")
@@ -134,6 +135,8 @@ def start_processes(
             "jax has begun already, without the other processes. Call start_processes before "
             "anything that uses jax's devices, such as mtf_gradsync.xla.session."
         )
+    if cpu_devices is not None:
+        check_keeps_order()
     end = time.monotonic() + timeout
     cluster = _resolved(coordinator, num_processes, process_id, timeout)
     if cpu_devices is not None:
@@ -151,8 +154,8 @@ def start_processes(
     }
     place = Place(*_host_and_port(cluster.coordinator), "coordinator")
     peers = meet(place, me, names, facts, end - time.monotonic())
-    undo = pause_before_abort()
-    watchdog = Watchdog(me, peers, silence)
+    alarm, undo = alarm_before_abort()
+    watchdog = Watchdog(me, peers, silence, alarm)
     processes = Processes(me, cluster.num_processes, watchdog, undo)
     try:
         jax.distributed.initialize(
