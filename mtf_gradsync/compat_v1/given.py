@@ -127,7 +127,7 @@ class OffMesh:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
         """
         self._refuse_mesh(loss, args, kwargs)
-        return super().compute_gradients(loss, *args, **kwargs)
+        return super().compute_gradients(loss, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
 
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
@@ -139,7 +139,7 @@ class OffMesh:
         """
         pairs = list(grads_and_vars)
         self._refuse_mesh(pairs, args, kwargs)
-        return super().apply_gradients(pairs, *args, **kwargs)
+        return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
 
     @property
     def apply_grads(self) -> NoReturn:

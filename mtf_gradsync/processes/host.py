@@ -12,7 +12,7 @@ import logging
 import selectors
 import socket
 import time
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence, cast
 
 from mtf_gradsync.processes import secret
 from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
@@ -104,8 +104,9 @@ class Host:
                         else:
                             # Nobody has a reason to speak: it is gone, and may be started again.
                             del self._there[key.data]
-                            self._selector.unregister(key.fileobj)
-                            key.fileobj.close()
+                            gone = cast("Connection", key.fileobj)
+                            self._selector.unregister(gone)
+                            gone.close()
             finally:
                 for stranger in list(self._strangers):
                     self._drop(stranger)

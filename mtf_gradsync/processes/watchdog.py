@@ -247,6 +247,7 @@ class Watchdog:
     def _end_of_crash(self) -> None:
         """Ends this process and the others, with what is known of its crash."""
         at = f" The last that it had begun is {_begun}." if _begun else ""
+        assert self._alarm is not None  # it has rung
         what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
         self._tell_failure(what)
         self._end(f"this process {what}")

@@ -71,7 +71,7 @@ def _reason(*modules: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].strip(".").split("."))
+    return tuple(int(part) for part in re.findall(r"^[\d.]*", version)[0].strip(".").split("."))
 
 
 @functools.lru_cache(maxsize=None)

@@ -56,6 +56,8 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     os.environ["JAX_PLATFORMS"] = "cpu"
     spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["private_jax"] = module
     spec.loader.exec_module(module)

@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no config {args.config!r}; there are {', '.join(texts)}")
     path = output_path("FILE", args.file or f"{name}.gin")
     text = texts[name].replace(f"{_COMMAND}configs/{name}.gin", f"{_COMMAND}{path}")
+    assert path is not None
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)

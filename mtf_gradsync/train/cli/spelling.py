@@ -109,7 +109,7 @@ def _registered(tree: ast.AST, module: str) -> Iterator[tuple[str, tuple[str, ..
             call = decorator if isinstance(decorator, ast.Call) else None
             if ast.unparse(call.func if call else decorator) != _DECORATOR:
                 continue
-            name, given = node.name, module
+            name, given = getattr(node, "name", ""), module
             if call and call.args:
                 name = ast.literal_eval(call.args[0])
             for keyword in call.keywords if call else ():
@@ -120,12 +120,12 @@ def _registered(tree: ast.AST, module: str) -> Iterator[tuple[str, tuple[str, ..
 
 def _parameters(node: Any) -> tuple[str, ...] | None:
     if isinstance(node, ast.ClassDef):
-        constructors = [n for n in node.body if getattr(n, "name", "") == "__init__"]
+        constructors = [n for n in node.body if getattr(n, "name", "") in ("__init__", "__new__")]
         if constructors:
             return _parameters(constructors[0])
         if any("dataclass" in ast.unparse(d) for d in node.decorator_list) and not node.bases:
-            fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
-            return tuple(fields)
+            fields = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
+            return tuple(ast.unparse(field) for field in fields)
         return None  # inherited
     arguments = node.args
     if arguments.kwarg:
@@ -206,8 +206,8 @@ def _unreadable(error: Exception, text: str) -> str:
     """What is wrong with a statement, and what would do."""
     if isinstance(error, tokenize.TokenError):
         return "it ends in the middle of a value"
-    line = (error.text or text).strip()
-    if error.__context__ is None:
+    line = (getattr(error, "text", None) or text).strip()
+    if isinstance(error, SyntaxError) and error.__context__ is None:
         return f"line {error.lineno} cannot be read, {line!r}: {' '.join(error.msg.split())}"
     # Gin's parser has taken the token for a value.
     value = line.partition("=")[2].strip() or line

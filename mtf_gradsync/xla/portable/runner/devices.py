@@ -229,8 +229,8 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
     most = max(owners.count(owner) for owner in owners)
     # As bytes, because what is gathered passes through a program, which rounds no byte.
     packed = np.zeros((most, mine[0].nbytes), np.uint8)
-    for row, array in enumerate(mine):
-        packed[row] = np.frombuffer(array.tobytes(), np.uint8)
+    for number, array in enumerate(mine):
+        packed[number] = np.frombuffer(array.tobytes(), np.uint8)
     # One device of each process takes part: nothing of it runs any more once that has the values.
     first = [devices[owners.index(owner)] for owner in sorted(set(owners))]
     mesh = jax.sharding.Mesh(np.array(first), ("process",))
@@ -245,8 +245,8 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
     numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
     found = []
     for core, owner in enumerate(owners):
-        row = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
-        found.append(row.view(mine[0].dtype).reshape(mine[0].shape))
+        value = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
+        found.append(value.view(mine[0].dtype).reshape(mine[0].shape))
     return found
 
 
