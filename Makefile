@@ -4,9 +4,11 @@
 # make docs    the documentation site, in build/site
 # Each makes its environment first, once, from pyproject.toml and the exact versions in constraints/.
 
-PYTHON ?= python3.11
+# The Python of the environment: by default the machine's own, 3.11 first, else 3.10, 3.12 or 3.13.
+PYTHON ?=
 VENV ?= .venv
-CONSTRAINTS ?= constraints/tf-2.15.txt
+# The exact set of packages; by default the one that fits the Python.
+CONSTRAINTS ?=
 EXTRAS ?= train,examples,test,dev,xla,tpu
 # Extra flags of the command line or of the benchmarks: make train ARGS="--model_dir=runs/mine"
 ARGS ?=
@@ -14,67 +16,64 @@ ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
 # TensorFlow's C++ start-up lines say nothing that a run here needs.
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 # The site is made from sources alone: its environment has no TensorFlow, and is made in seconds.
 DOCS_VENV ?= .venv-docs
-DOCS_CONSTRAINTS := constraints/docs.txt
-DOCS_STAMP := $(DOCS_VENV)/.installed
+# Makes an environment, and makes it anew where the Python or the set is another than it was.
+MAKE_VENV = python=$$(.ci/find_python "$(PYTHON)") && $$python .ci/make_venv.py
 
-.PHONY: help venv train test test-matrix test-t5 bench soak docs docs-serve lint format clean
+.PHONY: help venv venv-docs train test test-matrix test-t5 bench soak docs docs-serve lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train | test | test-matrix | test-t5 | bench | soak | docs | docs-serve | lint | format | clean"
 
-venv: $(STAMP)
+venv:
+	@$(MAKE_VENV) $(VENV) --constraints "$(CONSTRAINTS)" --extras "$(EXTRAS)"
 
-# The lock lets two makes start at once: the second waits, sees the stamp, and installs nothing.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
-	@PYTHON="$(PYTHON)" flock $(VENV).lock .ci/make_venv $(VENV) $(CONSTRAINTS) "$(EXTRAS)"
-
-train: $(STAMP)
+train: venv
 	$(BIN)/mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin $(ARGS)
 
-test: $(STAMP)
+test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
 # The suite on the oldest, the default and the newest TensorFlow, each in an environment of its own.
-test-matrix: $(STAMP)
+test-matrix: venv
 	$(BIN)/python -m nox --non-interactive $(ARGS)
 
 # T5's own pipeline, in an environment of its own (constraints/t5.txt).
-test-t5: $(STAMP)
+test-t5: venv
 	$(BIN)/python -m nox --non-interactive -s t5 $(ARGS)
 
-bench: $(STAMP)
+bench: venv
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Small models on every runtime, under seeded faults; python -m tests.soak --help.
-soak: $(STAMP)
+soak: venv
 	$(BIN)/python -m tests.soak $(ARGS)
 
-$(DOCS_STAMP): pyproject.toml $(DOCS_CONSTRAINTS)
-	@PYTHON="$(PYTHON)" flock $(DOCS_VENV).lock .ci/make_venv $(DOCS_VENV) $(DOCS_CONSTRAINTS)
+venv-docs:
+	@$(MAKE_VENV) $(DOCS_VENV) --constraints constraints/docs.txt
 
 # Fails on broken links, pages outside the navigation and docstrings that do not fit their signature.
-docs: $(DOCS_STAMP)
+docs: venv-docs
 	$(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
 
-docs-serve: $(DOCS_STAMP)
+docs-serve: venv-docs
 	$(DOCS_VENV)/bin/mkdocs serve $(ARGS)
 
-lint: $(STAMP)
+lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
-format: $(STAMP)
+format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-docs .venv*.lock .nox build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv*.lock .nox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -75,6 +75,13 @@ def lm(devices: int) -> Profile:
 
 
 PROFILES: dict[str, Callable[[int], Profile]] = {"t5": t5, "tiny": tiny, "big": big, "lm": lm}
+# What a processor has of each of them, in the few words that a legend has room for.
+ABOUT = {
+    "t5": "60 gradients, 75 MB",
+    "tiny": "60 gradients, 0.25 MB",
+    "big": "one gradient, 64 MiB",
+    "lm": "19 of a transformer",
+}
 
 
 def _mesh_impl(mesh_shape: str, layout: str = "") -> Any:

@@ -10,7 +10,15 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from benchmarks import reductions_plot, report, timing
-from benchmarks.reduction_profiles import PROFILES, AllReduceFn, Profile, Sums, build, running
+from benchmarks.reduction_profiles import (
+    ABOUT,
+    PROFILES,
+    AllReduceFn,
+    Profile,
+    Sums,
+    build,
+    running,
+)
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import tf
 
@@ -98,7 +106,7 @@ def measure(options: report.Options) -> report.Table:
             "A sum can be faster than its limit, because it reads more than it writes.",
         ),
         targets=targets,
-        plot=lambda axes: reductions_plot.plot(axes, rows, BARE),
+        plot=lambda axes: reductions_plot.plot(axes, rows, BARE, ABOUT),
     )
 
 

@@ -7,8 +7,11 @@ from typing import Any
 _MARKS = "osD^v<>"
 
 
-def plot(axes: Any, rows: list[dict[str, Any]], base: str) -> None:
-    """Draws times relative to `base` on the most devices, with quartiles, on a log scale."""
+def plot(axes: Any, rows: list[dict[str, Any]], base: str, about: dict[str, str]) -> None:
+    """Draws times relative to `base` on the most devices, with quartiles, on a log scale.
+
+    The legend says of each profile what `about` has.
+    """
     devices = max(row["devices"] for row in rows)
     rows = [row for row in rows if row["devices"] == devices]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
@@ -25,7 +28,7 @@ def plot(axes: Any, rows: list[dict[str, Any]], base: str) -> None:
             fmt=_MARKS[number % len(_MARKS)],
             markersize=4,
             linewidth=1,
-            label=profile,
+            label=f"{profile}: {about[profile]}",
         )
     axes.axvline(1.0, color="0.6", linewidth=0.8)
     axes.set_xscale("log")
@@ -34,4 +37,4 @@ def plot(axes: Any, rows: list[dict[str, Any]], base: str) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel(f"time over {base}, {devices} CPU devices of one process")
-    axes.legend(title="gradients", fontsize=8, title_fontsize=8)
+    axes.legend(title="gradients of a processor", fontsize=8, title_fontsize=8)

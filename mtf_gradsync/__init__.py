@@ -5,6 +5,7 @@ Importing this package makes `mesh_tensorflow` importable on TensorFlow 2.12 and
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private import libraries as libraries  # first: it repairs Mesh-TF's imports
+from mtf_gradsync._private.conversion import explain_mesh_tensors_to_tensorflow
 from mtf_gradsync._private.mesh_tensorflow import (
     check_imported_shapes,
     keep_masks_finite,
@@ -45,6 +46,7 @@ note_meshes()
 note_gradients()
 keep_masks_finite()
 check_imported_shapes()
+explain_mesh_tensors_to_tensorflow()
 
 __all__ = [
     "LOST_PROCESS_EXIT_CODE",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a real number, Python's or numpy's."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
+def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:
     """Whether a value is a whole number, Python's or numpy's, of at least `least`."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    return (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+    )

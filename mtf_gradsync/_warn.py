@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 _logger = logging.getLogger("mtf_gradsync")
-_warned = set()
+_warned: set[str] = set()
 
 
 def warn_once(key: str, message: str, *args: Any) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from mtf_gradsync._configs import configs_dir
 
@@ -22,12 +23,12 @@ def pyproject():
     return tomllib.loads(PYPROJECT.read_text())
 
 
-def test_every_package_is_listed(pyproject):
+def test_every_package_is_found():
     on_disk = {
         ".".join(module.parent.relative_to(ROOT).parts)
         for module in (ROOT / "mtf_gradsync").rglob("*.py")
     }
-    assert set(pyproject["tool"]["setuptools"]["packages"]) == on_disk | {"mtf_gradsync.configs"}
+    assert set(setuptools.find_packages(ROOT, include=["mtf_gradsync*"])) == on_disk
 
 
 def test_gin_files_are_found_beside_the_package():
@@ -57,7 +58,7 @@ def test_configs_are_searched_in_an_installed_package_first(tmp_path, monkeypatc
 
 
 def test_console_script(pyproject):
-    assert pyproject["project"]["scripts"] == {"mtf-gradsync": "mtf_gradsync.train.cli.main:main"}
+    assert pyproject["project"]["scripts"] == {"mtf-gradsync": "mtf_gradsync_command:main"}
 
 
 def test_constraints_pin_exactly():
@@ -66,9 +67,18 @@ def test_constraints_pin_exactly():
     assert names == ["docs.txt", "t5.txt", "tf-2.12.txt", "tf-2.15.txt", "tf-2.21.txt"]
     for file in files:
         lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
-        assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[^\s=]+", line) for line in lines)
-        names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
-        assert len(names) == len(set(names))
+        # A package may have another version on other Pythons.
+        pin = re.compile(r'([A-Za-z0-9_.-]+)==[^\s=;]+(?:; python_version in "([\d. ]+)")?')
+        pins = [pin.fullmatch(line) for line in lines]
+        assert all(pins)
+        for_pythons = [
+            (re.sub(r"[-_.]+", "-", p[1]).lower(), python)
+            for p in pins
+            for python in (p[2] or "all").split()
+        ]
+        assert len(for_pythons) == len(set(for_pythons))
+        marked = {name for name, python in for_pythons if python != "all"}
+        assert not marked & {name for name, python in for_pythons if python == "all"}
         version = "2.15" if file.stem == "t5" else file.stem.partition("-")[2]
         tensorflow = [line for line in lines if line.startswith("tensorflow==")]
         # The site is made from sources; its environment has none.
@@ -89,4 +99,4 @@ def test_console_script_is_installed():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("mtf-gradsync runs from a checkout that is not installed")
     scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
-    assert scripts == {"mtf-gradsync": "mtf_gradsync.train.cli.main:main"}
+    assert scripts == {"mtf-gradsync": "mtf_gradsync_command:main"}

@@ -145,7 +145,7 @@ def _task(
 ) -> Task:
     given = {"cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index}
     missing = [name for name, value in given.items() if value is None]
-    if not missing:
+    if cluster_spec is not None and job_name is not None and task_index is not None:
         return task_of_spec(cluster_spec, job_name, task_index)
     if len(missing) < len(given):
         raise ValueError(

@@ -24,7 +24,7 @@ class Task(NamedTuple):
 
     jobs: dict[str, list[str]]
     job: str
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
 
     @property
     def all_tasks(self) -> list[tuple[str, int]]:
@@ -155,7 +155,9 @@ def task_of_environment() -> Task | None:
             f'{{"type": "worker", "index": 0}}}}; got {text!r}'
         ) from error
     try:
-        return task_of_spec(spec, job, int(index) if str(index).isdigit() else index)
+        number = int(index) if str(index).isdigit() else index
+        # Where the type is missing, the error names the jobs that there are.
+        return task_of_spec(spec, job, number)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"TF_CONFIG: {error}") from error
 

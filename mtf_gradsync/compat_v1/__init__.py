@@ -1,17 +1,28 @@
 """The tf.compat.v1 adapter: its optimizers on a mesh, and the wrappers around them without one."""
 
 from mtf_gradsync.compat_v1.accumulation import AllReduceFn, GradientAccumulationOptimizer
-from mtf_gradsync.compat_v1.cross_shard import CrossShardOptimizer
-from mtf_gradsync.compat_v1.given import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1.cross_shard import CrossShardOptimizer, Reduction
+from mtf_gradsync.compat_v1.given import (
+    NOT_GIVEN,
+    AppliesGradients,
+    MeshOptimizerLike,
+    OptimizerLike,
+    given_optimizer,
+    is_v1,
+)
 from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
 from mtf_gradsync.compat_v1.sync_replicas import sync_replicas
 
 __all__ = [
     "NOT_GIVEN",
     "AllReduceFn",
+    "AppliesGradients",
     "CrossShardOptimizer",
     "GradientAccumulationOptimizer",
     "MeshOptimizer",
+    "MeshOptimizerLike",
+    "OptimizerLike",
+    "Reduction",
     "given_optimizer",
     "is_v1",
     "sync_replicas",

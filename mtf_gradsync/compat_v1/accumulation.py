@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import create_slots, number_of_tpu_shards, optimizers_inside
+from mtf_gradsync.compat_v1.given import OffMesh
 
 AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
 
@@ -24,7 +25,7 @@ class _State(NamedTuple):
     sums: list[tf.Variable]
 
 
-class GradientAccumulationOptimizer(tf.train.Optimizer):
+class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     """Adds up the gradients of several micro steps, then applies another optimizer once.
 
     The state is in local variables, on the worker where the graph has several tasks: no
@@ -90,7 +91,12 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
         self._states: list[_State] = []
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Gradients of one micro step, by the optimizer inside."""
+        """Gradients of one micro step, by the optimizer inside.
+
+        Raises:
+          TypeError: the loss or a variable is one of Mesh-TensorFlow.
+        """
+        self._refuse_mesh(loss, args, kwargs)
         return self.opt.compute_gradients(loss, *args, **kwargs)
 
     def apply_gradients(
@@ -108,10 +114,12 @@ class GradientAccumulationOptimizer(tf.train.Optimizer):
 
         Raises:
           RuntimeError: there is no graph to build, because execution is eager.
+          TypeError: a gradient or variable is one of Mesh-TensorFlow.
           ValueError: there is no gradient, one is sparse and sparse_as_dense is not given, a
             variable's shape is not known, or shards of a TPU program would add up apart.
         """
         pairs = list(grads_and_vars)
+        self._refuse_mesh(pairs, global_step)
         if self._passes == 1 and self._allreduce is None:
             return self.opt.apply_gradients(pairs, global_step, name)
         self._check(pairs)

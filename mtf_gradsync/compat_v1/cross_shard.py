@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any, Iterable, Literal
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import number_of_tpu_shards
+from mtf_gradsync.compat_v1.given import OffMesh
+
+#: `tf.compat.v1.losses.Reduction.SUM` and `.MEAN`.
+Reduction = Literal["weighted_sum", "weighted_mean"]
 
 
-class CrossShardOptimizer(tf.tpu.CrossShardOptimizer):
+class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
     """TensorFlow's own, which also runs where there is no TPU program.
 
     There TensorFlow's adds operations that no CPU or GPU can run. This one says, as TensorFlow's
@@ -21,7 +25,7 @@ class CrossShardOptimizer(tf.tpu.CrossShardOptimizer):
     def __init__(
         self,
         opt: tf.train.Optimizer,
-        reduction: str = tf.losses.Reduction.MEAN,
+        reduction: Reduction = tf.losses.Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: list[list[int]] | None = None,
     ):
@@ -43,8 +47,11 @@ class CrossShardOptimizer(tf.tpu.CrossShardOptimizer):
           The operation.
 
         Raises:
+          TypeError: a gradient or variable is one of Mesh-TensorFlow.
           ValueError: grads_and_vars is malformed.
         """
-        if number_of_tpu_shards() is None:
-            return self.opt.apply_gradients(grads_and_vars, global_step, name)
-        return super().apply_gradients(grads_and_vars, global_step, name)
+        pairs = list(grads_and_vars)
+        if number_of_tpu_shards() is not None:
+            return super().apply_gradients(pairs, global_step, name)
+        self._refuse_mesh(pairs, global_step)
+        return self.opt.apply_gradients(pairs, global_step, name)

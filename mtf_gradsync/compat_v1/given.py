@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, Iterable, NoReturn, Protocol, Union
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import optimizers_inside
 
+
+class AppliesGradients(Protocol):
+    """An optimizer that updates mesh variables, such as one of `mtf.optimize`."""
+
+    def apply_grads(self, grads: Any, variables: Any, /) -> Any:
+        """Updates variables by a gradient for each; returns a list of mtf operations."""
+
+
+class V1Optimizer(Protocol):
+    """What is known of an optimizer of `tf.compat.v1.train`, which has no types of its own."""
+
+    def compute_gradients(self, loss: Any, /) -> Any:
+        """Gradients of a loss, with their variables."""
+
+    def apply_gradients(self, grads_and_vars: Any, /) -> Any:
+        """Updates variables; returns a tf operation."""
+
+
+#: What a user gives a wrapper: an optimizer, or a class or factory of one.
+MeshOptimizerLike = Union[AppliesGradients, Callable[..., AppliesGradients]]
+V1OptimizerLike = Union[V1Optimizer, Callable[..., V1Optimizer]]
+OptimizerLike = Union[MeshOptimizerLike, V1OptimizerLike]
 # In place of a learning rate, where None is one that pipelines hand on.
 NOT_GIVEN = object()
 # Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.
@@ -92,3 +115,49 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
         f"mtf.optimize.AdamWeightDecayOptimizer, or gs.MeshOptimizer(tf.compat.v1.train.{name}"
         f"(...)); without a mesh, tf.compat.v1.train.{name}."
     )
+
+
+class OffMesh:
+    """Mixed into counterparts, before a class of TensorFlow: refuses what belongs to a mesh."""
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Gradients, by the optimizer inside; see `tf.compat.v1.train.Optimizer`.
+
+        Raises:
+          TypeError: the loss or a variable is one of Mesh-TensorFlow.
+        """
+        self._refuse_mesh(loss, args, kwargs)
+        return super().compute_gradients(loss, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> tf.Operation:
+        """Applies gradients; see `tf.compat.v1.train.Optimizer`.
+
+        Raises:
+          TypeError: a gradient or variable is one of Mesh-TensorFlow.
+        """
+        pairs = list(grads_and_vars)
+        self._refuse_mesh(pairs, args, kwargs)
+        return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
+
+    @property
+    def apply_grads(self) -> NoReturn:
+        """What optimizers of Mesh-TensorFlow have; an AttributeError says so."""
+        raise AttributeError(f"{self._kind()} has no apply_grads. {self._instead()}")
+
+    def _refuse_mesh(self, *given: Any) -> None:
+        for one in tf.nest.flatten(given):
+            if isinstance(one, (mtf.Tensor, mtf.Variable)):
+                raise TypeError(f"{self._kind()} cannot take {one!r}. {self._instead()}")
+
+    def _kind(self) -> str:
+        return f"{type(self).__name__} around an optimizer of tf.compat.v1.train"
+
+    def _instead(self) -> str:
+        inner = type(optimizers_inside(self)[-1]).__name__
+        return (
+            "It updates variables of TensorFlow. To update those of a mesh, give "
+            f"gs.{type(self).__name__} a mesh optimizer in place of {inner}: "
+            f"gs.MeshOptimizer({inner}(...)), or one of mtf.optimize."
+        )

@@ -9,7 +9,7 @@ import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.compat_v1.given import NOT_GIVEN, given_optimizer
+from mtf_gradsync.compat_v1.given import NOT_GIVEN, V1OptimizerLike, given_optimizer
 from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of, slots_of
 from mtf_gradsync.step import Plan, gated_update
 
@@ -48,7 +48,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
       opt: the optimizer of TensorFlow.
     """
 
-    def __init__(self, opt: Any, learning_rate: Any = NOT_GIVEN):
+    def __init__(self, opt: V1OptimizerLike, learning_rate: Any = NOT_GIVEN):
         """Takes over an optimizer.
 
         Args:
@@ -179,7 +179,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
 def _forget_undone(state: _State, graph: mtf.Graph) -> None:
     """Drops variables that an error has taken out of their graph again."""
-    for made in state:
+    kept: list[dict[Any, mtf.Variable]] = [state.slots, state.powers]
+    for made in kept:
         for key, variable in list(made.items()):
             if graph.name_to_variable.get(variable.name) is not variable:
                 del made[key]

@@ -1,4 +1,4 @@
-"""SyncReplicasOptimizer around an optimizer of tf.compat.v1: TensorFlow's own."""
+"""SyncReplicasOptimizer around an optimizer of tf.compat.v1, for the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1.accumulation import GradientAccumulationOptimizer
+from mtf_gradsync.compat_v1.given import OffMesh
+
+
+class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
+    """TensorFlow's own, which also refuses gradients and variables of a mesh by name."""
 
 
 def sync_replicas(
@@ -18,7 +23,7 @@ def sync_replicas(
     variables_to_average: Sequence[Any] | None = None,
     use_locking: bool = False,
     name: str = "sync_replicas",
-) -> tf.train.SyncReplicasOptimizer:
+) -> SyncReplicasOptimizer:
     """Makes TensorFlow's SyncReplicasOptimizer, for the workers of a cluster.
 
     Args:
@@ -44,7 +49,7 @@ def sync_replicas(
         )
     if is_number(variable_averages):
         variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
-    return tf.train.SyncReplicasOptimizer(
+    return SyncReplicasOptimizer(
         opt,
         replicas_to_aggregate,
         total_num_replicas,

@@ -7,8 +7,10 @@ from typing import Any, Callable, Mapping, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.estimator import summaries as summaries_lib
 from mtf_gradsync.estimator.meshes import model_mesh, outside_programs
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.optimizers import reported
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 from mtf_gradsync.step import is_advanced
@@ -51,8 +53,8 @@ class SpecBuilder:
         params: Any = None,
         config: Any = None,
         *,
-        mesh_shape: Any,
-        layout: Any,
+        mesh_shape: MeshShapeLike,
+        layout: LayoutLike,
         devices: Sequence[str] | None = None,
         autostack: bool = False,
     ):
@@ -91,7 +93,7 @@ class SpecBuilder:
         self,
         loss: mtf.Tensor,
         updates: Sequence[mtf.Operation],
-        optimizer: Any = None,
+        optimizer: AppliesGradients | None = None,
         summaries: Mapping[str, Any] | None = None,
     ) -> Any:
         """The spec of a training step.

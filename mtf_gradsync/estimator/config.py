@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import MeshShapeLike
 from mtf_gradsync.session import session_config
 
 
 def run_config(
-    model_dir: str | None = None, mesh_shape: Any = None, tpu_config: Any = None, **settings: Any
+    model_dir: str | None = None,
+    mesh_shape: MeshShapeLike | None = None,
+    tpu_config: Any = None,
+    **settings: Any,
 ) -> Any:
     """A RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
 

@@ -16,7 +16,7 @@ from mtf_gradsync.estimator.host import HostCallHook, Metrics
 from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels, give
 from mtf_gradsync.estimator.meshes import outside_programs
 from mtf_gradsync.estimator.predictions import chosen, examples
-from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, check_runtime
+from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, Runtime, check_runtime
 from mtf_gradsync.estimator.writing import listen, write_summary, writers
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 
@@ -49,7 +49,7 @@ class Estimator:
         params: Any = None,
         *,
         use_tpu: bool = False,
-        runtime: str | None = None,
+        runtime: Runtime | None = None,
         num_cores: int | None = None,
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
@@ -96,7 +96,8 @@ class Estimator:
         if not (model_dir or configured):
             model_dir = tempfile.mkdtemp()
             _logger.warning("There is no model_dir: checkpoints go to %s.", model_dir)
-        self.model_dir = os.fspath(model_dir or configured)
+        directory: Any = model_dir or configured
+        self.model_dir: str = os.fspath(directory)
         if configured != self.model_dir:
             self.config = _with_model_dir(self.config, self.model_dir)
         self.params = params
@@ -162,9 +163,17 @@ class Estimator:
             if runs.is_program and self._setting("save_summary_steps"):
                 write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
             sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
+            made_a_step = False
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 while not session.should_stop():
                     session.run([spec.train_op, spec.loss])
+                    made_a_step = True
+        if not made_a_step:
+            _logger.warning(
+                "Training made no step. Perhaps the input of %s has no batches: its data are "
+                "missing, or they are fewer examples than a batch takes.",
+                getattr(input_fn, "__qualname__", input_fn),
+            )
         return self
 
     def evaluate(
@@ -212,7 +221,8 @@ class Estimator:
             all_hooks = [*input_hooks, *(hooks or ()), *spec.evaluation_hooks]
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
-            losses, result = [], {}
+            losses: list[Any] = []
+            result: dict[str, Any] = {}
             sessions = runs.sessions(spec, scaffold, lambda: path)
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 global_step = _without_hooks(session, step)
@@ -317,9 +327,11 @@ class Estimator:
 
     def _build(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, Any, list[Any]]:
         """Builds a step; returns the spec, its scaffold, where it runs, and its input's hooks."""
+        runs: OnDevices | OnCores
         if self.runtime == "placement_mesh":
             runs = OnDevices(self._setting("session_config"))
         else:
+            assert self._num_cores is not None  # check_runtime has asked for it
             runs = OnCores(self.runtime, self._num_cores)
         # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
         scope = tf.get_variable_scope()

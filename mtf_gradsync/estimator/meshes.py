@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.reduce import placement_mesh_impl
 
 # Bytes that the first host keeps free for each core's programs.
@@ -26,7 +27,10 @@ class ModelMesh(NamedTuple):
 
 
 def model_mesh(
-    mesh_shape: Any, layout: Any, context: Any = None, devices: Sequence[str] | None = None
+    mesh_shape: MeshShapeLike,
+    layout: LayoutLike,
+    context: Any = None,
+    devices: Sequence[str] | None = None,
 ) -> ModelMesh:
     """Makes the mesh of a model_fn.
 

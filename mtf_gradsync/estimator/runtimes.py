@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, Literal, get_args
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.estimator.sessions import ProgramSessionCreator
+from mtf_gradsync.estimator.sessions import DeviceSessionCreator, ProgramSessionCreator
 from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.session import session_config
 
-RUNTIMES = ("placement_mesh", "cpu_replicas", "xla")
+Runtime = Literal["placement_mesh", "cpu_replicas", "xla"]
+RUNTIMES = get_args(Runtime)
 
 
-def check_runtime(runtime: str | None, use_tpu: bool, num_cores: int | None) -> str:
+def check_runtime(runtime: Runtime | None, use_tpu: bool, num_cores: int | None) -> Runtime:
     """The name of a runtime.
 
     Args:
@@ -28,7 +29,7 @@ def check_runtime(runtime: str | None, use_tpu: bool, num_cores: int | None) -> 
     Raises:
       ValueError: there is no such runtime, it does not run here, or the number of cores is missing.
     """
-    chosen = runtime or ("xla" if use_tpu else "placement_mesh")
+    chosen: Runtime = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen not in RUNTIMES:
         raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")
     if chosen == "placement_mesh":
@@ -71,11 +72,8 @@ class OnDevices:
     ) -> tf.train.SessionCreator:
         """Makes sessions that begin with a checkpoint, where there is one."""
         del spec
-        return tf.train.ChiefSessionCreator(
-            scaffold=scaffold,
-            config=self._config or session_config(num_cpu_devices=_cpu_devices()),
-            checkpoint_filename_with_path=find_checkpoint(),
-        )
+        config = self._config or session_config(num_cpu_devices=_cpu_devices())
+        return DeviceSessionCreator(tf.get_default_graph(), config, scaffold, find_checkpoint)
 
 
 class OnCores:
@@ -101,6 +99,7 @@ class OnCores:
     ) -> tf.train.SessionCreator:
         """Makes sessions that begin with a checkpoint, where there is one."""
         program = self._program
+        assert program is not None  # it has been built
 
         def make() -> Any:
             if self._name == "xla":
@@ -111,4 +110,5 @@ class OnCores:
 
     def traffic(self, spec: Any) -> dict[str, float]:
         """Bytes that a core puts into collectives in a step, by name."""
+        assert self._program is not None  # it has been built
         return traffic_of_program(self._program, spec)

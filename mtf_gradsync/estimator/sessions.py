@@ -9,8 +9,10 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import session_interface
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 
+_SessionInterface: Any = session_interface()
 
-class ProgramSession(session_interface()):
+
+class ProgramSession(_SessionInterface):
     """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
 
     def __init__(self, graph: tf.Graph, session: simd.CpuReplicaSession):
@@ -62,6 +64,45 @@ def _taken_apart(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
     return next
 
 
+class DeviceSessionCreator(tf.train.SessionCreator):
+    """Makes sessions on devices, from a checkpoint where there is one.
+
+    A monitored session makes another session where the first one lost a worker. TensorFlow's own
+    `ChiefSessionCreator` would begin that one, too, with the checkpoint that the first began with.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        config: tf.ConfigProto,
+        scaffold: tf.train.Scaffold | None,
+        find_checkpoint: Callable[[], str | None],
+    ):
+        """Takes what a session is made of.
+
+        Args:
+          graph: the graph.
+          config: of the sessions.
+          scaffold: the spec's, or None.
+          find_checkpoint: the path to begin with, None for initial values; asked for each session.
+        """
+        self._graph = graph
+        self._config = config
+        self._scaffold = scaffold or tf.train.Scaffold()
+        self._find_checkpoint = find_checkpoint
+
+    def create_session(self) -> tf.Session:
+        """Makes a session."""
+        path = self._find_checkpoint()
+        chief = tf.train.ChiefSessionCreator(
+            self._scaffold, config=self._config, checkpoint_filename_with_path=path
+        )
+        with self._graph.as_default():
+            session = chief.create_session()
+        _recover_older(self._scaffold.saver, path)
+        return session
+
+
 class ProgramSessionCreator(tf.train.SessionCreator):
     """Makes sessions on a SIMD program, from a checkpoint where there is one."""
 
@@ -100,9 +141,7 @@ class ProgramSessionCreator(tf.train.SessionCreator):
             path = self._find_checkpoint()
             if path:
                 saver.restore(session, path)
-                known = tf.train.get_checkpoint_state(path.rpartition("/")[0])
-                if known:
-                    saver.recover_last_checkpoints(known.all_model_checkpoint_paths)
+                _recover_older(saver, path)
             elif scaffold.init_fn:
                 scaffold.init_fn(session)
             session.run(begin)
@@ -110,3 +149,10 @@ class ProgramSessionCreator(tf.train.SessionCreator):
             session.close()
             raise
         return session
+
+
+def _recover_older(saver: tf.train.Saver, path: str | None) -> None:
+    """Lets a saver know of the checkpoints beside one, which it deletes when they are too many."""
+    known = tf.train.get_checkpoint_state(path.rpartition("/")[0]) if path else None
+    if known:
+        saver.recover_last_checkpoints(known.all_model_checkpoint_paths)

@@ -97,7 +97,7 @@ class SumOverGradients(StageOperation):
         values = whole_values(lowering, self.inputs)
         # Processors that hold different parts of a gradient add up their squares; those that
         # hold copies must not.
-        by_axes = collections.OrderedDict()
+        by_axes: dict[tuple[int, ...], list[Any]] = collections.OrderedDict()
         for grad, value in zip(self.inputs, values):
             split = set(mesh_impl.tensor_layout(grad.shape)) - {None} - shard_axes
             local_shards = {d.name for d in self._shard_dims}
@@ -269,15 +269,13 @@ def shards_not_finite(
     return SumOverGradients(list(grads), dims, axes, strategy, _any_not_finite).outputs[0]
 
 
-def _common_shard_dims(
-    grads: Sequence[mtf.Tensor], axes: ReplicaAxes
-) -> Sequence[mtf.Dimension] | None:
-    """The shard dims that gradients have or get; None for no gradients."""
-    shard_dims = None
+def _common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
+    """The shard dims that gradients have or get; empty for no gradients."""
+    shard_dims: list[mtf.Dimension] = []
     for grad in grads:
         found = {d.name: d for d in shard_dims_in(grad.shape, axes)}
         dims = [found.get(d.name, d) for d in axes.shard_dims]
-        if shard_dims not in (None, dims):
+        if shard_dims not in ([], dims):
             raise ValueError(
                 f"Gradients have different shard dims: {mtf.Shape(shard_dims)} and "
                 f"{mtf.Shape(dims)} (of {grad.name}); give each the same."

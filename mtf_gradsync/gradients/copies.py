@@ -110,12 +110,12 @@ class SumCopies(StageOperation):
         values = whole_values(lowering, self.inputs)
         results: list[Any] = [None] * len(values)
         # Copies with the same shard dims cross the mesh together.
-        by_dims = {}
+        by_dims: dict[tuple[mtf.Dimension, ...], list[int]] = {}
         for index, dims in enumerate(self._shard_dims):
             by_dims.setdefault(tuple(dims), []).append(index)
-        for dims, indices in by_dims.items():
+        for shared, indices in by_dims.items():
             summed = self._sum(
-                mesh_impl, dims, [self.inputs[i] for i in indices], [values[i] for i in indices]
+                mesh_impl, shared, [self.inputs[i] for i in indices], [values[i] for i in indices]
             )
             for index, value in zip(indices, summed):
                 results[index] = value
@@ -153,7 +153,7 @@ def _processor_groups(
     if len(groups) == 1:
         return ProcessorGroups.along(mesh_impl, mesh_axes)
     group_of = {shard: number for number, group in enumerate(groups) for shard in group}
-    members = {}
+    members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for processor in range(mesh_impl.size):
         coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
         shard = mtf.processor_coordinates_to_pnum(

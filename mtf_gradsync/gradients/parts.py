@@ -148,12 +148,12 @@ def scatter_partial_sums(
     scatter = getattr(strategy, "reduce_scatter", None)
     for mesh_axes, indices in by_axes.items():
         groups = ProcessorGroups.along(mesh_impl, mesh_axes)
-        values, some = [sums[i].value for i in indices], [on_the_way[i] for i in indices]
+        values, sent = [sums[i].value for i in indices], [on_the_way[i] for i in indices]
         if scatter is None:
             added = strategy.all_reduce(mesh_impl, values, groups)
-            parts = [take_parts(mesh_impl, x, cut) for x, cut in zip(added, some)]
+            parts = [take_parts(mesh_impl, x, cut) for x, cut in zip(added, sent)]
         else:
-            parts = scatter(mesh_impl, values, groups, some)
+            parts = scatter(mesh_impl, values, groups, sent)
         for index, part in zip(indices, parts):
             results[index] = part
     return [
@@ -178,9 +178,9 @@ def undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[Callable[[mtf.Tensor], mt
     while True:
         operation = grad.operation
         if _is_linear_by_element(operation):
-            redo.append(lambda x, op=operation, dtype=grad.dtype: _by_element(op, x, dtype))
+            redo.append(functools.partial(_by_element, operation, grad.dtype))
         elif isinstance(operation, mtf.ScalarMultiplyOperation):
-            redo.append(lambda x, op=operation: x * scalar_multiplied(op))
+            redo.append(functools.partial(_times, scalar_multiplied(operation)))
         else:
             return grad, redo[::-1]
         (grad,) = operation.inputs
@@ -197,7 +197,11 @@ def _is_linear_by_element(operation: mtf.Operation) -> bool:
     )
 
 
-def _by_element(operation: mtf.Operation, x: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
+def _times(factor: Any, x: mtf.Tensor) -> mtf.Tensor:
+    return x * factor
+
+
+def _by_element(operation: mtf.Operation, dtype: tf.DType, x: mtf.Tensor) -> mtf.Tensor:
     """What an operation makes of another tensor."""
     fn = slice_function(operation)
     return mtf.slicewise(fn, [x], output_dtype=dtype, splittable_dims=x.shape.dims)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.pending import Flow, Layout
@@ -76,8 +76,9 @@ def check_told_apart(
     mixed = mixed_gradients(grads, axes)
     if not mixed:
         return
+    of_tensors: Sequence[Any] = grads
     lines = [
-        f"{names[i] if names else f'gradient {i} ({grads[i].name})'}: "
+        f"{names[i] if names else f'gradient {i} ({of_tensors[i].name})'}: "
         f"{type(operation).__name__} {operation.name!r}"
         for i, operation in mixed.items()
     ]

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Iterable, Protocol, Sequence, Tuple, Union
 
 import gin
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
-MeshShapeLike = Any
-LayoutLike = Any
+
+class Shape(Protocol):
+    """What is known of an `mtf.Shape`, which has no types of its own."""
+
+    @property
+    def dims(self) -> Any:
+        """Its dimensions."""
+
+
+class LayoutRules(Protocol):
+    """What is known of an `mtf.LayoutRules`, which has no types of its own."""
+
+    def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
+        """The mesh axis of each dimension of a tensor."""
+
+
+#: "batch:4;model:2", pairs of a name and a size (as `mtf.Dimension` is), or an `mtf.Shape`.
+MeshShapeLike = Union[str, Sequence[Tuple[str, int]], Shape]
+#: "batch:batch;heads:model", pairs of tensor and mesh dimension, or an `mtf.LayoutRules`.
+LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 
 
 def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
@@ -28,7 +46,7 @@ def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(batch_dims, str):
         batch_dims = [name.strip() for name in batch_dims.split(",") if name.strip()]
     try:
-        names = tuple(batch_dims)
+        names: tuple[Any, ...] = tuple(batch_dims)
     except TypeError:
         names = (None,)
     for name in names:
@@ -43,12 +61,11 @@ def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
+    cause: Exception | None = None
     try:
         shape = mtf.convert_to_shape(mesh_shape)
     except (ValueError, TypeError, AttributeError) as error:
         shape, cause = None, error
-    else:
-        cause = None
     if shape is None:
         raise ValueError(
             "mesh_shape must be a mesh shape such as 'batch:4;model:2' or an mtf.Shape, got "
@@ -62,7 +79,7 @@ def _as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
     return shape
 
 
-def _as_layout(layout: LayoutLike) -> mtf.LayoutRules:
+def _as_layout(layout: Any) -> mtf.LayoutRules:
     try:
         if not isinstance(layout, (str, mtf.LayoutRules)):
             # Mesh-TF looks at the pairs only when they are used.
@@ -116,7 +133,8 @@ class ReplicaAxes:
         self.mesh_shape = _as_mesh_shape(mesh_shape)
         self.layout = _as_layout(layout)
         self.batch_dims = as_dim_names(batch_dims)
-        axes, dims = [], []
+        axes: list[int] = []
+        dims: list[mtf.Dimension] = []
         for name in self.batch_dims:
             try:
                 axis = self.layout.tensor_dimension_to_mesh_axis(

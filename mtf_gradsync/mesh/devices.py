@@ -14,12 +14,11 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
     Raises:
       ValueError: it is no device string.
     """
+    cause: Exception | None = None
     try:
         canonical = tf.DeviceSpec.from_string(device).to_string()
     except (AttributeError, TypeError, ValueError) as error:
         canonical, cause = "", error
-    else:
-        cause = None
     if not canonical:
         raise ValueError(
             f"{argument} must be a string such as '/device:CPU:0' or "

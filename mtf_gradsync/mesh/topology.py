@@ -70,7 +70,8 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
     kinds = [kind_of(device) for device in devices]
     processes = [_or_itself(process_of, device) for device in devices]
     chips: list[Hashable] = [_or_itself(full_name, device) for device in devices]
-    linked, models = None, []
+    linked: bool | None = None
+    models: list[str] = []
     if "GPU" in kinds:
         if device_attributes is None:
             here = any(p == process_of("") for p, kind in zip(processes, kinds) if kind == "GPU")

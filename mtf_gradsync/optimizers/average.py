@@ -10,7 +10,8 @@ from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
 from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.compat_v1 import NOT_GIVEN
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.checks import check_variables
 from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.state.restoring import note_state
@@ -196,14 +197,14 @@ class AverageOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
+        opt: MeshOptimizerLike,
         decay: Any = 0.999,
         variables_to_average: Sequence[mtf.Variable] | None = None,
         name: str = "AverageOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):

@@ -6,8 +6,9 @@ from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync.compat_v1 import NOT_GIVEN
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -40,13 +41,13 @@ class ClipByGlobalNormOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
+        opt: MeshOptimizerLike,
         clip_norm: Any = gin.REQUIRED,
         name: str = "ClipByGlobalNormOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):

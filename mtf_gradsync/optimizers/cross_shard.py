@@ -9,13 +9,14 @@ import gin
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients import (
     SumCopies,
     check_group_assignment,
     check_groups_cover,
     on_present,
 )
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -60,14 +61,14 @@ class CrossShardOptimizer(Wrapper):
 
     def __new__(
         cls,
-        opt: Any,
-        reduction: str = Reduction.MEAN,
+        opt: OptimizerLike,
+        reduction: compat_v1.Reduction = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
         group_assignment: list[list[int]] | None = None,
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ) -> Any:
@@ -159,6 +160,7 @@ class CrossShardOptimizer(Wrapper):
                     f"{variable.shape.to_string}: groups would leave it with a different value "
                     "on each. Give the variable the shard dims, or leave group_assignment out."
                 )
+            assert self._groups is not None  # or there was nothing to go through
             check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
@@ -168,13 +170,17 @@ class CrossShardOptimizer(Wrapper):
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
         if not dims:
-            warn_once(
-                "loss without shard dims",
-                "CrossShardOptimizer: the loss of shape %s has none of the shard dims %s, so it "
-                "is the loss of all shards already: num_shards is 1 and it is not scaled.",
-                loss.shape.to_string,
-                list(self._shard_names),
-            )
+            # A scalar is the loss of all shards, as most programs have it.
+            if loss.shape.dims:
+                warn_once(
+                    "loss without shard dims",
+                    "CrossShardOptimizer: the loss of shape %s has dimensions, but none of the "
+                    "shard dims %s, so it is taken for the loss of all shards: num_shards is 1 and "
+                    "it is not scaled. If one of them is the batch's, name it in batch_dims; if "
+                    "not, give a scalar.",
+                    loss.shape.to_string,
+                    list(self._shard_names),
+                )
             return loss
         num_shards = _size(dims)
         if self._groups:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.pipeline import StepBuilder
 from mtf_gradsync.step import Plan, advance_step
 
 
 class TrainOptimizerInterface:
     """Mixed into wrappers, whose hooks it calls: `apply_grads`, and those with an underscore."""
+
+    name: str
+    step: StepBuilder | None
+    apply_grads: Callable[..., list[mtf.Operation]]
+    _without_scales: Callable[..., list[Any]]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated; creates nothing."""
@@ -71,7 +77,7 @@ class TrainOptimizerInterface:
         operations = self.apply_grads(grads, variables)
         if global_step is not None:
             mesh = variables[0].mesh
-            updated = self.step.updated if operations else None
+            updated = self.step.updated if operations and self.step else None
             operations.append(
                 advance_step(mesh, global_step, operations, name or self.name, updated)
             )

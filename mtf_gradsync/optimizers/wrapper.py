@@ -254,7 +254,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     def inner_stack(self) -> list[Any]:
         """The optimizers inside this one, from the outside in."""
-        stack, opt = [], self.opt
+        stack: list[Any] = []
+        opt: Any = self.opt
         while opt is not None:
             stack.append(opt)
             # Wrappers of others are looked through where they name what they wrap.

@@ -17,7 +17,7 @@ class Member(NamedTuple):
       name: what its job calls it: "process 1", "worker 1".
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
     host: str
     pid: int
     name: str

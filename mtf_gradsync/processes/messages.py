@@ -7,7 +7,10 @@ import json
 import socket
 from typing import Any
 
-_LONGEST = 1 << 16
+#: Characters of a text in a message; of a longer one the beginning is sent.
+LONGEST_TEXT = 1 << 12
+#: Bytes of a message, and of messages that wait for a side that does not read.
+LONGEST = 1 << 20
 
 
 class ConnectionBroken(Exception):
@@ -33,10 +36,25 @@ class Connection:
     def send(self, **message: Any) -> None:
         """Sends a message, or keeps it for the next time where the other side does not read.
 
+        Args:
+          **message: what JSON knows. Texts are cut after `LONGEST_TEXT` characters.
+
         Raises:
-          ConnectionBroken: when nobody is there.
+          ConnectionBroken: when nobody is there, or has not read for so long that the message
+            would be kept beside `LONGEST` bytes of others.
+          ValueError: when the message is longer than `LONGEST` bytes.
         """
-        self._unsent = (self._unsent + json.dumps(message).encode() + b"\n")[-_LONGEST:]
+        line = json.dumps({name: _cut(value) for name, value in message.items()}).encode() + b"\n"
+        if len(line) > LONGEST:
+            raise ValueError(f"A message has {len(line)} bytes; the most is {LONGEST}.")
+        if len(self._unsent) + len(line) > LONGEST:
+            self._send_kept()
+        if len(self._unsent) + len(line) > LONGEST:
+            raise ConnectionBroken("the other side does not read")
+        self._unsent += line
+        self._send_kept()
+
+    def _send_kept(self) -> None:
         try:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
@@ -48,12 +66,13 @@ class Connection:
         """The messages that have come.
 
         Raises:
-          ConnectionBroken: when nobody is there, and all messages have been returned.
+          ConnectionBroken: when nobody is there, and all messages have been returned; or what came
+            is no message.
         """
         broken = False
         try:
-            while len(self._unread) < _LONGEST:
-                data = self._socket.recv(4096)
+            while len(self._unread) < LONGEST:
+                data = self._socket.recv(1 << 16)
                 if not data:
                     broken = True
                     break
@@ -63,16 +82,25 @@ class Connection:
         except OSError:
             broken = True
         *lines, self._unread = self._unread.split(b"\n")
-        if (broken and not lines) or len(self._unread) >= _LONGEST:
+        if (broken and not lines) or len(self._unread) >= LONGEST:
             raise ConnectionBroken("its connection broke")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise ConnectionBroken(f"no message: {error}") from error
-        if not all(isinstance(message, dict) for message in messages):
-            raise ConnectionBroken("no message")
-        return messages
+        return [_message(line) for line in lines]
 
     def close(self) -> None:
         """Ends the connection."""
         self._socket.close()
+
+
+def _cut(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > LONGEST_TEXT
+    return value[: LONGEST_TEXT - 3] + "..." if is_long else value
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionBroken(f"no message: {error}") from error
+    if not isinstance(message, dict):
+        raise ConnectionBroken("no message")
+    return message

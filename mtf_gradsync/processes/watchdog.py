@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from mtf_gradsync.processes import proxy
 from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE
@@ -32,19 +32,43 @@ _GRACE_S = 2.0
 # How long an error of a step waits for the watchdog's word on it.
 _VERDICT_S = 10.0
 
+# A process that crashes may do so because another one is lost, which is the better error.
+_CRASH_S = 2.0
+
 _running: Watchdog | None = None
+# What this process has begun last, in words.
+_begun = ""
+
+
+class Alarm(NamedTuple):
+    """How a watchdog learns that its process is about to end by a signal.
+
+    Attributes:
+      descriptor: a pipe's end that something is written to then; the watchdog closes it.
+      explain: what has happened, in words, from what was written.
+    """
+
+    descriptor: int
+    explain: Callable[[str], str]
 
 
 class Watchdog:
     """The thread of one process."""
 
-    def __init__(self, me: Member, peers: Mapping[Member, Connection], silence: float):
+    def __init__(
+        self,
+        me: Member,
+        peers: Mapping[Member, Connection],
+        silence: float,
+        alarm: Alarm | None = None,
+    ):
         """Starts it.
 
         Args:
           me: this process.
           peers: connections to all others on process 0, to process 0 on the others.
           silence: seconds without a word after which a process is lost.
+          alarm: tells of crashes of this process, where something can.
         """
         global _running
         self._me = me
@@ -54,6 +78,9 @@ class Watchdog:
         self._size = len(peers) + 1
         self._last = self._next_beat = time.monotonic()
         self._heard = dict.fromkeys(peers, self._last)
+        self._begun: dict[Member, str] = {}  # what others have begun last, as far as known
+        self._alarm, self._alarmed = alarm, ""
+        self._crash_at: float | None = None
         self._left: set[Member] = set()  # those who said goodbye, this process included
         self._doom: tuple[float, str] | None = None  # when to end, and why
         self._requests: collections.deque[tuple[str, str]] = collections.deque()
@@ -66,6 +93,8 @@ class Watchdog:
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         for member, connection in self._peers.items():
             self._selector.register(connection, selectors.EVENT_READ, member)
+        if alarm is not None:
+            self._selector.register(alarm.descriptor, selectors.EVENT_READ, alarm)
         _running = self
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
@@ -150,13 +179,15 @@ class Watchdog:
             for key, _ in ready:
                 if key.data is None:
                     self._wakened.recv(1024)
+                elif isinstance(key.data, Alarm):
+                    self._hear_alarm(key.data, now)
                 else:
                     self._hear(key.data, now)
             while self._requests:
                 self._do(*self._requests.popleft())
             if now >= self._next_beat:
                 self._next_beat = now + _BEAT_S
-                self._tell_all(beat=True)
+                self._tell_all(beat=True, begun=_begun)
             if late < _LATE_S:
                 for member in list(self._peers):
                     if now - self._heard[member] > self._silence:
@@ -164,6 +195,8 @@ class Watchdog:
             if self._me.index == 0 and len(self._left) == self._size:
                 self._tell_all(all_left=True)
                 self._finished.set()
+            if self._crash_at is not None and now >= self._crash_at and self._doom is None:
+                self._end_of_crash()
             if self._doom is not None and now >= self._doom[0]:
                 self._end(self._doom[1])
         _running = None
@@ -172,6 +205,8 @@ class Watchdog:
                 connection.close()
             self._peers.clear()
         self._selector.close()
+        if self._alarm is not None:
+            os.close(self._alarm.descriptor)
         self._waker.close()
         self._wakened.close()
 
@@ -183,10 +218,14 @@ class Watchdog:
                 connection = self._peers.pop(member)
                 self._selector.unregister(connection)
                 connection.close()
-            self._lose(member, "ended without a word: its connection broke")
+            begun = self._begun.get(member)
+            at = f"; the last that it had said to have begun is {begun}" if begun else ""
+            self._lose(member, f"ended without a word: its connection broke{at}")
             return
         self._heard[member] = now
         for message in messages:
+            if "begun" in message:
+                self._begun[member] = message["begun"]
             if "goodbye" in message:
                 self._left.add(member)
                 if member.index == 0:
@@ -198,6 +237,21 @@ class Watchdog:
             elif "lost" in message:
                 self._learn(Member(*message["lost"]), message["how"], message["grace"])
 
+    def _hear_alarm(self, alarm: Alarm, now: float) -> None:
+        """Takes note that this process is about to end by a signal."""
+        with contextlib.suppress(BlockingIOError):
+            self._alarmed += os.read(alarm.descriptor, 1 << 16).decode("utf-8", "replace")
+        if self._crash_at is None:
+            self._crash_at = now + _CRASH_S
+
+    def _end_of_crash(self) -> None:
+        """Ends this process and the others, with what is known of its crash."""
+        at = f" The last that it had begun is {_begun}." if _begun else ""
+        assert self._alarm is not None  # it has rung
+        what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
+        self._tell_failure(what)
+        self._end(f"this process {what}")
+
     def _do(self, kind: str, text: str) -> None:
         """Does what the main thread asks."""
         if kind == "goodbye":
@@ -208,11 +262,15 @@ class Watchdog:
             self._is_spoken_for = kind == "silence begins"
             self._noted.set()
             return
+        self._tell_failure(text)
+        self._finished.set()
+
+    def _tell_failure(self, text: str) -> None:
+        """Tells the others that this process ends with an error."""
         if self._me.index == 0:
             self._tell_all(lost=self._me, how=f"ended with an error: {text}", grace=_GRACE_S)
         else:
             self._tell_all(failed=text)
-        self._finished.set()
 
     def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
         """Notices that a process is lost."""
@@ -262,6 +320,16 @@ def patience() -> Iterator[None]:
         return
     with _running.spoken_for():
         yield
+
+
+def note(begun: str) -> None:
+    """Says what this process begins to do, for the error where it is lost or crashes.
+
+    Args:
+      begun: as in "step 7".
+    """
+    global _begun
+    _begun = begun
 
 
 def _flush() -> None:

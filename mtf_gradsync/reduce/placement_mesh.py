@@ -8,6 +8,7 @@ from typing import Any, Callable, Sequence
 import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.mesh.devices import canonical_device
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.shared_copies import SharedVariable, slicewise
@@ -15,14 +16,13 @@ from mtf_gradsync.mesh.topology import memories
 from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 
-_MeshTfPlacementMesh = mtf.placement_mesh_impl.PlacementMeshImpl
 _EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}
 
 
 @gin.configurable(module="mtf_gradsync")
 def placement_mesh_impl(
-    shape: Any,
-    layout: Any,
+    shape: MeshShapeLike,
+    layout: LayoutLike,
     devices: Sequence[str],
     reducer: Strategy | None = None,
     share_copies: bool = True,
@@ -55,7 +55,7 @@ def placement_mesh_impl(
     return PlacementMeshImpl(shape, layout, devices, reducer, share_copies)
 
 
-class PlacementMeshImpl(_MeshTfPlacementMesh):
+class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     """Mesh-TF's placement mesh with collectives that use what processors have in common.
 
     Mesh-TF passes tensors around rings, as is right for devices that each see two neighbours. CPU
@@ -73,8 +73,8 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
 
     def __init__(
         self,
-        shape: Any,
-        layout: Any,
+        shape: MeshShapeLike,
+        layout: LayoutLike,
         devices: Sequence[str],
         reducer: Strategy | None = None,
         share_copies: bool = True,
@@ -83,14 +83,14 @@ class PlacementMeshImpl(_MeshTfPlacementMesh):
             raise TypeError(f"devices must be a list of device strings, got {devices!r}.")
         for device in filter(None, devices):
             canonical_device(device, "A device of devices")
-        shape = mtf.convert_to_shape(shape)
-        if len(devices) != shape.size:
+        on: mtf.Shape = mtf.convert_to_shape(shape)
+        if len(devices) != on.size:
             raise ValueError(
-                f"devices must name one device for each of the {shape.size} processors of the "
-                f"mesh {shape.to_string}, got {len(devices)}."
+                f"devices must name one device for each of the {on.size} processors of the "
+                f"mesh {on.to_string}, got {len(devices)}."
             )
         self.reducer: Strategy = FusedAllReduce() if reducer is None else check_strategy(reducer)
-        super().__init__(shape, layout, list(devices))
+        super().__init__(on, layout, list(devices))
         self._share_copies = share_copies
         # One processor may use the master itself, as Mesh-TF's variables do.
         if share_copies and self.size > 1:

@@ -7,6 +7,7 @@ from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import forget_mesh
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.simd import replicated
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
 from mtf_gradsync.simd.lowerings import lowerings_in
@@ -146,7 +147,9 @@ class TPUContext:
 
 @contextlib.contextmanager
 def tpu_program(
-    mesh_shape: Any, layout: Any, logical_to_physical: Sequence[int] | None = None
+    mesh_shape: MeshShapeLike,
+    layout: LayoutLike,
+    logical_to_physical: Sequence[int] | None = None,
 ) -> Iterator[Program]:
     """Opens a TPU program in the default graph.
 

@@ -16,13 +16,15 @@ class Planned:
     whoever holds it still find it. A copy of it, as `mtf.recompute_grad` makes, asks the plan too.
     """
 
+    graph: mtf.Graph
+
     def lower(self, lowering: mtf.Lowering) -> None:
         """Asks the plan."""
         vars(self.graph)[PLAN].lower(self, lowering)
 
     def lower_itself(self, lowering: mtf.Lowering) -> None:
         """What the operation would do without a plan."""
-        super().lower(lowering)
+        super().lower(lowering)  # type: ignore[misc]  # of the class that it is mixed into
 
 
 # Where a graph keeps its plan.
@@ -44,7 +46,7 @@ def adopt(operation: mtf.Operation) -> bool:
     """Makes an operation ask its graph's plan; returns whether it did not before."""
     if isinstance(operation, Planned):
         return False
-    operation.__class__ = _planned(type(operation))
+    operation.__class__ = _planned(operation.__class__)
     return True
 
 

@@ -53,7 +53,7 @@ class Plan:
         self._is_gating = False
         self._in_place: dict[mtf.Variable, None] = {}
         self._states: dict[str, tuple[Any, Any]] = {}
-        self._parts: dict[type, Part] = {}
+        self._parts: dict[type, Any] = {}
 
     @classmethod
     def of(cls, graph: mtf.Graph) -> Plan:
@@ -248,10 +248,11 @@ class Plan:
         It puts the values that a stacked variable is assigned together right before the
         assignment.
         """
-        new, wanted = set(new), {}
+        fresh = set(new)
+        wanted: dict[mtf.Tensor, Any] = {}
         for operation in reversed(self.graph.operations):
             branch = self._branch_of.get(operation)
-            feeds = operation in new and branch is None and not takes_stack_apart(operation)
+            feeds = operation in fresh and branch is None and not takes_stack_apart(operation)
             if feeds and not isinstance(operation, mtf.Variable):
                 branch = next((wanted[t] for t in operation.outputs if t in wanted), None)
                 if branch is not None:

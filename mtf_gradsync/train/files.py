@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -67,8 +67,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def check_matplotlib() -> None:
-    """Checks that pictures can be drawn; a command asks before its work.
+def check_installed(library: str, work: str) -> None:
+    """Checks that a library of the train extra is there, without the time that importing it takes.
+
+    Args:
+      library: its name.
+      work: what it is needed for.
+
+    Raises:
+      ConfigError: if it is not installed.
+    """
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(f'{work} needs {library}: pip install "mtf-gradsync[train]"')
+
+
+def check_drawing() -> None:
+    """Checks that pictures can be drawn: imports what draws them.
 
     Raises:
       ConfigError: if matplotlib is not installed.
@@ -91,7 +105,7 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
       ConfigError: if matplotlib is not installed.
     """
-    check_matplotlib()
+    check_drawing()
     # Not pyplot: its state would outlive the call, and its backend is the program's choice.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -103,6 +103,7 @@ def train_loop(
     settings: LoopSettings,
     recorder: Recorder,
     on_checkpoint: Callable[[str, int, Progress], None],
+    on_first_step: Callable[[], None] = lambda: None,
 ) -> LoopResult:
     """Trains from the newest checkpoint to train_steps, or to a signal.
 
@@ -112,6 +113,8 @@ def train_loop(
       settings: how long, and what to leave behind.
       recorder: takes what was measured every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
+      on_first_step: called once, when the first step of this call has been shown: for what the run
+        needs later.
 
     Returns:
       How it ended.
@@ -124,7 +127,7 @@ def train_loop(
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
-        loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint)
+        loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint, on_first_step)
         try:
             stopped_by = None
             while loop.step < settings.train_steps and not runner.should_stop():
@@ -160,9 +163,11 @@ class _Loop:
         settings: LoopSettings,
         recorder: Recorder,
         on_checkpoint: Callable[[str, int, Progress], None],
+        on_first_step: Callable[[], None],
     ):
         self._runner, self._settings, self._recorder = runner, settings, recorder
         self._on_checkpoint = on_checkpoint
+        self._on_first_step: Callable[[], None] | None = on_first_step
         self._patience = Patience(optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
         self.step = self._saved_at = runner.first_step
@@ -183,7 +188,9 @@ class _Loop:
             kept = f" The newest checkpoint is of step {self._saved_at}." if self._saved_at else ""
             raise DataError(f"{error}{kept}") from error
         self.step += 1
-        while len(self._pending) > self._runner.steps_ahead:
+        # Of the first step one wants to know at once.
+        ahead = self._runner.steps_ahead if self._on_first_step is None else 0
+        while len(self._pending) > ahead:
             self._look_at_oldest()
         self.seconds += time.monotonic() - began
         if self.step % self._settings.save_checkpoints_steps == 0:
@@ -242,6 +249,12 @@ class _Loop:
             rate = round(self.progress.tokens_per_second(), 1)
             measured = {"loss": loss, "tokens_per_second": rate, **values["reported"]}
             self._recorder.write(step, measured)
+        if self._on_first_step is not None:
+            call, self._on_first_step = self._on_first_step, None
+            began = time.monotonic()
+            call()
+            self.progress.pause()
+            self.seconds -= time.monotonic() - began  # `seconds` is of steps
 
     def _check_waits(self) -> None:
         """Raises TrainingError if an optimizer waits too long for its replicas."""

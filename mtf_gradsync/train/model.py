@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.train.config.bindings import ModelType
 from mtf_gradsync.train.config.mesh import MeshSettings
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.transformer import transformer_models, transformer_utils
 
-MODEL_TYPES = ("lm", "aligned", "bitransformer")
+MODEL_TYPES = get_args(ModelType)
 
 
 class ModelSettings(NamedTuple):
@@ -26,7 +27,7 @@ class ModelSettings(NamedTuple):
       seed: of the initial values.
     """
 
-    model_type: str
+    model_type: ModelType
     vocabulary: Any
     mesh: MeshSettings
     batch_size: int

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from tqdm import tqdm
+
 # Of a field with one number for each replica, say.
 _MOST_NUMBERS = 16
 
@@ -39,8 +41,6 @@ class Progress:
         self._last_line: float | None = None
         self._bar: Any = None
         if self._stream.isatty():
-            from tqdm import tqdm
-
             self._bar = tqdm(
                 initial=first_step,
                 total=train_steps,
@@ -63,6 +63,8 @@ class Progress:
         self._rate.update(step)
         rate = self._rate.tokens_per_second()
         shown = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}" if rate else "-"}
+        if self._bar is None:  # a bar says it by itself
+            shown["left"] = self._rate.time_left(self._total - step)
         shown.update({name: _short(value) for name, value in fields.items()})
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
@@ -97,7 +99,11 @@ class Progress:
 
 
 class _Rate:
-    """Tokens per second of training, smoothed over the last seconds, pauses left out."""
+    """How fast a run goes.
+
+    In tokens per second it is smoothed over the last seconds, without pauses; the time that is left
+    follows from all steps but the first, which may have been compiled, and pauses take part in it.
+    """
 
     _SECONDS = 5.0
 
@@ -107,9 +113,12 @@ class _Rate:
         self._last: float | None = None
         self._seconds = 0.0
         self._steps = 0.0
+        self._began: tuple[float, int] | None = None
 
     def update(self, step: int) -> None:
         now = time.monotonic()
+        if self._began is None:
+            self._began = now, step
         if self._last is not None:
             self._seconds += now - self._last
             self._steps += step - self._step
@@ -125,6 +134,13 @@ class _Rate:
 
     def tokens_per_second(self) -> float:
         return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
+
+    def time_left(self, steps: int) -> str:
+        """How long some more steps take, as in "02:05"; "-" where that is not known yet."""
+        if self._began is None or self._step == self._began[1] or self._last is None:
+            return "-"
+        began, first = self._began
+        return tqdm.format_interval((self._last - began) / (self._step - first) * steps)
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:

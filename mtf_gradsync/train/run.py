@@ -23,14 +23,14 @@ from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
-from mtf_gradsync.train.files import check_matplotlib, write_text, writing_to
+from mtf_gradsync.train.files import check_drawing, write_text, writing_to
 from mtf_gradsync.train.job import TrainingJob, build_simd, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_facts
-from mtf_gradsync.train.report.page import Ended, check_jinja, write_page
+from mtf_gradsync.train.report.page import Ended, check_pages_installed, write_page
 from mtf_gradsync.train.report.traffic import list_traffic
 from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
 from mtf_gradsync.train.runners.runner import Runner, Start
@@ -120,8 +120,7 @@ def run(
         written any more.
     """
     _check_schedule(config)
-    check_matplotlib()
-    check_jinja()
+    check_pages_installed()
     runtime = choose_runtime(config, part.target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
     directory = Path(model_dir)
@@ -252,11 +251,21 @@ def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResul
             parameters=graph.num_parameters,
             tokens_per_step=job.tokens_per_step,
             versions=versions(),
-            traffic=list_traffic(graph, program) if config.reports else None,
+            traffic=None,
         )
         write_facts(directory, facts)
         with Recorder(directory, METRICS_FILE, step) as recorder:
-            recorder.write_once(step + 1, facts.traffic.scalars if facts.traffic else {})
+
+            def on_first_step() -> None:
+                """What the run needs later, and nobody shall wait for at its start."""
+                if config.reports:
+                    traffic = list_traffic(graph, program)
+                    write_facts(directory, facts._replace(traffic=traffic))
+                    recorder.write_once(step + 1, traffic.scalars if traffic else {})
+                asked.evaluation.build()
+                # With what evaluation alone takes from gin, too.
+                write_text(directory / CONFIG_FILE, gin.operative_config_str())
+                check_drawing()
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
                 asked.evaluation.point(saved, at, recorder, progress)
@@ -273,6 +282,7 @@ def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResul
                 ),
                 recorder,
                 on_checkpoint,
+                on_first_step,
             )
 
 

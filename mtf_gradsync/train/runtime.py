@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from mtf_gradsync import xla
-from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.config.bindings import RunConfig, RuntimeName
 from mtf_gradsync.train.errors import ConfigError
 
-RUNTIMES = ("fastest", "xla", "cpu_replicas", "placement_mesh")
+RUNTIMES = get_args(RuntimeName)
 
 _WORDS = {
     "xla": "XLA devices",
@@ -28,7 +28,7 @@ class Runtime(NamedTuple):
       target: the server that steps run on; "" is this process.
     """
 
-    name: str
+    name: Literal["xla", "cpu_replicas", "placement_mesh"]
     reason: str
     target: str = ""
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
 
-_OLDEST_JAX = (0, 4, 30)
+from mtf_gradsync._private import jax as private
+
+_OLDEST_JAX = "0.4.30"
+# The newest that the tests have run on. A newer one is tried before it is used.
+_NEWEST_KNOWN_JAX = "0.12.0.1"
+_TRIAL_SECONDS = 120
 _EXTRAS = {"libtpu": "tpu"}
 
 
@@ -52,8 +62,45 @@ def _reason(*modules: str) -> str:
         return f"This needs {', '.join(missing)}, which is not installed. {install}"
     from importlib import metadata
 
-    version = metadata.version("jax")
-    if tuple(int(part) for part in version.split(".")[:3]) < _OLDEST_JAX:
-        oldest = ".".join(map(str, _OLDEST_JAX))
-        return f"This needs jax {oldest} or later; this is {version}. {install}"
-    return ""
+    jax, jaxlib = metadata.version("jax"), metadata.version("jaxlib")
+    if _numbers(jax) < _numbers(_OLDEST_JAX):
+        return f"This needs jax {_OLDEST_JAX} or later; this is {jax}. {install}"
+    if _numbers(jax) <= _numbers(_NEWEST_KNOWN_JAX) and _numbers(jax)[:3] == _numbers(jaxlib)[:3]:
+        return ""
+    return _why_unfit(jax, jaxlib)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"^[\d.]*", version)[0].strip(".").split("."))
+
+
+@functools.lru_cache(maxsize=None)
+def _why_unfit(jax: str, jaxlib: str) -> str:
+    """What a small program says of versions that nobody has tested, in a process of its own."""
+    trial = [sys.executable, str(Path(__file__).with_name("trial.py")), private.__file__]
+    try:
+        done = subprocess.run(
+            trial,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"no end within {_TRIAL_SECONDS} s"
+    else:
+        if not done.returncode:
+            return ""
+        problem = _error_in(done.stderr) or f"exit code {done.returncode}"
+    return (
+        f"jax {jax} with jaxlib {jaxlib} does not run a small program as it should: {problem}. "
+        f'Install a version that is known: pip install "jax<={_NEWEST_KNOWN_JAX}".'
+    )
+
+
+def _error_in(stderr: str) -> str:
+    """The error that ends a traceback, in one line without its details."""
+    errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
+    return errors[-1][:200].rstrip(".: ") if errors else ""

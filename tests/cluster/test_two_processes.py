@@ -140,3 +140,16 @@ def test_bytes_to_peers_counts_this_side_s_connections_only():
             assert 1010 <= cluster.bytes_to_peers({port}) <= 1012
             assert cluster.bytes_to_peers({port + 1}) == 0
             assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_collectives_whose_members_come_in_opposite_orders_are_not_mixed_up(found):
+    """Each is found by its keys, which all members have, and each device waits with the second."""
+    crossed = found["crossed"]
+    (keys,) = {json.dumps(keys) for keys in crossed["keys"].values()}
+    assert len(crossed["keys"]) == 8
+    (size, group, first), (_, other_group, second) = json.loads(keys)
+    assert size == 8
+    assert group == other_group
+    assert first != second
+    for sums in crossed["sums"]:
+        assert sums == [[[8.0] * 3] * 8, [[16.0] * 5] * 8]

@@ -14,7 +14,8 @@ import absl.flags
 
 from benchmarks import report, two_processes
 from benchmarks.cluster import LocalCluster
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync import reduce
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.session import enable_mesh_defaults
 
 # Tensors that the ring cuts into parts, and some that it sends whole: too small, not divisible.
@@ -62,6 +63,52 @@ def really_sent(
     return sent
 
 
+def crossed_sums(cluster: LocalCluster) -> dict[str, Any]:
+    """Two sums whose members come in opposite orders in the two processes, again and again.
+
+    Returns:
+      Both sums by run, and the keys of the collectives by name of their device.
+    """
+    runs, late = 4, 20_000
+    with tf.Graph().as_default() as graph:
+        impl = mtf.placement_mesh_impl.PlacementMeshImpl(
+            mtf.convert_to_shape("all:8"), mtf.LayoutRules([]), cluster.devices
+        )
+        turns = tf.placeholder(tf.int32, [2], name="turns")  # before the first operand, by process
+
+        def operand(device: str, number: int) -> tf.Tensor:
+            """A device's number for a sum, after as many turns of a loop as it has to make."""
+            task = tf.DeviceSpec.from_string(device).task
+            with tf.device(device):
+                wanted = turns[task if number == 0 else 1 - task]
+                begin = [tf.constant(0), tf.zeros([3 + 2 * number])]
+                _, value = tf.while_loop(
+                    lambda i, _: i < wanted, lambda i, x: [i + 1, x], begin, parallel_iterations=1
+                )
+                return value + float(number + 1)
+
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        values = [
+            impl.LaidOutTensor([operand(device, number) for device in cluster.devices])
+            for number in range(2)
+        ]
+        summed = reduce.CollectiveAllReduce(1).all_reduce(impl, values, groups)
+        slices = [x.tensor_list for x in summed]
+        found: dict[str, Any] = {"sums": [], "keys": {}}
+        for op in graph.get_operations():
+            if op.type == "CollectiveReduceV2":
+                keys = [int(tf.get_static_value(x)) for x in op.inputs[1:4]]
+                found["keys"].setdefault(op.device, []).append(keys)
+        with tf.Session(cluster.target, config=two_processes.config(False)) as session:
+            for run in range(runs):
+                feeds = {turns: [late, 0][:: 1 if run % 2 else -1]}
+                # The second sum before the first one, too.
+                order = slices[:: 1 if run // 2 else -1]
+                sums = session.run(order, feeds)[:: 1 if run // 2 else -1]
+                found["sums"].append([[x.tolist() for x in one] for one in sums])
+    return found
+
+
 def main(path: str) -> None:
     """Measures and counts."""
     enable_mesh_defaults()
@@ -70,6 +117,7 @@ def main(path: str) -> None:
     options = report.Options(rounds=1, quick=True)
     found: dict[str, Any] = {"sums": {}}
     with LocalCluster(two_processes.TASKS, two_processes.EACH) as cluster:
+        found["crossed"] = crossed_sums(cluster)
         found["table"] = report.as_json(two_processes.measure_on(cluster, options), options)
         for order, devices in device_orders(cluster.devices).items():
             for name, make in two_processes.STRATEGIES.items():

@@ -19,7 +19,7 @@ def test_each_wrapper_makes_its_counterpart():
     assert type(gathered) is compat_v1.GradientAccumulationOptimizer
     assert gathered.opt is cross
     sync = gs.SyncReplicasOptimizer(adam, 2, 3, variable_averages=0.9, variables_to_average=[])
-    assert type(sync) is tf.train.SyncReplicasOptimizer
+    assert isinstance(sync, tf.train.SyncReplicasOptimizer)
     assert type(gs.CrossShardOptimizer(gs.MeshOptimizer(adam))) is gs.CrossShardOptimizer
 
 

@@ -1,4 +1,6 @@
-"""An input_fn that ends, raises or gives a batch of another size: what was trained is kept.
+"""What goes wrong in the middle of a training: what was trained is kept.
+
+An input_fn ends, raises or gives a batch of another size, or has none; a session is lost.
 
 Batches whose size TensorFlow does not know are for placement meshes and CPU replicas; a program for
 XLA devices refuses them before it begins.
@@ -7,10 +9,11 @@ XLA devices refuses them before it begins.
 import numpy as np
 import pytest
 
+from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd import UnsupportedProgramError
 from tests.estimator import digits
-from tests.estimator.test_estimator import RUNTIMES, ours, train
+from tests.estimator.test_estimator import RUNTIMES, config, ours, train
 
 BEFORE = 4  # good batches; a checkpoint after every third
 
@@ -52,6 +55,54 @@ def test_an_input_that_ends_ends_the_training_with_a_checkpoint(tmp_path):
     runs = ours(tmp_path, runtime="cpu_replicas")
     assert len(train(runs, input_fn=ends)) == BEFORE
     assert runs.latest_checkpoint().endswith(f"model.ckpt-{BEFORE}")
+
+
+def test_an_input_without_batches_is_warned_of(tmp_path, caplog):
+    runs = ours(tmp_path)
+    assert train(runs, input_fn=lambda mode: digits.input_fn(mode).take(0)) == []
+    (warning,) = [r for r in caplog.records if r.name.startswith("mtf_gradsync")]
+    assert warning.levelname == "WARNING"
+    assert "made no step" in warning.getMessage()
+    caplog.clear()
+    train(runs, steps=1)
+    assert not [r for r in caplog.records if r.name.startswith("mtf_gradsync")]
+
+
+class LosesTheSession(tf.train.SessionRunHook):
+    """Fails once, after a step, as a session does that has lost a worker; knows all steps made."""
+
+    def __init__(self, step):
+        self._lost_after = step
+        self.steps = []
+
+    def begin(self):
+        self._step_made = tf.train.get_global_step()
+
+    def after_run(self, run_context, run_values):
+        del run_values
+        self.steps.append(int(run_context.session.run(self._step_made)))
+        if self.steps == list(range(1, self._lost_after + 1)):
+            raise tf.errors.AbortedError(None, None, "a worker was lost")
+
+
+@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
+def test_a_session_made_anew_goes_on_from_the_newest_checkpoint(runtime, tmp_path):
+    """Before the first one there was none; one is written after every third step."""
+    loses = LosesTheSession(5)
+    ours(tmp_path, runtime=runtime).train(digits.input_fn, hooks=[loses], steps=7)
+    assert loses.steps == [1, 2, 3, 4, 5, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
+def test_a_second_training_deletes_the_checkpoints_of_the_first(runtime, tmp_path):
+    runs = estimator.Estimator(
+        digits.model_fn, str(tmp_path), config(keep_checkpoint_max=2),
+        {"optimizer": "cross_shard"}, runtime=runtime, num_cores=digits.CORES,
+    )  # fmt: skip
+    for _ in range(2):
+        runs.train(digits.input_fn, steps=3)
+    kept = {path.name for path in tmp_path.glob("model.ckpt-*.index")}
+    assert kept == {"model.ckpt-3.index", "model.ckpt-6.index"}
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

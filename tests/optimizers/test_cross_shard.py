@@ -71,18 +71,26 @@ def test_one_loss_per_shard(mesh_kind, mesh, reduction):
 
 
 @pytest.mark.parametrize("reduction", [SUM, MEAN])
-def test_a_loss_without_shard_dims_is_not_scaled_and_warns_once(reduction, caplog):
+def test_a_scalar_is_the_loss_of_all_shards_and_not_scaled(reduction, caplog):
     feed = examples()
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
-        for _ in range(2):
-            w = train(
-                "placement", "all:8", "batch:all", lambda: sgd(reduction=reduction), feed,
-                keep=False,
-            )  # fmt: skip
+        w = train(
+            "placement", "all:8", "batch:all", lambda: sgd(reduction=reduction), feed, keep=False
+        )
     grad = residual_and_grad(feed, W)[1].sum(0)
     np.testing.assert_allclose(w, W - LR * grad, rtol=32 * EPS, atol=64 * EPS)
-    warnings = [r for r in caplog.records if "num_shards is 1" in r.getMessage()]
-    assert len(warnings) == 1
+    assert not [r for r in caplog.records if r.name.startswith("mtf_gradsync")]
+
+
+def test_a_loss_with_other_dims_only_is_warned_of_once(caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", [mtf.Dimension("rows", 4)])
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        for _ in range(2):
+            sgd().compute_gradients(mtf.square(w))
+    (warning,) = [r.getMessage() for r in caplog.records if "num_shards is 1" in r.getMessage()]
+    assert "Shape[rows=4]" in warning
+    assert "['batch'], so" in warning
 
 
 @pytest.mark.parametrize("groups", [None, *sorted(GROUPS)])

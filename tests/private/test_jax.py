@@ -95,6 +95,22 @@ def test_a_program_runs_on_its_devices():
         assert devices == [out["order"]] * 2
 
 
+def test_results_are_joined_without_jaxlib_s_handlers_too():
+    out = run_fresh("""
+        def gone(self, aval):
+            raise AttributeError("array_result_handler")
+
+        private.LoadedProgram._handler = gone
+        devices = jax.devices()
+        program = private.LoadedProgram(compile_program(devices), devices)
+        x = private.put_on_devices([np.ones(4, np.float32)] * 2, devices)
+        for _ in range(3):
+            x = program.run([x, x])[0]
+        out["sum"] = [np.asarray(a).tolist() for a in x.arrays]
+    """)
+    assert out["sum"] == [[8.0] * 4] * 2
+
+
 def test_options_reach_the_compiler():
     out = run_fresh("""
         try:

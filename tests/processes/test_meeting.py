@@ -1,15 +1,21 @@
 """Processes that cannot meet say why."""
 
 import concurrent.futures
+import contextlib
+import json
+import logging
 import socket
+import threading
 import time
 
 import pytest
 
 from benchmarks.cluster import free_ports
+from mtf_gradsync.processes import host, secret
 from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.processes.meeting import Place, meet
 from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.messages import LONGEST
 
 FACTS = {"jax": "1.2.3", "cpu_devices": 4}
 
@@ -62,27 +68,172 @@ def test_one_process_meets_nobody():
     assert met(1, [0]) == [{}]
 
 
-def test_strangers_are_ignored():
-    def stranger(port):
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                    assert connection.recv(100) == b""
-                return
-            except ConnectionRefusedError:
-                time.sleep(0.01)
+def connected(port):
+    """A connection to process 0 as soon as it listens."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), timeout=30)
+        time.sleep(0.01)
+    raise TimeoutError
 
-    # The other one comes only when the stranger has been there.
+
+def introduction(**changed):
+    """What a process says first, in a job without a secret that asked nothing."""
+    said = {
+        "member": member(1), "facts": FACTS, "challenge": "x", "proof": secret.proof("process"),
+    }  # fmt: skip
+    return (json.dumps({**said, **changed}) + "\n").encode()
+
+
+GARBAGE = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "no text": bytes(range(255, 0, -1)),
+    "no object": b"1\n",
+    "nothing in it": b"{}\n",
+    "too deep": b"[" * 100_000 + b"\n",
+    "facts that are none": introduction(facts=3),
+    "a member that is none": introduction(member=["1", "here", 2, "process 1"]),
+    "a proof that is none": introduction(proof=3),
+}
+
+
+@pytest.fixture
+def intruders():
+    """Takes connections, to be closed when the test is over."""
+    with contextlib.ExitStack() as stack:
+        yield lambda port: stack.enter_context(connected(port))
+
+
+def test_strangers_are_dropped(intruders):
+    """The other process comes only when all of them have been there."""
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        host = pool.submit(meeting, port, 0)
-        stranger(port)
-        other = pool.submit(meeting, port, 1)
-    for connections in (host.result(), other.result()):
+        first = pool.submit(meeting, port, 0)
+        for said in GARBAGE.values():
+            with contextlib.suppress(ConnectionError):
+                stranger = intruders(port)
+                stranger.sendall(said)
+                while stranger.recv(1000):  # the challenge first
+                    pass
+        second = pool.submit(meeting, port, 1)
+    for connections in (first.result(), second.result()):
         for connection in connections.values():
             connection.close()
+
+
+def talk(connection, said):
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(said)
+
+
+def test_who_says_nothing_or_never_ends_holds_nobody_up(intruders, monkeypatch):
+    monkeypatch.setattr(host, "_STRANGERS", 4)
+    (port,) = free_ports(1)
+    talkers = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(meeting, port, 0)
+        for said in (b"x" * LONGEST, b"{}\n" * 1000, b'{"a": "' + b"x" * LONGEST):
+            talkers.append(threading.Thread(target=talk, args=(intruders(port), said)))
+            talkers[-1].start()
+        silent = [intruders(port) for _ in range(12)]
+        second = pool.submit(meeting, port, 1)
+        for connections in (first.result(), second.result()):
+            for connection in connections.values():
+                connection.close()
+    for talker in talkers:
+        talker.join(30)
+        assert not talker.is_alive()
+    for stranger in silent:  # all are dropped, by their number or in the end
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(1000):
+                pass
+
+
+def test_strangers_have_some_time_only(intruders, monkeypatch):
+    monkeypatch.setattr(host, "ANSWER_S", 0.3)
+    (port,) = free_ports(1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(meeting, port, 0)
+        stranger = intruders(port)
+        assert b"challenge" in stranger.recv(1000)
+        assert stranger.recv(1000) == b""
+        pool.submit(meeting, port, 1)
+        first.result()
+
+
+def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        (port,) = free_ports(1)
+        for name, address in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")):
+            with host._listening(member(0), Place(name, port, "coordinator")) as server:
+                assert server.getsockname()[:2] == (address, port)
+        assert not caplog.records
+        with host._listening(member(0), Place("first.example", port, "coordinator")) as server:
+            assert server.getsockname()[0] in ("::", "0.0.0.0")
+    (warning,) = caplog.records
+    assert secret.VARIABLE in warning.getMessage()
+
+
+def test_with_a_secret_it_may_be_called_from_everywhere(monkeypatch, caplog):
+    monkeypatch.setenv(secret.VARIABLE, "tell nobody")
+    (port,) = free_ports(1)
+    with host._listening(member(0), Place("first.example", port, "coordinator")):
+        assert not caplog.records
+
+
+def test_a_machines_own_name_is_not_taken_for_this_machine_alone():
+    """Many resolve it to 127.0.1.1, and others do not."""
+    assert Place(socket.gethostname(), 1, "coordinator").loopback is None
+    assert Place("::1", 1, "coordinator").loopback == "::1"
+
+
+def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
+    monkeypatch.setenv(secret.VARIABLE, "tell nobody")
+    (port,) = free_ports(1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(meeting, port, 0)
+        stranger = intruders(port)
+        stranger.recv(1000)
+        stranger.sendall(introduction(proof=secret.proof("process", "made up", "x")))
+        assert b"denied" in stranger.recv(1000)
+        second = pool.submit(meeting, port, 1)
+        for connections in (first.result(), second.result()):
+            for connection in connections.values():
+                connection.close()
+    assert [r for r in caplog.records if secret.VARIABLE in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ({"denied": True}, ProcessesError, "MTF_GRADSYNC_SECRET is not the same in both"),
+        (
+            {"all_here": member(0), "proof": "made up"},
+            MissingProcessesError,
+            "is not process 0 of this job",
+        ),
+        ({"all_here": 3, "proof": None}, MissingProcessesError, "is not process 0 of this job"),
+    ],
+)
+def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+
+        def pretend():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b'{"challenge": "x"}\n')
+                connection.recv(1000)
+                connection.sendall((json.dumps(answer) + "\n").encode())
+                connection.recv(1000)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(error, match=message):
+            meeting(server.getsockname()[1], 1, timeout=0.5)
+        thread.join()
 
 
 def test_processes_that_do_not_come_are_named():

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from matplotlib import figure
 
-from benchmarks import reduction_profiles, reductions, report
+from benchmarks import reduction_profiles, reductions, reductions_plot, report, timing
 from mtf_gradsync._private.libraries import tf
 
 
@@ -105,3 +106,16 @@ def test_the_graph_has_nothing_but_variables_in_common():
     assert sum(op.type == "VarHandleOp" for op in graph.get_operations()) == 2
     assert list(sums) == list(strategies)
     assert all(isinstance(some.done, tf.Operation) for some in sums.values())
+
+
+def test_the_picture_says_what_each_set_of_gradients_is():
+    assert set(reduction_profiles.ABOUT) == set(reduction_profiles.PROFILES)
+    axes = figure.Figure().add_subplot()
+    rows = [
+        {"devices": 8, "strategy": s, "profile": p, "time/ring": timing.Spread(1.0, 1.0, 1.0)}
+        for p in reduction_profiles.PROFILES
+        for s in ("ring", "other")
+    ]
+    reductions_plot.plot(axes, rows, "ring", reduction_profiles.ABOUT)
+    named = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert named == [f"{p}: {about}" for p, about in reduction_profiles.ABOUT.items()]

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Callable, Mapping
+from typing import Callable
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,13 +23,12 @@ class Child:
       status: exit code, or minus the signal that ended it; None while it runs.
     """
 
-    def __init__(self, program: Callable[[], int], directory: Path, environment: Mapping[str, str]):
+    def __init__(self, program: Callable[[], int], directory: Path):
         """Starts it.
 
         Args:
           program: returns the exit code.
           directory: for what it prints.
-          environment: on top of this process's.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._files = directory / "out", directory / "err"
@@ -38,7 +37,7 @@ class Child:
         parent = os.getpid()
         self.pid = os.fork()
         if not self.pid:
-            _live(program, parent, self._files, environment)
+            _live(program, parent, self._files)
 
     def poll(self) -> int | None:
         """Looks whether it has ended; returns the status."""
@@ -79,7 +78,6 @@ def _live(
     program: Callable[[], int],
     parent: int,
     files: tuple[Path, Path],
-    environment: Mapping[str, str],
 ) -> None:
     """The life of a forked program."""
     code = 1
@@ -93,8 +91,9 @@ def _live(
             os.dup2(opened, descriptor)
             os.close(opened)
         sys.stdout.reconfigure(line_buffering=True)
-        os.environ.update(environment)
+        # As any program has them, whatever the process that forked does about them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

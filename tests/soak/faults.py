@@ -15,6 +15,7 @@ from typing import Any, Callable, NamedTuple
 from mtf_gradsync.train.checkpoints.leftovers import remove_leftovers
 from tests.damage import damage
 from tests.soak import settings
+from tests.soak.busy import busy_machine
 from tests.soak.injected import random_moment
 from tests.soak.started import Run
 
@@ -44,15 +45,19 @@ class Fault(NamedTuple):
       name: for the table.
       act: starts the run, brings the fault about and looks at its end.
       damages: whether the newest checkpoint is lost by it.
-      runtimes: where it makes sense: "one", "several", "all".
+      needs_checkpoint: whether there has to be one.
       afterwards: whether it makes sense for a run that has made all its steps.
+      processes: of how many processes the runs are that it can hit.
+      can_hit: whether it can hit the runs of a runtime and a config.
     """
 
     name: str
     act: Callable[[Run, random.Random], Seen]
     damages: bool = False
-    runtimes: str = "one"
+    needs_checkpoint: bool = False
     afterwards: bool = False
+    processes: tuple[int, ...] = (1, 2)
+    can_hit: Callable[[settings.Runtime, str], bool] = lambda runtime, config: True
 
 
 def _kill_at_random(run: Run, rng: random.Random) -> Seen:
@@ -89,7 +94,7 @@ def _signal(number: int) -> Callable[[Run, random.Random], Seen]:
         ignored = len(errors) < len(processes[0].errors())
         if "Traceback" in errors and status != 128 + number and not ignored:
             problems.append("a traceback")
-        problems += processes.others_end(LIMIT_S, (0, 75))
+        problems += processes.others_end(LIMIT_S, (0, 75, 128 + number))
         processes.kill_all()
         return Seen(hit and status != 0, tuple(problems), seconds)
 
@@ -104,6 +109,15 @@ def _stand_still(run: Run, rng: random.Random) -> Seen:
     processes[who].send(signal.SIGSTOP)
     time.sleep(rng.uniform(0.1, 0.8))
     processes[who].send(signal.SIGCONT)
+    return Seen(hit, processes.all_end_well(run.patience))
+
+
+def _busy(run: Run, rng: random.Random) -> Seen:
+    processes = run.start()
+    processes.sleep(rng.uniform(0.0, run.usual_seconds))
+    hit = processes.are_alive()
+    with busy_machine(run.scratch):
+        processes.sleep(rng.uniform(1.0, 4.0))
     return Seen(hit, processes.all_end_well(run.patience))
 
 
@@ -167,31 +181,27 @@ def _read_only(run: Run, rng: random.Random) -> Seen:
 
 
 def _nan_shard(run: Run, rng: random.Random) -> Seen:
-    # SyncReplicasOptimizer takes no gradients through an operation that it does not know.
-    if run.first_step() >= settings.STEPS or run.config == "sync replicas":
-        return Seen(False)
     # The next step: with what makes it in the graph, the sums of good steps are rounded otherwise.
     fault = ["nan_in_shard", {"step": run.first_step(), "shard": rng.randrange(2)}]
     began = time.monotonic()
     processes = run.start(json.dumps(fault))
-    status = processes.wait_first(run.patience)
+    processes.wait_first(run.patience)
     words = "not finite" if "not finite" in processes[0].errors() else "is nan"
-    del status
     return _ends_with(run, processes, began, 1, words)
 
 
 def _damage(how: str) -> Callable[[Run, random.Random], Seen]:
     def act(run: Run, rng: random.Random) -> Seen:
         newest = run.newest()
-        if newest is None:
-            return Seen(False)
+        assert newest is not None
         backup = shutil.copytree(run.directory, run.scratch / "backup")
         try:
             files = sorted(run.directory.glob(f"{newest}.*"))
             if how == "of another run":
                 # What was killed before the manifest knew it is told from others by nothing.
-                if not run.is_noted(newest) or not run.foreign(newest):
+                if not run.is_noted(newest):
                     return Seen(False)
+                run.foreign(newest)
             else:
                 _damage_somewhere(rng.choice(files), how, rng)
             return _is_refused_and_skipped(run, newest, backup)
@@ -232,20 +242,15 @@ def _damage_somewhere(file: Path, how: str, rng: random.Random) -> None:
 
 def _state_file(run: Run, rng: random.Random) -> Seen:
     state = run.directory / "checkpoint"
-    if not state.exists():
-        return Seen(False)
     _damage_somewhere(state, rng.choice(["gone", "emptied", "truncated"]), rng)
     return Seen(True, run.start().all_end_well(run.patience))
 
 
 def _other_config(run: Run, rng: random.Random) -> Seen:
-    if run.newest() is None or run.first_step() >= settings.STEPS:
-        return Seen(False)
-    others = [name for name in settings.CONFIGS if name != run.config]
     remove_leftovers(str(run.directory))
     before = run.contents()
     began = time.monotonic()
-    processes = run.start(config=rng.choice(others))
+    processes = run.start(config=settings.other_config(run.config))
     seen = _ends_with(run, processes, began, 2, "made by another configuration")
     if run.contents() != before:
         return seen._replace(problems=(*seen.problems, "something was changed"))
@@ -287,36 +292,50 @@ def _lost(who: int, number: int) -> Callable[[Run, random.Random], Seen]:
     return act
 
 
+def _nan_can_hit(runtime: settings.Runtime, config: str) -> bool:
+    # SyncReplicasOptimizer takes no gradients through an operation that it does not know, and where
+    # each process builds the graph, it is in the graph of process 0 alone.
+    return config != "sync replicas" and (runtime.num_processes == 1 or bool(runtime.devices))
+
+
+def _on_checkpoint(name: str, how: str) -> Fault:
+    return Fault(name, _damage(how), damages=True, needs_checkpoint=True, afterwards=True)
+
+
+OF_ANOTHER_CONFIG = (
+    "checkpoint of another run under its name",
+    "checkpoint of another configuration",
+)
+
 FAULTS: tuple[Fault, ...] = (
-    Fault("SIGKILL at a random moment", _kill_at_random, runtimes="all"),
-    Fault("SIGKILL at a chosen moment", _kill_at_moment, runtimes="all"),
-    Fault("SIGTERM", _signal(signal.SIGTERM), runtimes="all"),
+    Fault("SIGKILL at a random moment", _kill_at_random),
+    Fault("SIGKILL at a chosen moment", _kill_at_moment),
+    Fault("SIGTERM", _signal(signal.SIGTERM)),
     Fault("SIGINT", _signal(signal.SIGINT)),
-    Fault("SIGSTOP, then SIGCONT", _stand_still, runtimes="all"),
+    Fault("SIGSTOP, then SIGCONT", _stand_still),
+    Fault("busy machine", _busy),
     Fault("clock set back", _clock_set_back),
     Fault("full disk", _full_disk),
     Fault("read-only directory", _read_only),
-    Fault("NaN in a shard", _nan_shard),
-    Fault("truncated checkpoint file", _damage("truncated"), damages=True, afterwards=True),
-    Fault("emptied checkpoint file", _damage("emptied"), damages=True, afterwards=True),
-    Fault("missing checkpoint file", _damage("gone"), damages=True, afterwards=True),
-    Fault("flipped bit in a checkpoint file", _damage("one bit"), damages=True, afterwards=True),
-    Fault(
-        "checkpoint of another run under its name",
-        _damage("of another run"),
-        damages=True,
-        afterwards=True,
-    ),
-    Fault("damaged state file", _state_file, afterwards=True),
-    Fault("checkpoint of another configuration", _other_config),
-    Fault("worker killed", _lost(1, signal.SIGKILL), runtimes="several"),
-    Fault("chief killed", _lost(0, signal.SIGKILL), runtimes="several"),
-    Fault("worker frozen", _lost(1, signal.SIGSTOP), runtimes="several"),
-    Fault("chief frozen", _lost(0, signal.SIGSTOP), runtimes="several"),
+    Fault("NaN in a shard", _nan_shard, can_hit=_nan_can_hit),
+    _on_checkpoint("truncated checkpoint file", "truncated"),
+    _on_checkpoint("emptied checkpoint file", "emptied"),
+    _on_checkpoint("missing checkpoint file", "gone"),
+    _on_checkpoint("flipped bit in a checkpoint file", "one bit"),
+    _on_checkpoint(OF_ANOTHER_CONFIG[0], "of another run"),
+    Fault("damaged state file", _state_file, needs_checkpoint=True, afterwards=True),
+    Fault(OF_ANOTHER_CONFIG[1], _other_config, needs_checkpoint=True),
+    Fault("worker killed", _lost(1, signal.SIGKILL), processes=(2,)),
+    Fault("chief killed", _lost(0, signal.SIGKILL), processes=(2,)),
+    Fault("worker frozen", _lost(1, signal.SIGSTOP), processes=(2,)),
+    Fault("chief frozen", _lost(0, signal.SIGSTOP), processes=(2,)),
 )
 
 
-def faults_for(num_processes: int) -> list[Fault]:
-    """The faults that make sense for runs of so many processes."""
-    kinds = ("one", "all") if num_processes == 1 else ("several", "all")
-    return [fault for fault in FAULTS if fault.runtimes in kinds]
+def faults_for(runtime: settings.Runtime, config: str) -> list[Fault]:
+    """The faults that can hit the runs of a runtime and a config."""
+    return [
+        fault
+        for fault in FAULTS
+        if runtime.num_processes in fault.processes and fault.can_hit(runtime, config)
+    ]

@@ -6,9 +6,11 @@ fork has no threads. With TF_OVERRIDE_GLOBAL_THREADPOOL=1 the devices of each se
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-from typing import Any, Callable
+import types
+from typing import Any, Callable, ContextManager
 
 import gin
 
@@ -17,12 +19,25 @@ from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.runners import runner as runner_module
+from mtf_gradsync.train.runners import simd_program as simd_runner_module
 from mtf_gradsync.train.runners.runner import Start
 from mtf_gradsync.train.runtime import choose_runtime
+from mtf_gradsync.train.transformer import transformer_utils
 from tests.soak import settings
 
 
-@functools.lru_cache(maxsize=None)
+def import_all() -> None:
+    """Imports what a program needs before it is forked."""
+    transformer_utils()
+    import jinja2  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import tensorflow_datasets  # noqa: F401
+
+    import mtf_gradsync.train.on_cluster
+    import mtf_gradsync.train.on_processes  # noqa: F401
+
+
 def prebuilt(runtime: str, config: str) -> Callable[[], None]:
     """Builds the graph of a run.
 
@@ -34,25 +49,37 @@ def prebuilt(runtime: str, config: str) -> Callable[[], None]:
       A function that makes `mtf_gradsync.train.run.run` take the graph in place of building one; to
       be called in a fork of this process.
     """
+    # How many processes share a mesh of XLA devices is not in the graph.
+    chosen = settings.RUNTIMES[runtime]
+    return _built(chosen.binding, chosen.devices, config)
+
+
+@functools.lru_cache(maxsize=None)
+def _built(binding: str, devices: tuple[str, ...], config: str) -> Callable[[], None]:
     enable_mesh_defaults()
-    gin_files.load([str(settings.TINY)], list(settings.bindings(runtime, config)))
+    gin_files.load([str(settings.TINY)], list(settings.bindings(binding, config)))
     try:
         asked = gin_files.run_config()
+        if devices:
+            asked = dataclasses.replace(asked, mesh_devices=list(devices))
         graph = tf.Graph()
         with graph.as_default():
             job = resolve_job(asked)._replace(reports=asked.reports)
             batches = _LaterBatches([job.model.batch_size, job.model.feature_length("targets")])
-            chosen = choose_runtime(asked)
-            made, simd_program, make_runner = run_module._training_graph(job, batches, chosen)
+            # The server's port is known later.
+            chosen = choose_runtime(asked, "grpc://later" if devices else "")
+            later = types.SimpleNamespace(**chosen._asdict())
+            made, simd_program, make_runner = run_module._training_graph(job, batches, later)
             if chosen.name == "cpu_replicas":
-                runner = make_runner("", Start(), asked, tf.ConfigProto())
+                # What it runs is made from the graph with all that the runner adds.
+                make_runner = _LaterRunner(make_runner, asked)
                 simd_program.emulated(made.lowering)
-                make_runner = functools.partial(_begun, runner)
     finally:
         gin.clear_config()
 
-    def take(unused_job: Any, given: Any, unused_runtime: Any) -> Any:
+    def take(unused_job: Any, given: Any, runtime: Any) -> Any:
         batches.are(given)
+        later.target = runtime.target
         return made, simd_program, make_runner
 
     def use() -> None:
@@ -62,12 +89,36 @@ def prebuilt(runtime: str, config: str) -> Callable[[], None]:
     return use
 
 
-def _begun(runner: Any, model_dir: str, start: Start, *unused: Any) -> Any:
-    """A runner that was made with its graph, for a run's directory and checkpoint."""
-    runner._start = start
-    runner._checkpoints.prefix = os.path.join(model_dir, "model.ckpt")
-    runner._checkpoints.saver.recover_last_checkpoints(list(start.kept))
-    return runner
+class _LaterRunner:
+    """A runner that is made with its graph, and gets a run's directory and checkpoint in a fork."""
+
+    def __init__(self, make_runner: Callable[..., Any], config: Any):
+        def checkpointer(*args: Any) -> Any:
+            self._checkpoints = runner_module.checkpointer(*args)
+            return self._checkpoints
+
+        self._start = _LaterStart()
+        simd_runner_module.checkpointer = checkpointer
+        try:
+            self._runner = make_runner("", self._start, config, tf.ConfigProto())
+        finally:
+            simd_runner_module.checkpointer = runner_module.checkpointer
+
+    def __call__(self, model_dir: str, start: Start, *unused: Any) -> Any:
+        self._start.given = start
+        self._checkpoints.prefix = os.path.join(model_dir, "model.ckpt")
+        self._checkpoints.saver.recover_last_checkpoints(list(start.kept))
+        return self._runner
+
+
+class _LaterStart:
+    """Where a runner begins; known in a fork."""
+
+    kept: tuple[str, ...] = ()
+    given = Start()
+
+    def restorable(self, initial_values: Callable[..., Any]) -> ContextManager[str | None]:
+        return self.given.restorable(initial_values)
 
 
 class _LaterBatches:
@@ -81,8 +132,12 @@ class _LaterBatches:
         return self._feeds
 
     def are(self, batches: Any) -> None:
-        batches._feeds = self._feeds
-        self.begin, self.next = batches.begin, batches.next
+        with tf.Graph().as_default():
+            batches.placeholders()
+        self._batches, self.begin = batches, batches.begin
+
+    def next(self) -> dict[tf.Tensor, Any]:
+        return {self._feeds[feed.op.name]: ids for feed, ids in self._batches.next().items()}
 
 
 class _WithGraph:

@@ -10,7 +10,7 @@ from benchmarks.cluster import free_ports
 TINY = Path(__file__).resolve().parents[1] / "train" / "tiny.gin"
 STEPS, SAVE_EVERY, KEEP = 24, 3, 3
 # How long a process of several may be silent before the others give it up.
-SILENCE_S = 6.0
+SILENCE_S = 15.0
 
 _COMMON = (
     "train.run.mesh_shape = 'batch:2;model:1'",
@@ -53,14 +53,15 @@ class Runtime(NamedTuple):
       name: for people.
       binding: the value of train.run.runtime.
       flags: gives the flags of each process, process 0 first.
-      environment: of its processes.
-      seconds: that one may take to start; faults at random moments come within them.
+      num_processes: how many there are.
+      devices: of its mesh, where they are on tasks of a cluster.
     """
 
     name: str
     binding: str
     flags: Callable[[], Sequence[Sequence[str]]]
-    environment: tuple[tuple[str, str], ...] = ()
+    num_processes: int = 1
+    devices: tuple[str, ...] = ()
 
 
 def _alone() -> list[list[str]]:
@@ -74,6 +75,9 @@ def _cluster() -> list[list[str]]:
     return [[*flags, f"--task_index={i}", f"--silence={SILENCE_S}"] for i in range(2)]
 
 
+_DEVICES_OF_TASKS = tuple(f"/job:worker/task:{i}/device:CPU:0" for i in range(2))
+
+
 def _xla_processes() -> list[list[str]]:
     flags = [f"--coordinator=127.0.0.1:{free_ports(1)[0]}", "--num_processes=2"]
     return [[*flags, f"--process_id={i}", f"--silence={SILENCE_S}"] for i in range(2)]
@@ -85,24 +89,21 @@ RUNTIMES = {
         Runtime("placement mesh", "placement_mesh", _alone),
         Runtime("CPU replicas", "cpu_replicas", _alone),
         Runtime("XLA devices", "xla", _alone),
-        Runtime("XLA devices of two processes", "xla", _xla_processes),
-        Runtime("cluster of two", "placement_mesh", _cluster),
+        Runtime("XLA devices of two processes", "xla", _xla_processes, num_processes=2),
+        Runtime("cluster of two", "placement_mesh", _cluster, 2, _DEVICES_OF_TASKS),
     )
 }
 
-# How often runs are on each: those of several processes take longest.
-WEIGHTS = {
-    "placement mesh": 4,
-    "CPU replicas": 6,
-    "XLA devices": 4,
-    "XLA devices of two processes": 1,
-    "cluster of two": 2,
-}
+
+def other_config(config: str) -> str:
+    """The config that runs of this one are confused with."""
+    names = list(CONFIGS)
+    return names[(names.index(config) + 1) % len(names)]
 
 
-def bindings(runtime: str, config: str) -> list[str]:
-    """What gin binds for a runtime and a config, by their names."""
-    return [*_COMMON, f"train.run.runtime = '{RUNTIMES[runtime].binding}'", *CONFIGS[config]]
+def bindings(binding: str, config: str) -> list[str]:
+    """What gin binds for a value of train.run.runtime and a config, by its name."""
+    return [*_COMMON, f"train.run.runtime = '{binding}'", *CONFIGS[config]]
 
 
 def command(runtime: Runtime, config: str, flags: Sequence[str], directory: Path) -> list[str]:
@@ -111,6 +112,6 @@ def command(runtime: Runtime, config: str, flags: Sequence[str], directory: Path
         "train",
         f"--gin_file={TINY}",
         f"--model_dir={directory}",
-        *(f"--gin_param={one}" for one in bindings(runtime.name, config)),
+        *(f"--gin_param={one}" for one in bindings(runtime.binding, config)),
         *flags,
     ]

@@ -113,12 +113,11 @@ class Run:
           config: another one's name.
         """
         self._starts += 1
-        # Not where the fault is in the graph, nor for clusters, whose devices have addresses.
-        flags_of_all = self.runtime.flags()
-        is_usual = len(flags_of_all) == 1 and "nan_in_shard" not in fault
+        # Not where the fault is in the graph.
+        is_usual = "nan_in_shard" not in fault
         prepare = prebuilt(self.runtime.name, config or self.config) if is_usual else None
         children = []
-        for number, own in enumerate(flags_of_all):
+        for number, own in enumerate(self.runtime.flags()):
             arguments = settings.command(
                 self.runtime, config or self.config, [*own, *flags], self.directory
             )
@@ -127,7 +126,6 @@ class Run:
                 Child(
                     functools.partial(program, inside, arguments, prepare),
                     self.scratch / f"{self._starts}.{number}",
-                    dict(self.runtime.environment),
                 )
             )
         return Processes(children)
@@ -172,13 +170,13 @@ class Run:
         manifest = self.directory / MANIFEST_FILE
         return manifest.exists() and f'"{name}"' in manifest.read_text(encoding="utf-8")
 
-    def foreign(self, name: str) -> bool:
-        """Puts files of another config's run under a checkpoint's name; whether there is one."""
-        other = self._reference.parents[1]
-        choices = [path for path in other.glob(f"*/run/{name}.*") if self.config not in path.parts]
-        for path in choices:
-            shutil.copy(path, self.directory)
-        return bool(choices)
+    def foreign(self, name: str) -> None:
+        """Puts the last checkpoint of another config's run under a checkpoint's name."""
+        assert self._reference is not None
+        other = self._reference.parents[1] / settings.other_config(self.config) / "run"
+        for path in other.glob(f"model.ckpt-{settings.STEPS}.*"):
+            ending = path.name.partition(".ckpt-")[2].partition(".")[2]
+            shutil.copy(path, self.directory / f"{name}.{ending}")
 
     def differs(self) -> str | None:
         """How its last variables differ from those of the run without faults; None if equal."""

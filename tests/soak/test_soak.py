@@ -1,5 +1,6 @@
-"""A seeded hundred of the quick faults; `make soak` has the others."""
+"""A seeded few of the soak's faults, on every runtime; `make soak` has the others."""
 
+import collections
 import json
 import subprocess
 import sys
@@ -7,26 +8,67 @@ import sys
 import pytest
 
 from tests.cluster.processes import ROOT
-from tests.soak.faults import faults_for
+from tests.soak import settings
+from tests.soak.faults import FAULTS, faults_for
+from tests.soak.plan import plan
+from tests.soak.table import tables
 
-# Of these a start takes a second or two.
-QUICK = ["--runtime=CPU replicas", "--config=plain"]
+NAMES, CONFIGS = list(settings.RUNTIMES), list(settings.CONFIGS)
+
+
+@pytest.mark.parametrize("number", [1000, 997, 3])
+def test_faults_are_spread_evenly(number):
+    groups = plan(0, number, NAMES, CONFIGS)
+    of_runtime = collections.Counter()
+    for group in groups:
+        of_runtime[group.runtime.name] += len(group.faults)
+    assert sum(of_runtime.values()) == number
+    assert {of_runtime[name] for name in NAMES} <= {number // 5, number // 5 + 1}
+    for group in groups:
+        kinds = collections.Counter(fault.name for fault in group.faults)
+        possible = [fault.name for fault in faults_for(group.runtime, group.config)]
+        assert set(kinds) <= set(possible)
+        if number > 900:
+            assert max(kinds.values()) - min(kinds[name] for name in possible) <= 1
+
+
+def test_a_seed_chooses_the_same_faults_again():
+    def names(seed):
+        return [
+            (group.runtime.name, group.config, [fault.name for fault in group.faults], group.seed)
+            for group in plan(seed, 200, NAMES, CONFIGS)
+        ]
+
+    assert names(4) == names(4) != names(5)
+
+
+def test_few_faults_are_of_many_kinds():
+    groups = plan(1, 25, NAMES, ["plain"])
+    assert {fault.name for group in groups for fault in group.faults} == {f.name for f in FAULTS}
+
+
+def test_the_tables_are_those_of_the_docs():
+    docs = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8").splitlines()
+    row = {"fault": "SIGTERM", "runtime": "XLA devices", "seconds": 0.5, "cpu_seconds": 2.0}
+    bad = {**row, "problems": ["hangs"], "same_bits": False, "seconds": 31.0}
+    lines = tables([{**row, "problems": [], "same_bits": True}, bad]).splitlines()
+    assert "| SIGTERM | 2 | 1 | 1 | 31.0 |" in lines
+    assert lines[-1] == "| XLA devices | 2 | 1 | 1 | 31.0 | 2.0 |"
+    assert set(lines[:2]) <= set(docs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_lost_by_fifty_faults(tmp_path, seed):
+def test_nothing_is_lost_by_one_fault_of_each_kind(tmp_path):
     soak = subprocess.run(
         [
-            sys.executable, "-m", "tests.soak", "--faults=50", "--jobs=1", f"--seed={seed}",
-            f"--directory={tmp_path}", *QUICK,
+            sys.executable, "-m", "tests.soak", "--faults=25", "--jobs=1", "--seed=1",
+            "--config=plain", f"--directory={tmp_path}",
         ],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
-    lines = (tmp_path / "lane-0.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    files = [file.read_text(encoding="utf-8") for file in tmp_path.glob("rows-*.jsonl")]
+    rows = [json.loads(line) for text in files for line in text.splitlines()]
     assert not [row for row in rows if row["problems"] or not row["same_bits"]]
-    assert soak.returncode == 0, soak.stderr[-3000:]
-    assert len(rows) >= 50
-    # Of a short soak on a busy machine some kinds come too late to hit.
-    assert len({row["fault"] for row in rows}) >= len(faults_for(1)) // 2
+    assert soak.returncode == 0, soak.stdout[-3000:] + soak.stderr[-3000:]
+    assert collections.Counter(row["runtime"] for row in rows) == dict.fromkeys(NAMES, 5)
+    assert {row["fault"] for row in rows} == {fault.name for fault in FAULTS}

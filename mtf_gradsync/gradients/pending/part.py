@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -175,7 +176,7 @@ class _Lowering(PartLowering):
                     lazy.mesh_impl,
                     lazy.mesh_axes,
                     parts.slice_shape,
-                    lambda parts=parts: parts,
+                    functools.partial(_itself, parts),
                     self._sum_for(tensor),
                     lazy.add_counter_fn,
                 )
@@ -246,7 +247,7 @@ class _Lowering(PartLowering):
                 mesh_impl,
                 sorted(use.axes | use.own_axes),
                 mesh_impl.slice_shape(tensor.shape),
-                lambda n=number: parts(n),
+                functools.partial(parts, number),
                 whole,
                 sources=sources,
             )
@@ -271,7 +272,7 @@ class _Lowering(PartLowering):
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
         """Each processor's share of what the operation is linear in, and the factors whole."""
         mesh_impl = self._lowering.mesh_impl(operation)
-        found = {}
+        found: dict[mtf.Tensor, Any] = {}
         for position, tensor in enumerate(operation.inputs):
             lowered = self._tensors[tensor]
             if position not in use.positions:
@@ -307,6 +308,10 @@ class _Lowering(PartLowering):
             yield
         finally:
             self._tensors.update(before)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _count(one: PendingSum) -> None:

@@ -103,12 +103,13 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     def copied(self) -> PendingSum:
         """The same sum; what is made of the one later, the other does not have."""
+        part = self._part
         copy = PendingSum(
             self.mesh_impl,
             self.mesh_axes,
             self._slice_shape,
             # What exists outside of a branch can be used inside.
-            self._make_part if self._part is None else lambda part=self._part: part,
+            self._make_part if self._part is None else lambda: part,
             self._make_whole,
             self.add_counter_fn,
             self.context,

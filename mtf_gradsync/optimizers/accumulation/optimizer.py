@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Literal, NamedTuple, Sequence
 
 import gin
 
@@ -10,9 +10,9 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients import mixed_gradients, per_shard
-from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
@@ -30,7 +30,10 @@ from mtf_gradsync.optimizers.state.variables import counter
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
-LOCAL, SYNCED = "local", "synced"
+#: Where gradients of micro steps add up: on each shard, or reduced over the mesh.
+Accumulate = Literal["local", "synced"]
+LOCAL: Accumulate = "local"
+SYNCED: Accumulate = "synced"
 
 
 class _Counters(NamedTuple):
@@ -59,22 +62,28 @@ class GradientAccumulationOptimizer(Wrapper):
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
     """
 
+    accumulate: Accumulate
+    # An optimizer may serve several graphs; the last one is what its properties tell of.
+    _counters: _Counters | None
+    _update_step_now: mtf.Tensor | None
+    _progress: dict[str, mtf.Tensor]
+
     def __new__(
         cls,
-        opt: Any,
+        opt: OptimizerLike,
         backward_passes_per_step: Passes = gin.REQUIRED,
         average_aggregated_gradients: bool = False,
         should_skip_update_fn: SkipFn | None = None,
         accumulator_dtype: tf.DType | None = None,
         checkpoint_accumulators: bool = True,
-        accumulate: str | None = None,
+        accumulate: Accumulate | None = None,
         sparse_as_dense: bool = False,
         allreduce_fn: compat_v1.AllReduceFn | None = None,
         name: str = "GradientAccumulationOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ) -> Any:
@@ -124,7 +133,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 )
             counterpart = compat_v1.GradientAccumulationOptimizer(
                 opt,
-                backward_passes_per_step,
+                backward_passes_per_step,  # type: ignore[arg-type]  # it refuses functions itself
                 average_aggregated_gradients,
                 sparse_as_dense,
                 allreduce_fn,
@@ -149,7 +158,7 @@ class GradientAccumulationOptimizer(Wrapper):
         self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
         if accumulate == LOCAL and self.axes is None:
             self.axes = axes_of_pipeline(cls.__name__, "the shards", batch_dims)
-        self.accumulate: str = accumulate or (LOCAL if self.axes is not None else SYNCED)
+        self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
@@ -165,10 +174,9 @@ class GradientAccumulationOptimizer(Wrapper):
         self._check_order()
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
-        # An optimizer may serve several graphs; the last one is what its properties tell of.
-        self._counters: _Counters | None = None
-        self._update_step_now: mtf.Tensor | None = None
-        self._progress: dict[str, mtf.Tensor] = {}
+        self._counters = None
+        self._update_step_now = None
+        self._progress = {}
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
         return self
 
@@ -295,6 +303,7 @@ class _Accumulate(Stage):
         if wrapper.accumulate == SYNCED:
             return step.reduce_whole(gradients, reduction)
         axes, grads = wrapper.axes, gradients.grads
+        assert axes is not None  # what "local" has found
         own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
         mixed = mixed_gradients(own, axes)
         if mixed:

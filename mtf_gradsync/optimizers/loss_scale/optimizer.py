@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Literal, Sequence
 
 import gin
 
 from mtf_gradsync._numbers import is_number, is_whole
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.compat_v1 import NOT_GIVEN
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients import ScaledLosses, global_norm, not_finite, unscaled_gradients
-from mtf_gradsync.mesh.axes import axes_of_program
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.loss_scale.hook import LossScaleHook
 from mtf_gradsync.optimizers.loss_scale.not_finite import (
     NotFinite,
@@ -35,7 +35,7 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, Plan, values_after
 
-DYNAMIC = "dynamic"
+DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales whose reciprocals are far from float32's limits, too.
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -72,8 +72,8 @@ class LossScaleOptimizer(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
-        loss_scale: str | float = DYNAMIC,
+        opt: MeshOptimizerLike,
+        loss_scale: Literal["dynamic"] | float = DYNAMIC,
         initial_scale: float = 2.0**15,
         growth_steps: int = 2000,
         multiplier: float = 2.0,
@@ -81,9 +81,9 @@ class LossScaleOptimizer(Wrapper):
         max_scale: float = 2.0**24,
         name: str = "LossScaleOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -184,7 +184,7 @@ class LossScaleOptimizer(Wrapper):
 
     def _values_now(self) -> LossScaleState | None:
         """The state after a step."""
-        if self._now is None and self._writes:
+        if self._now is None and self._state is not None and self._writes:
             # Written in a branch, so that the values are known outside only by reading them.
             values = iter(values_after(self._state.present, self._writes))
             self._now = LossScaleState(*[x if x is None else next(values) for x in self._state])
@@ -203,8 +203,9 @@ class LossScaleOptimizer(Wrapper):
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
         plan = Plan.of(mesh.graph)
-        self._state = plan.state(self, self.name, lambda: make_state(mesh, self.name, self._rule))
-        return self._state
+        state = plan.state(self, self.name, lambda: make_state(mesh, self.name, self._rule))
+        self._state = state
+        return state
 
     def _axes_now(self) -> Any:
         return self.axes or axes_of_program(self._shard_names)
@@ -243,7 +244,7 @@ class _SkipNotFinite(Stage):
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
-        self._report(finite, gate, gradients, passed_on, step)
+        self._report(finite, gate, gradients, passed_on, before, step)
         after = after_step(before, finite, wrapper._rule)
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
@@ -266,6 +267,7 @@ class _SkipNotFinite(Stage):
         gate: Gate | None,
         gradients: GradientSet,
         passed_on: GradientSet,
+        before: LossScaleState,
         step: StepBuilder,
     ) -> None:
         """Names what is not finite, where something is not."""
@@ -282,9 +284,7 @@ class _SkipNotFinite(Stage):
             found.append(mtf.anonymize(of_sums.outputs[0]))
             rows = sum(x.shape.size for x in found) // len(names)
             variable = places_variable(mesh, f"{wrapper.name}/not_finite", rows, len(names))
-            wrapper._told = TellNotFinite(
-                found, variable, wrapper._state.skipped, names, wrapper.name
-            )
+            wrapper._told = TellNotFinite(found, variable, before.skipped, names, wrapper.name)
             return [wrapper._told]
 
         step.beside_when(mtf.logical_not(finite), gate, tell)

@@ -24,7 +24,7 @@ class Accumulated(NamedTuple):
       dtype: the gradient's own dtype.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
     accumulator: mtf.Variable
     grad: mtf.Tensor
     dtype: tf.DType

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.report import norms
@@ -13,7 +14,7 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Branch
 
 
-def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
+def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
     """What a stack of optimizers tells of the step that it is fetched with.
 
     To be called once, after gradients were applied and before the graph is lowered; what is not
@@ -62,7 +63,7 @@ def reported(opt: Any, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]
             values[f"{tag}/{name}" if tag in values else tag] = value
 
     wrappers = [one for one in stack if isinstance(one, Wrapper)]
-    if wrappers and opt.step is not None:
+    if wrappers and wrappers[0].step is not None:
         _add_norms(wrappers, axes, add)
     for one in stack:
         name = getattr(one, "name", type(one).__name__)

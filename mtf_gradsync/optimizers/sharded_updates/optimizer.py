@@ -9,8 +9,8 @@ import gin
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
-from mtf_gradsync.compat_v1 import NOT_GIVEN
-from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers.pipeline import (
     Form,
@@ -67,16 +67,17 @@ class ShardedUpdateOptimizer(Wrapper):
     """
 
     traits = Traits(shards_updates=True)
+    axes: ReplicaAxes
 
     def __init__(
         self,
-        opt: Any,
+        opt: MeshOptimizerLike,
         min_size: int = 128,
         name: str = "ShardedUpdateOptimizer",
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ):
@@ -193,7 +194,7 @@ class ShardedUpdateOptimizer(Wrapper):
         """The stand-in, the same one for each update, so that optimizers find their slots."""
         made = PartOfVariable(variable, shape)
         known = self._parts.setdefault(variable, made)
-        vars(known).update(vars(made))
+        known.__dict__.update(vars(made))
         return known
 
     def _kept(self) -> set[str]:

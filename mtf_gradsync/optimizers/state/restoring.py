@@ -130,8 +130,8 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     tf.io.gfile.makedirs(temporary)
     try:
         reader = tf.train.load_checkpoint(path)
-        new = {state: _value(reader, state, changed) for state in sorted(changed)}
-        write_changed(path, os.path.join(temporary, name), new)
+        values = {state: _value(reader, state, changed) for state in sorted(changed)}
+        write_changed(path, os.path.join(temporary, name), values)
         # A checkpoint is there when its index is: it goes first and comes last.
         if tf.io.gfile.exists(target + ".index"):
             tf.io.gfile.remove(target + ".index")
@@ -188,6 +188,7 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
         return _filled(change.note.start, reader, change, changed)
     if change.note.fill is not None:
         return _filled(change.note.fill, reader, change, changed)
+    assert change.num_shard_dims is not None  # or it would not fit
     value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
     value = value.astype(change.dtype.as_numpy_dtype, copy=False)
     if change.note.is_share:

@@ -44,7 +44,7 @@ def per_update(
       ValueError: backward_passes_per_step is not a whole number of 1 or more.
     """
     passes = _check_passes(backward_passes_per_step)
-    factors = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
+    factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
             raise TypeError(
@@ -55,11 +55,9 @@ def per_update(
     def learning_rate(step: Any, total_train_steps: Any = None) -> Any:
         update_step = step // passes
         updates = None if total_train_steps is None else total_train_steps // passes
-        rate = 1.0
+        rate: Any = 1.0
         for factor in factors:
-            if callable(factor):
-                factor = factor(update_step, updates)
-            rate = rate * factor
+            rate = rate * (factor(update_step, updates) if callable(factor) else factor)
         return rate
 
     return learning_rate

@@ -19,6 +19,8 @@ class UncheckpointedVariable(mtf.Variable):
     kept as a local variable.
     """
 
+    _master: Any
+
     def __init__(self, mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType):
         # Mesh-TF 0.1.21 makes the master in its constructor; a scalar stands in for it.
         self._whole_shape = shape.to_integer_list

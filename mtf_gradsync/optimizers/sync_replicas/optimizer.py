@@ -9,9 +9,9 @@ import gin
 from mtf_gradsync import compat_v1
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
+from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients import check_told_apart, per_shard
-from mtf_gradsync.mesh.axes import axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import AVERAGE, check_averages, move_averages
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
@@ -52,9 +52,15 @@ class SyncReplicasOptimizer(Wrapper):
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
 
+    axes: ReplicaAxes
+    # Of the graph that gradients were applied in last: variables, and values after a step.
+    _state: ReplicaState | None
+    _now: ReplicaState | None
+    _steps_without_update: StepsWithoutUpdate | None
+
     def __new__(
         cls,
-        opt: Any,
+        opt: OptimizerLike,
         replicas_to_aggregate: int = gin.REQUIRED,
         total_num_replicas: int | None = None,
         variable_averages: Any = None,
@@ -66,9 +72,9 @@ class SyncReplicasOptimizer(Wrapper):
         max_steps_without_update: int | None = None,
         accept_summed: bool = False,
         learning_rate: Any = NOT_GIVEN,
-        axes: Any = None,
-        mesh_shape: Any = None,
-        layout: Any = None,
+        axes: ReplicaAxes | None = None,
+        mesh_shape: MeshShapeLike | None = None,
+        layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
     ) -> Any:
@@ -162,10 +168,9 @@ class SyncReplicasOptimizer(Wrapper):
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
         )
         self._check_order()
-        # Of the graph that gradients were applied in last: variables, and values after a step.
-        self._state: ReplicaState | None = None
-        self._now: ReplicaState | None = None
-        self._steps_without_update: StepsWithoutUpdate | None = None
+        self._state = None
+        self._now = None
+        self._steps_without_update = None
         return self
 
     def stages(self) -> list[Stage]:

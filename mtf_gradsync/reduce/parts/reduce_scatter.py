@@ -91,6 +91,8 @@ def _on_simd(
         return total if wire == dtype else tf.cast(total, dtype)
 
     mine = mesh_impl.slicewise(scatter, *rows)
+    assert groups.mesh_axes is not None  # the groups run along axes
+    assert along.mesh_axes is not None
     rest = [axis for axis in groups.mesh_axes if axis not in along.mesh_axes]
     if rest:
         mine = mesh_impl.allreduce(mine, rest, "SUM")

@@ -15,6 +15,7 @@ from mtf_gradsync.reduce.packs.packer import Packer
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.algorithms import (
     ALGORITHMS,
+    Algorithm,
     GroupSum,
     add_n,
     check_algorithm,
@@ -42,7 +43,7 @@ class AllReduce(Strategy):
 
     def __init__(
         self,
-        algorithm: str | None = None,
+        algorithm: Algorithm | None = None,
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, Sequence
+from typing import Any, Literal, Protocol, Sequence, Union, get_args
 
 import gin
 
@@ -15,7 +15,18 @@ from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
 from mtf_gradsync.reduce.sums.overflow import say_where_sums_overflow
 
-_WIRE_DTYPES = ("bfloat16", "float16")
+
+class DType(Protocol):
+    """What is known of a `tf.DType`, which has no types of its own."""
+
+    @property
+    def as_datatype_enum(self) -> Any:
+        """Its number."""
+
+
+_Narrow = Literal["bfloat16", "float16"]
+WireDtype = Union[_Narrow, DType]
+_WIRE_DTYPES = get_args(_Narrow)
 # What float32 holds as normal numbers: with others all that is sent would be 0, infinite or NaN.
 _SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 
@@ -56,7 +67,7 @@ class CompressedAllReduce(Strategy):
     def __init__(
         self,
         reducer: Strategy | None = None,
-        wire_dtype: Any = "bfloat16",
+        wire_dtype: WireDtype | None = "bfloat16",
         prescale: float = 1.0,
     ):
         """Sets what is sent and how.

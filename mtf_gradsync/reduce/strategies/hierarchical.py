@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import Any, NamedTuple, Sequence
+from typing import Any, List, Literal, NamedTuple, Sequence, Tuple, Union
 
 import gin
 
@@ -26,6 +27,9 @@ from mtf_gradsync.reduce.sums.levels import (
 from mtf_gradsync.reduce.sums.one_level import SumFn, all_reduce_fn, simd_wire_dtype
 from mtf_gradsync.reduce.sums.two_levels import placement_two_levels, simd_two_levels
 
+#: An algorithm for a group at once, or for its inner groups and then over them.
+Levels = Literal["add_n", "ring", "add_n/add_n", "add_n/ring", "ring/add_n", "ring/ring"]
+
 
 class AllReduceSpec(NamedTuple):
     """How tensors of a range of sizes are summed.
@@ -38,9 +42,20 @@ class AllReduceSpec(NamedTuple):
       limit: the largest tensors of the range, in bytes per processor; -1 or None for no limit.
     """
 
-    algorithm: str
+    algorithm: Levels
     shards: int = 1
     limit: int | None = -1
+
+
+_Entry = Union[
+    Levels,
+    AllReduceSpec,
+    Tuple[Levels],
+    Tuple[Levels, int],
+    Tuple[Levels, int, Union[int, None]],
+]
+#: What `HierarchicalAllReduce` takes.
+Spec = Union[_Entry, List[_Entry]]
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -66,7 +81,7 @@ class HierarchicalAllReduce(Strategy):
 
     def __init__(
         self,
-        spec: Any = "add_n/add_n",
+        spec: Spec = "add_n/add_n",
         num_packs: int = 0,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
@@ -116,9 +131,7 @@ class HierarchicalAllReduce(Strategy):
                     [values[i] for i in mine],
                     groups,
                     self._sum_fn(mesh_impl, entry),
-                    lambda sizes, itemsize, entry=entry: self._plan(
-                        sizes, itemsize, 1 if is_simd(mesh_impl) else entry.shards
-                    ),
+                    functools.partial(self._plan, shards=1 if is_simd(mesh_impl) else entry.shards),
                     turns,
                 )
                 for index, value in zip(mine, summed):
@@ -138,7 +151,9 @@ class HierarchicalAllReduce(Strategy):
             if not is_simd(mesh_impl):
                 dtypes += [group_sum_dtype(ALGORITHMS[name], dtype) for name in names]
                 continue
-            levels = level_groups(mesh_impl, groups, self.outer_axes) if len(names) == 2 else None
+            levels: tuple[ProcessorGroups, ...] | None = None
+            if len(names) == 2:
+                levels = level_groups(mesh_impl, groups, self.outer_axes)
             if levels is None or any(level.group_size == 1 for level in levels):
                 levels = (groups,)
             dtypes += [simd_wire_dtype(mesh_impl, dtype, level) for level in levels]
@@ -156,7 +171,7 @@ class HierarchicalAllReduce(Strategy):
         algorithms = [ALGORITHMS[name] for name in names]
         if len(names) == 1:
             return all_reduce_fn(mesh_impl, *algorithms)
-        return placement_two_levels(mesh_impl, *algorithms, self.outer_axes)
+        return placement_two_levels(mesh_impl, algorithms[0], algorithms[1], self.outer_axes)
 
     def _plan(self, sizes: Sequence[int], itemsize: int, shards: int) -> Packs:
         packs = self.packer(sizes, itemsize)
@@ -179,7 +194,7 @@ def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
     if not entries:
         raise ValueError("spec must have an entry, such as ('add_n/add_n', 1, -1), got [].")
     checked = tuple(_check_entry(entry) for entry in entries)
-    limits = [entry.limit for entry in checked]
+    limits = [-1 if entry.limit is None else entry.limit for entry in checked]
     rising = all(low < high for low, high in zip(limits[:-1], limits[1:-1]))
     if limits[-1] != -1 or -1 in limits[:-1] or not rising:
         raise ValueError(
@@ -212,6 +227,6 @@ def _check_entry(entry: Any) -> AllReduceSpec:
     return entry
 
 
-def _fits(value: Any, limit: int) -> bool:
+def _fits(value: Any, limit: int | None) -> bool:
     dtype = value.tensor_list[0].dtype
-    return limit == -1 or mtf.list_product(value.slice_shape) * dtype.size <= limit
+    return limit is None or limit == -1 or mtf.list_product(value.slice_shape) * dtype.size <= limit

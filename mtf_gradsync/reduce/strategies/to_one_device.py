@@ -88,6 +88,7 @@ class ReductionToOneDevice(Strategy):
             self._device_on(mesh_impl)
 
     def _device_on(self, mesh_impl: Any) -> str:
+        assert self.reduce_to_device is not None  # the callers have asked
         wanted = place_of(self.reduce_to_device)
         for device in mesh_impl.devices:
             if device and place_of(device) == wanted:

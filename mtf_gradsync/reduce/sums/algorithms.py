@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Literal, Sequence, cast
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import write_to_own_memory
@@ -13,6 +13,8 @@ NARROW_FLOATS = (tf.bfloat16, tf.float16)
 #: Sums the slices of one group: (slices, their devices, root) -> the sum for each member. `root`
 #: is the member that adds up, where only one does.
 GroupSum = Callable[[Sequence[Any], Sequence[str], int], Sequence[Any]]
+
+Algorithm = Literal["add_n", "ring"]
 
 # What users of other packages' all-reduces may ask for.
 _ELSEWHERE = {
@@ -95,7 +97,7 @@ def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
     return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
 
 
-def check_algorithm(name: Any, argument: str = "algorithm") -> str:
+def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
     """Returns the name of an algorithm.
 
     Raises:
@@ -107,4 +109,4 @@ def check_algorithm(name: Any, argument: str = "algorithm") -> str:
             f"{argument} must be one of {sorted(ALGORITHMS)}, got {name!r}"
             + (f"; {hint}." if hint else ".")
         )
-    return name
+    return cast("Algorithm", name)

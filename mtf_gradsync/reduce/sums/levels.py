@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.mesh.groups import ProcessorGroups, axis_number
 
-Axis = Any  # a mesh axis by name or number
+Axis = Union[int, str]  # a mesh axis by name or number
 
 
 def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:

@@ -105,7 +105,7 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
     for meeting in meetings:
         for around in meeting.context:
             is_loop = isinstance(around, Loop)
-            predicate = loop_predicate[around] if is_loop else around.predicate
+            predicate = loop_predicate[around] if isinstance(around, Loop) else around.predicate
             for group in meeting.groups:
                 if len(group) < 2:
                     continue

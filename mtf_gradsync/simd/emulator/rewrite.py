@@ -202,7 +202,7 @@ class _Rewriter:
         copy.name = name
         untie(copy)
         if node.op in ("LoopCond", "Enter"):
-            frame = facts.context[node.name][-1].frame
+            frame = facts.loop_of(node.name).frame
             leader = self._leaders.get((frame, core), core)
             if node.op == "Enter":
                 copy.attr["frame_name"].s += f"_replica_{leader}".encode()
@@ -249,7 +249,9 @@ class _Rewriter:
         control: dict[int, list[str]],
     ) -> None:
         kind = node.attr["T"].type
-        dimension = int(self._facts.constant(self._facts.inputs(node.name)[2][0]))
+        constant = self._facts.constant(self._facts.inputs(node.name)[2][0])
+        assert constant is not None  # as XLA wants it
+        dimension = int(constant)
         for group in collective.groups:
             for core in group:
                 name, beside = self._name(node.name, core), split_input(sent[core])[0]

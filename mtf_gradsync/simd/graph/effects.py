@@ -112,7 +112,7 @@ def _is_variable(facts: GraphFacts, name: str) -> bool:
 class _Finder:
     def __init__(self, facts: GraphFacts):
         self._facts = facts
-        sets = [collections.defaultdict(set) for _ in range(3)]
+        sets: list[dict[str, set[str]]] = [collections.defaultdict(set) for _ in range(3)]
         self.effects = Effects(sets[0], sets[1], sets[2], set())
         self._turns: dict[str, list[str]] = collections.defaultdict(list)
         self._exits: dict[str, list[str]] = collections.defaultdict(list)
@@ -158,8 +158,9 @@ class _Finder:
             elif op == "Merge":
                 for source, number in facts.inputs(name):
                     inner = facts.context_of_output(source, number)
-                    if len(inner) > len(context) and isinstance(inner[len(context)], Branch):
-                        self._merges[context, inner[len(context)].predicate].append(name)
+                    side = inner[len(context)] if len(inner) > len(context) else None
+                    if isinstance(side, Branch):
+                        self._merges[context, side.predicate].append(name)
                         break
 
     def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
@@ -169,12 +170,12 @@ class _Finder:
         while size < min(len(context), len(other)) and context[size] == other[size]:
             size += 1
         shared = context[:size]
+        here = context[size] if len(context) > size else None
+        there = other[size] if len(other) > size else None
         if (
-            len(context) > size
-            and len(other) > size
-            and isinstance(context[size], Branch)
-            and isinstance(other[size], Branch)
-            and context[size].predicate == other[size].predicate
+            isinstance(here, Branch)
+            and isinstance(there, Branch)
+            and here.predicate == there.predicate
         ):
             return  # two sides of one conditional: only one of them runs
         after = self.effects.after_all_cores if all_cores else self.effects.after

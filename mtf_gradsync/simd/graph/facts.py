@@ -213,6 +213,12 @@ class GraphFacts:
         """Whether a node is the ``Switch`` of a conditional."""
         return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
 
+    def loop_of(self, name: str) -> Loop:
+        """The loop that a node stands in first, not in a conditional inside of it."""
+        loop = self.context[name][-1]
+        assert isinstance(loop, Loop)
+        return loop
+
     def root(self, name: str) -> str:
         """Follows a value back through operations that only pass it on into loops and branches."""
         while self.node[name].op in _PASS_THROUGH:

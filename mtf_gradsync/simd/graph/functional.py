@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any, Callable, Dict, Hashable, Mapping, Sequence, Tuple
+from typing import Any, Callable, Hashable, Mapping, MutableMapping, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop, split_input
 from mtf_gradsync.simd.graph.order import CycleError, in_order
 
-_Values = Dict[Tuple[str, int], Any]
+_Values = MutableMapping[Tuple[str, int], Any]
 # Makes something else in an operation's place: takes its node and its inputs, returns its outputs.
 StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
@@ -105,7 +105,9 @@ class _Builder:
 
     def side_of(self, source: str, number: int, depth: int) -> Branch:
         """Which side of a conditional a ``Merge`` gets a value from."""
-        return self.facts.context_of_output(source, number)[depth]
+        side = self.facts.context_of_output(source, number)[depth]
+        assert isinstance(side, Branch)
+        return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
         """The nodes inside a loop's turn that the wanted ones need, themselves included."""
@@ -151,7 +153,7 @@ class _Level:
                 self._make_operation(item.name)
             elif isinstance(item, Loop):
                 self._make_loop(item, members)
-            else:
+            elif isinstance(item, _Conditional):
                 self._make_conditional(item, members)
 
     def value(self, source: str, number: int) -> Any:

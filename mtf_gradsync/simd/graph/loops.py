@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Sequence
 
 from mtf_gradsync.simd.graph.facts import GraphFacts
 
@@ -20,7 +21,7 @@ def loop_turns(facts: GraphFacts, frame: str) -> int | None:
     condition = next(
         name
         for name in facts.order
-        if facts.node[name].op == "LoopCond" and facts.context[name][-1].frame == frame
+        if facts.node[name].op == "LoopCond" and facts.loop_of(name).frame == frame
     )
     test = facts.inputs(condition)[0][0]
     if facts.node[test].op != "Less":
@@ -38,6 +39,12 @@ def loop_turns(facts: GraphFacts, frame: str) -> int | None:
     if first is None or not step or step < 0:
         return None
     return max(0, math.ceil((float(end) - float(first)) / step))
+
+
+def product_of_turns(counts: Sequence[int | None]) -> int | None:
+    """How often the innermost of nested loops turns; None where one of them does not say it."""
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if len(known) == len(counts) else None
 
 
 def _step(facts: GraphFacts, name: str) -> float | None:

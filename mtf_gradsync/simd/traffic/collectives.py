@@ -12,7 +12,7 @@ from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
 from mtf_gradsync.simd.graph.effects import variables_written
 from mtf_gradsync.simd.graph.facts import Branch, GraphFacts, Loop
-from mtf_gradsync.simd.graph.loops import loop_turns
+from mtf_gradsync.simd.graph.loops import loop_turns, product_of_turns
 from mtf_gradsync.simd.graph.refusals import check_functions_are_silent
 from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.program import Program
@@ -42,7 +42,7 @@ def list_collectives(
     lowerings = lowerings_in(lowering)
     if mesh_impl is None and len(lowerings) == 1 and len(lowerings[0].mesh_to_impl) == 1:
         (mesh_impl,) = lowerings[0].mesh_to_impl.values()
-    graph = program
+    graph: Any = program
     if isinstance(program, Program):
         graph, mesh_impl = program.graph, mesh_impl or program.mesh_impl
     facts = GraphFacts(graph.as_graph_def())
@@ -91,7 +91,7 @@ def _row(
         bytes_per_core=None if shape is None else math.prod(shape) * operand.dtype.size,
         group=group_names.get(groups, lists),
         loops=loops,
-        turns=None if None in counts else math.prod(counts),
+        turns=product_of_turns(counts),
         branches=tuple((c.predicate, c.taken) for c in collective.context if isinstance(c, Branch)),
         variables=variables,
     )

@@ -189,7 +189,10 @@ class CommunicationReport:
                 _total([r for r in self.rows if r.group == g and r.is_conditional is conditional])
                 for g in groups
             ]
-            values = ([t.bytes_per_core / 1e6 for t in totals], [t.runs for t in totals])
+            values: list[list[float]] = [
+                [t.bytes_per_core / 1e6 for t in totals],
+                [t.runs for t in totals],
+            ]
             for panel, value, start in zip(panels, values, left):
                 panel.barh(groups, value, left=start, label=label)
             left = [[a + b for a, b in zip(x, y)] for x, y in zip(left, values)]

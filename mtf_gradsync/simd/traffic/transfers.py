@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.simd.graph.facts import Branch, Context, GraphFacts, Loop
-from mtf_gradsync.simd.graph.loops import loop_turns
+from mtf_gradsync.simd.graph.loops import loop_turns, product_of_turns
 from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
 
 # What they do is not looked into.
@@ -183,6 +183,6 @@ def _row(
         bytes_per_core=None if total is None else math.ceil(total / cores),
         group=axes,
         loops=loops,
-        turns=None if None in counts else math.prod(counts),
+        turns=product_of_turns(counts),
         branches=tuple((c.predicate, c.taken) for c in context if isinstance(c, Branch)),
     )

@@ -116,7 +116,7 @@ def _put_on_disk(path: str) -> None:
     """Waits until a checkpoint outlives the machine's power."""
     directory = os.path.dirname(path) or "."
     state = os.path.join(directory, "checkpoint")
-    for file in (*checkpoint_files(path), state, directory):
+    for file in (*map(os.fspath, checkpoint_files(path)), state, directory):
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)

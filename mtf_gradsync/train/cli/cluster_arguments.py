@@ -72,6 +72,7 @@ def given_task(args: argparse.Namespace) -> Task | None:
     from mtf_gradsync.cluster import task_of_environment, task_of_spec
 
     values = _all_or_none(args, _TASK)
+    task: Task | None
     try:
         if values:
             task, source = task_of_spec(**values), "--cluster_spec"

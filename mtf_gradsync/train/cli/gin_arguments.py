@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
+from mtf_gradsync.train.cli.package import import_package
+from mtf_gradsync.train.cli.spelling import check_spelling
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 _VERBOSITY = {"error": -2, "warning": -1, "info": 0, "debug": 1}
@@ -51,14 +53,24 @@ def gin_file_names(args: argparse.Namespace) -> list[str]:
 
 
 @contextlib.contextmanager
-def loaded_config(args: argparse.Namespace) -> Iterator[None]:
+def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
     """Prepares TensorFlow for a mesh program and loads gin's configuration.
 
     Errors that come out of the config's own functions leave the block as a `ConfigError`.
 
+    Args:
+      args: parsed arguments of `add_gin_arguments`.
+      before: gin files that are read before those of the arguments.
+
     Raises:
       ConfigError: if a file or binding cannot be read, or the block failed over one.
     """
+    paths = _split_lists(args.gin_location_prefix)
+    files = [*before, *gin_file_names(args)]
+    if not files and not args.gin_param:
+        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+    check_spelling(files, args.gin_param, paths)
+    import_package(args.verbosity)
     # Not above: these take seconds, which `--help` need not.
     from absl import flags
     from absl import logging as absl_logging
@@ -76,9 +88,7 @@ def loaded_config(args: argparse.Namespace) -> Iterator[None]:
         flags.FLAGS.mark_as_parsed()
     enable_mesh_defaults()
 
-    ignored = gin_files.load(
-        gin_file_names(args), args.gin_param, _split_lists(args.gin_location_prefix)
-    )
+    ignored = gin_files.load(files, args.gin_param, paths)
     if ignored:
         print(f"without meaning here, ignored: {', '.join(ignored)}")
     try:

@@ -6,11 +6,25 @@ import argparse
 import sys
 import traceback
 
-from mtf_gradsync.train.cli import compile_command, report_command, train_command
+from mtf_gradsync.train.cli import (
+    compile_command,
+    env_command,
+    init_command,
+    report_command,
+    sample_command,
+    train_command,
+)
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 # Each has add_parser(subparsers), and its parser sets `run_command`.
-_COMMANDS = (train_command, report_command, compile_command)
+_COMMANDS = (
+    init_command,
+    train_command,
+    sample_command,
+    report_command,
+    compile_command,
+    env_command,
+)
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -25,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Gradient synchronization for Mesh-TensorFlow.",
         epilog="mtf-gradsync COMMAND --help tells more about a command.",
     )
+    version = env_command.version_of("mtf-gradsync") or "of a checkout that is not installed"
+    parser.add_argument("--version", action="version", version=f"mtf-gradsync {version}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)

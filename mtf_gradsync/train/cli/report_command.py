@@ -57,11 +57,11 @@ def main(args: argparse.Namespace) -> int:
         from mtf_gradsync.train.comparison.plot import plot_comparison
         from mtf_gradsync.train.comparison.steps import compare
         from mtf_gradsync.train.comparison.text import as_text
-        from mtf_gradsync.train.files import check_matplotlib
+        from mtf_gradsync.train.files import check_drawing
         from mtf_gradsync.train.job import resolve_job
 
         if png_file:
-            check_matplotlib()
+            check_drawing()
         job = resolve_job(gin_files.run_config())
         # None: on terminals only.
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:

@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.on_cluster import run_on_cluster
         from mtf_gradsync.train.on_processes import run_on_processes
-        from mtf_gradsync.train.run import Accepted, run
+        from mtf_gradsync.train.run import Accepted, RunResult, run
 
         accepted = Accepted(
             differences=args.accept_checkpoint_differences, damage=args.skip_damaged_checkpoint
@@ -83,6 +83,7 @@ def main(args: argparse.Namespace) -> int:
         task = None if process else given_task(args)
         config = gin_files.run_config()
         watch = {"timeout": args.timeout, "silence": args.silence}
+        result: RunResult | None
         try:
             if process:
                 result = run_on_processes(config, model_dir, **process, **watch, accepted=accepted)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Sequence, Union
+from typing import Any, Callable, Literal, Sequence, Union
 
 import gin
 
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.train.config.settings import BatchSize, LearningRate, SequenceLength
 
+ModelType = Literal["lm", "aligned", "bitransformer"]
+RuntimeName = Literal["fastest", "xla", "cpu_replicas", "placement_mesh"]
 VariableFilter = Union[None, str, Callable[[Any], bool]]
 
 
@@ -56,7 +59,7 @@ class RunConfig:
         fastest that is installed.
     """
 
-    model_type: str = "lm"
+    model_type: ModelType = "lm"
     vocabulary: Any = gin.REQUIRED
     train_dataset_fn: Callable[..., Any] = gin.REQUIRED
     eval_dataset_fn: Callable[..., Any] | None = None
@@ -68,10 +71,10 @@ class RunConfig:
     train_steps: int = gin.REQUIRED
     total_run_steps: int | None = None
     sequence_length: SequenceLength = gin.REQUIRED
-    mesh_shape: Any = gin.REQUIRED
+    mesh_shape: MeshShapeLike = gin.REQUIRED
     mesh_devices: Sequence[str] | None = None
     mesh_impl: Callable[..., Any] | None = None
-    layout_rules: Any = gin.REQUIRED
+    layout_rules: LayoutLike = gin.REQUIRED
     learning_rate_schedule: LearningRate | list[Any] = None
     optimizer: Callable[..., Any] = gin.REQUIRED
     variable_filter: VariableFilter = None
@@ -82,4 +85,4 @@ class RunConfig:
     noise_scale: bool = False
     hooks: Sequence[Any] = ()
     seed: int = 0
-    runtime: str = "fastest"
+    runtime: RuntimeName = "fastest"

@@ -7,6 +7,7 @@ import re
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.train.config.checks import check_callable
 from mtf_gradsync.train.errors import ConfigError
@@ -49,8 +50,8 @@ class MeshSettings(NamedTuple):
 
 
 def resolve_mesh(
-    mesh_shape: Any,
-    layout_rules: Any,
+    mesh_shape: MeshShapeLike,
+    layout_rules: LayoutLike,
     mesh_devices: Sequence[str] | None,
     mesh_impl: Callable[..., Any] | None = None,
 ) -> MeshSettings:

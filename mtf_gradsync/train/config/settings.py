@@ -55,9 +55,11 @@ def resolve_batch_size(
       ConfigError: if it has another form, or the mesh cannot split it evenly.
     """
     given = batch_size
-    if not is_whole(batch_size):
+    if is_whole(given):
+        size = given
+    else:
         try:
-            batch_size = transformer_utils().compute_batch_size(
+            size = transformer_utils().compute_batch_size(
                 sequence_length, mesh.shape, mesh.layout, batch_size
             )
         except (ValueError, TypeError) as error:
@@ -66,16 +68,16 @@ def resolve_batch_size(
                 f'("tokens_per_replica", 2048); got {given!r} ({error})'
             ) from error
     parts = mesh.split("batch")
-    inner = batch_size // max(1, outer_batch_size)
-    if inner * max(1, outer_batch_size) != batch_size or inner < 1 or inner % parts:
+    inner = size // max(1, outer_batch_size)
+    if inner * max(1, outer_batch_size) != size or inner < 1 or inner % parts:
         outer = f" in {outer_batch_size} outer batches" if outer_batch_size else ""
         raise ConfigError(
-            f"train.run.batch_size = {given!r} gives batches of {batch_size} sequences{outer}, "
+            f"train.run.batch_size = {given!r} gives batches of {size} sequences{outer}, "
             f"which the mesh cannot split evenly: train.run.layout_rules and "
             f'train.run.mesh_shape split "batch" into {parts} parts. Use a multiple of '
             f"{parts * max(1, outer_batch_size)}."
         )
-    return batch_size
+    return size
 
 
 def resolve_learning_rate(

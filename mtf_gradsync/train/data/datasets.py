@@ -165,7 +165,7 @@ def read_batches(
     Raises:
       ConfigError: if the data set cannot be read.
     """
-    batches = []
+    batches: list[dict[str, np.ndarray]] = []
     with tf.Graph().as_default():
         dataset = mapped(make_dataset(), _model_features).batch(batch_size)
         iterator = tf.data.make_initializable_iterator(dataset)

@@ -7,10 +7,10 @@ from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.data import datasets as data
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.errors import ConfigError, first_line
 from mtf_gradsync.train.evaluation.plot import plot_losses
 from mtf_gradsync.train.evaluation.sample import sample
-from mtf_gradsync.train.evaluation.scores import Evaluator, Score, unigram_score
+from mtf_gradsync.train.evaluation.scores import Batches, Evaluator, Score, unigram_score
 from mtf_gradsync.train.files import write_json, write_text
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.metrics.recorder import Recorder
@@ -54,6 +54,7 @@ class HeldOut:
         self._directory = directory
         self._config = config
         self._say = say
+        self._held_out: Batches = []
         self._evaluator: Evaluator | None = None
         self._scored: tuple[str, Score] | None = None
         self.unigram: Score | None = None
@@ -63,7 +64,7 @@ class HeldOut:
     def prepare(
         self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
     ) -> None:
-        """Reads the held-out data, counts the baseline and builds the graph.
+        """Reads the held-out data and counts the baseline.
 
         Args:
           train_dataset_fn: as `train.run` takes it.
@@ -94,7 +95,23 @@ class HeldOut:
             "train.run.train_dataset_fn",
         )
         self.unigram = unigram_score(train, held_out, self._model.vocabulary)
-        self._evaluator = Evaluator(self._model, held_out, self._config)
+        self._held_out = held_out
+
+    def build(self) -> None:
+        """Builds the graph where there is held-out data, unless it is there.
+
+        Raises:
+          ConfigError: if the model cannot read the held-out data.
+        """
+        if not self._held_out or self._evaluator is not None:
+            return
+        try:
+            self._evaluator = Evaluator(self._model, self._held_out, self._config)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "the model cannot be built for the batches of train.run.eval_dataset_fn: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
 
     def __enter__(self) -> HeldOut:
         return self
@@ -105,7 +122,7 @@ class HeldOut:
 
     def point(self, path: str, step: int, recorder: Recorder, progress: Progress) -> None:
         """Evaluates a checkpoint while the run goes on."""
-        if self._evaluator is None:
+        if not self._held_out:
             return
         score = self._score(path)
         recorder.write(step, {"held_out_nats": score.nats_per_token})
@@ -120,11 +137,11 @@ class HeldOut:
             title=str(self._directory),
         )
 
-    def finish(self, path: str, **result: Any) -> Score | None:
+    def finish(self, path: str | None, **result: Any) -> Score | None:
         """Evaluates the finished model, lets it write, and leaves the results behind.
 
         Args:
-          path: the last checkpoint.
+          path: the last checkpoint; None without any, where nothing is held out.
           **result: more for the result file.
 
         Returns:
@@ -132,7 +149,10 @@ class HeldOut:
         """
         content: dict[str, Any] = dict(result)
         score = None
-        if self._evaluator is not None:
+        if self._held_out:
+            # Held-out data come with a baseline and, since the run is evaluated, a checkpoint.
+            assert path is not None
+            assert self.unigram is not None
             score = self._score(path)
             content["held_out"] = _score_fields(score)
             content["unigram"] = _score_fields(self.unigram)
@@ -150,7 +170,9 @@ class HeldOut:
 
     def _score(self, path: str) -> Score:
         """The score of a checkpoint, whose variables are then in the evaluator."""
+        self.build()
         if self._scored is None or self._scored[0] != path:
+            assert self._evaluator is not None  # the callers have asked
             self._evaluator.restore(path, str(self._directory))
             self._scored = (path, self._evaluator.score())
         return self._scored[1]

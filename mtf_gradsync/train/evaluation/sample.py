@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import gin
 import numpy as np
 
+from mtf_gradsync.session import session_config
 from mtf_gradsync.train.data.vocabulary import PAD_ID
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.evaluation.scores import Evaluator
+from mtf_gradsync.train.model import ModelSettings
 
 
 class Sample(NamedTuple):
@@ -63,33 +66,95 @@ def sample(
             f"got {temperature!r} and {keep_top_k!r}"
         )
     vocabulary = evaluator.settings.vocabulary
-    random = np.random.RandomState(seed)
     # Fixed before writing, because a full sequence has no place for a continuation.
-    targets = np.array(evaluator.batches[0]["targets"])
-    targets[:, prompt_tokens:] = PAD_ID
-    rows = np.flatnonzero(np.all(targets[:, :prompt_tokens] > 0, axis=1))
+    given = np.array(evaluator.batches[0]["targets"])[:, :prompt_tokens]
+    rows = np.flatnonzero(np.all(given > 0, axis=1))
     num_samples = min(num_samples, len(rows))
     if not num_samples:
         return []
     # Spread over the batch, so that the prompts are not neighbours in one text.
     rows = rows[((np.arange(num_samples) + 0.5) * len(rows) / num_samples).astype(int)]
-    prompts = [targets[row, :prompt_tokens].tolist() for row in rows]
-    written: list[list[int]] = [[] for _ in rows]
-    position = prompt_tokens
+    prompts = given[rows]
+    written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
+    return [
+        Sample(prompt=vocabulary.decode(prompt), continuation=vocabulary.decode(ids))
+        for prompt, ids in zip(prompts.tolist(), written)
+    ]
+
+
+def sample_after(
+    model: ModelSettings,
+    checkpoint: str,
+    prompt: str,
+    num_samples: int = 1,
+    max_tokens: int = 160,
+    temperature: float = 0.5,
+    keep_top_k: int = 0,
+    seed: int = 0,
+) -> list[Sample]:
+    """Continues a text.
+
+    Args:
+      model: a language model.
+      checkpoint: with its variables, of any runtime.
+      prompt: the text. Where it does not fit into the model's sequence, its end counts.
+      num_samples: how many continuations.
+      max_tokens: as for `sample`.
+      temperature: as for `sample`.
+      keep_top_k: as for `sample`.
+      seed: as for `sample`.
+
+    Returns:
+      The prompt with each continuation.
+
+    Raises:
+      ConfigError: if the model is no language model, or the checkpoint is not its own.
+    """
+    if model.model_type != "lm":
+        raise ConfigError(f'a model of train.run.model_type = "{model.model_type}" does not write')
+    length = model.sequence_length["targets"]
+    ids = list(model.vocabulary.encode(prompt))
+    # As much as a sequence keeps where it goes on.
+    context = ids if len(ids) < length else ids[-(length // 2) :]
+    # As few sequences as the mesh can split.
+    least = model.mesh.split("batch") * max(1, model.outer_batch_size)
+    batch_size = -(-num_samples // least) * least
+    model = model._replace(batch_size=batch_size, mesh=model.mesh.on_one_process())
+    batch = {"targets": np.full([batch_size, length], PAD_ID, np.int32)}
+    config = session_config(num_cpu_devices=model.mesh.num_cpu_devices)
+    prompts = np.tile(np.array(context, np.int32), [num_samples, 1])
+    with Evaluator(model, [batch], config) as evaluator:
+        evaluator.restore(checkpoint, os.path.dirname(checkpoint))
+        written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
+    return [Sample(prompt, model.vocabulary.decode(one)) for one in written]
+
+
+def _written(
+    evaluator: Evaluator,
+    prompts: np.ndarray,
+    max_tokens: int,
+    temperature: float,
+    keep_top_k: int,
+    seed: int,
+) -> list[list[int]]:
+    """What the model writes after prompts ``[samples, tokens]``: ids, for each prompt."""
+    length = evaluator.settings.sequence_length["targets"]
+    random = np.random.RandomState(seed)
+    count, position = prompts.shape
+    targets = np.full([evaluator.settings.batch_size, length], PAD_ID, np.int32)
+    targets[:count, :position] = prompts
+    written: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_tokens):
         if position == length:
             position = length // 2
             targets[:, :position] = targets[:, length - position :]
             targets[:, position:] = PAD_ID
         logits = evaluator.next_logits({"targets": targets}, position)
-        for ids, row in zip(written, rows):
+        for row, ids in enumerate(written):
             targets[row, position] = _draw(logits[row], temperature, keep_top_k, random)
             ids.append(int(targets[row, position]))
         position += 1
-    return [
-        Sample(prompt=vocabulary.decode(prompt), continuation=vocabulary.decode(ids))
-        for prompt, ids in zip(prompts, written)
-    ]
+    return written
 
 
 def _draw(

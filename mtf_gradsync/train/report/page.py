@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.files import write_text
+from mtf_gradsync.train.files import check_installed, write_text
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.report.facts import Facts
 from mtf_gradsync.train.report.series import series_of
@@ -37,18 +36,14 @@ class Ended(NamedTuple):
     result: dict[str, Any]
 
 
-def check_jinja() -> None:
-    """Checks that the page can be written; a command asks before its work.
+def check_pages_installed() -> None:
+    """Checks that there is what pages are written with; a command asks before its work.
 
     Raises:
-      ConfigError: if jinja2 is not installed.
+      ConfigError: if jinja2 or matplotlib is not installed.
     """
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f'writing {REPORT_FILE} needs jinja2 ({error}): pip install "mtf-gradsync[train]"'
-        ) from error
+    check_installed("jinja2", f"writing {REPORT_FILE}")
+    check_installed("matplotlib", "drawing pictures")
 
 
 def write_page(
@@ -77,7 +72,7 @@ def write_page(
     Raises:
       ConfigError: if jinja2 or matplotlib is not installed.
     """
-    check_jinja()
+    check_pages_installed()
     import jinja2
     import markupsafe
 

@@ -16,6 +16,8 @@ _MOST_LINES = len(svg.SERIES)
 # From here on small values would lie on the axis.
 _LOG_RATIO = 20
 _MOST_BARS = 12
+# A bar of a smaller part of the longest one is not to be seen.
+_SHORTEST_BAR = 0.01
 
 
 class Plot(NamedTuple):
@@ -136,9 +138,15 @@ def draw_dropped(rows: Rows) -> list[Plot]:
 
 def draw_traffic(traffic: Traffic) -> Plot | None:
     """Draws what crosses the mesh in an update step; None where nothing does."""
-    rows = [row for row in traffic.rows if row.bytes_per_core][:_MOST_BARS]
-    if not rows:
+    present = [row for row in traffic.rows if row.bytes_per_core]
+    if not present:
         return None
+    shortest = _SHORTEST_BAR * max(row.bytes_per_core for row in present)
+    rows = [row for row in present if row.bytes_per_core >= shortest][:_MOST_BARS]
+    caption = "The table has the same numbers."
+    undrawn = sum(row.bytes_per_core for row in present) - sum(r.bytes_per_core for r in rows)
+    if undrawn:
+        caption += f" It also has what is too little for a bar, {undrawn:,} bytes in all."
     parts = list(dict.fromkeys(row.part or row.operation for row in rows))
     with svg.style():
         figure = svg.figure(0.9 + 0.32 * len(rows))
@@ -161,7 +169,7 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
             f"{r.bytes_per_core:,} bytes" for r in rows
         )  # fmt: skip
         drawn = svg.as_svg(figure, "traffic", f"Bars of bytes for each core. {listed}.")
-    return Plot("Bytes by kind and mesh axis", drawn, "The table has the same numbers.")
+    return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
 def _over_steps(
@@ -173,14 +181,16 @@ def _over_steps(
     from_zero: bool = False,
     is_count: bool = False,
 ) -> Plot | None:
-    present = [(n, line) for n, line in enumerate(lines) if line.series is not None]
+    present = [(n, line, line.series) for n, line in enumerate(lines) if line.series is not None]
     if not present:
         return None
 
     def draw(axes: Any) -> None:
-        for number, line in present:
-            points = line.series if line.is_points else thinned(line.series, is_count)
-            form = {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
+        for number, line, series in present:
+            points = series if line.is_points else thinned(series, is_count)
+            form: dict[str, Any] = (
+                {"marker": "o", "linestyle": "none"} if line.is_points else {"linewidth": 1.3}
+            )
             if len(points.steps) == 1:
                 form = {"marker": "o"}
             axes.plot(points.steps, points.values, color=svg.SERIES[number], label=line.label,
@@ -190,14 +200,14 @@ def _over_steps(
                 level, color=svg.INK, linestyle="--", linewidth=1, label="unigram baseline"
             )
         if is_count:
-            _count_from_zero(axes, present[0][1].series)
+            _count_from_zero(axes, present[0][2])
         elif from_zero:
             axes.set_ylim(bottom=0)
         if len(present) > 1 or level is not None:
             axes.legend(fontsize=8)
 
-    values = [line.series for _, line in present]
-    words = "; ".join(f"{line.label}: {_in_words(line.series)}" for _, line in present)
+    values = [series for _, _, series in present]
+    words = "; ".join(f"{line.label}: {_in_words(series)}" for _, line, series in present)
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
     caption += _of_means([thinned(s, is_count) for s in values])

@@ -80,6 +80,8 @@ class SimdProgramRunner(Runner):
         self._session.run(self._tables)
         self._left_out.message(self._session)
         self.first_step = int(self._session.run(self._global_step))
+        if not self.is_alone:
+            self._session.steps = self.first_step
         self._batches.begin(self.first_step)
         return self
 

@@ -59,10 +59,10 @@ class Cache:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(hashlib.sha256(content).digest() + content)
             os.replace(file.name, self._folder / key)
-            self._drop_old()
+            self._drop_old(self._folder)
 
-    def _drop_old(self) -> None:
-        found = [(p.stat().st_mtime, p.stat().st_size, p) for p in self._folder.iterdir()]
+    def _drop_old(self, folder: Path) -> None:
+        found = [(p.stat().st_mtime, p.stat().st_size, p) for p in folder.iterdir()]
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= _MOST_BYTES:

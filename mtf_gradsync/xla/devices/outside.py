@@ -185,7 +185,8 @@ class Outside:
         copy.CopyFrom(facts.node[name])
         untie(copy)
         del copy.input[:]
-        data, control = [], []
+        data: list[str] = []
+        control: list[str] = []
         for source, number in facts.inputs(name):
             if source in facts.cluster:
                 continue  # a control edge: the program has run

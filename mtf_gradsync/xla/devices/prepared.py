@@ -16,6 +16,7 @@ from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.outside import Outside
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
 
 class Compiled(NamedTuple):
@@ -108,11 +109,20 @@ class PreparedProgram:
             with patience():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
             self._cores.check_same("the programs", module.module.encode())
+            program = loaded(module, self._cores.devices, self._cache)
+            if not self._cores.is_alone:
+                self._cores.check_same("the orders of collectives", _order(program))
             self._compiled[inside] = Compiled(
                 replica,
                 module,
-                loaded(module, self._cores.devices, self._cache),
+                program,
                 tuple(i for i in replica.inputs if not i.is_variable),
                 tuple(i for i in replica.inputs if i.is_variable),
             )
         return self._compiled[inside]
+
+
+def _order(program: LoadedProgram) -> bytes:
+    """The collectives of a program as it was compiled here, in the order in which they begin."""
+    found = find_hlo_collectives(program.hlo())
+    return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

@@ -10,6 +10,7 @@ import numpy as np
 from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.processes.watchdog import note
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.program import Program
@@ -56,6 +57,10 @@ class XlaSession(ReplicaSession):
 
     With several processes, all of them have to make the same calls, `save` and `restore` included.
     The first one writes checkpoints; all return when the files are there.
+
+    Attributes:
+      steps: made so far, and before it where its user says so; errors of several processes name
+        the step by it.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class XlaSession(ReplicaSession):
             ("xla", ids, cache_dir, *map(id, lowerings)),
             lambda: PreparedProgram(program, lowerings, cores, Cache(cache_dir)),
         )
+        self.steps = 0
         self._program = program
         self._prepared = prepared
         parts = prepared.parts
@@ -164,12 +170,14 @@ class XlaSession(ReplicaSession):
         self, compiled: Compiled, values: dict[str, Any], fed: Collection[str]
     ) -> dict[str, OnDevices]:
         """Runs the program; returns what it fetched, by name."""
+        self.steps += 1
+        note(f"step {self.steps}")
         with explained():
             arguments = self._inputs.put(compiled.inputs, values, fed)
             arguments += self._variables.take(compiled.variables)
             if compiled.lowered.has_randomness:
                 arguments.append(self._random_state or self._initial_random_state())
-            results = compiled.program.run(arguments)
+            results = self._cores.run(compiled.program, arguments)
         count = compiled.lowered.num_fetches
         for parameter, value in zip(compiled.lowered.updated, results[count:]):
             if parameter == len(compiled.replica.inputs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Iterable, Sequence
+from typing import Any, Iterable, Sequence, cast
 
 import numpy as np
 
@@ -42,8 +42,8 @@ class DeviceVariables:
         values = self._session.run(self._access.read)
         names = sorted(name for name, value in values.items() if value.dtype != object)
         digests = [
-            np.frombuffer(hashlib.sha256(np.ascontiguousarray(values[n])).digest(), np.uint8)
-            for n in names
+            np.frombuffer(hashlib.sha256(cast("Any", array)).digest(), np.uint8)
+            for array in (np.ascontiguousarray(values[n]) for n in names)
         ]
         shared = self._cores.from_first(digests)
         differs = [not np.array_equal(own, first) for own, first in zip(digests, shared)]

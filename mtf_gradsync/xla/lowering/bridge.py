@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import BridgeError, eager_mode, function_hlo
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
-from mtf_gradsync.simd.graph.functional import rebuild
+from mtf_gradsync.simd.graph.functional import StandIn, rebuild
 from mtf_gradsync.xla.hlo import aliases_of, read_module
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stand_ins import RANDOM_TYPES, STATE_WORDS, Randomness, collective
@@ -58,7 +58,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             capture = tf.get_default_graph().capture
             given = {i.name: value for i, value in zip(tensors, values)}
             given.update((i.name, capture(v.handle)) for i, v in zip(variables, live))
-            stand_ins = {op: collective for op in COLLECTIVE_TYPES}
+            stand_ins: dict[str, StandIn] = {op: collective for op in COLLECTIVE_TYPES}
             if has_randomness:
                 randomness = Randomness(capture(state.handle))
                 stand_ins.update(randomness.stand_ins())

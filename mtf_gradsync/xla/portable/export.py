@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -117,6 +117,7 @@ def export(
     step = 0 if host.counter is None else int(values[host.counter])
     for variable in variables:
         if variable in counted:
+            assert host.counter is not None  # it is what counts
             contents.parameters.append(entries.describe_input(host.counter, variable, "step"))
             continue
         per_core = [values[source] for source in variable.sources]
@@ -206,9 +207,11 @@ def _fetch_names(
     program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
 ) -> dict[str, str]:
     """The tensors to fetch, by the fetches' names. The program's operations run anyway."""
-    named = isinstance(fetches, Mapping)
+    pairs: Iterable[tuple[str | None, Any]] = (
+        fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
+    )
     found = {}
-    for name, fetch in fetches.items() if named else ((None, f) for f in fetches):
+    for name, fetch in pairs:
         element = program.graph.as_graph_element(fetch)
         if isinstance(element, tf.Operation):
             if element.name not in cluster:
@@ -217,7 +220,7 @@ def _fetch_names(
                     "taken along. Build it inside simd.tpu_program(...), or leave it out."
                 )
             continue
-        found[name if named else split_input(element.name)[0]] = element.name
+        found[split_input(element.name)[0] if name is None else name] = element.name
     return found
 
 

@@ -195,7 +195,7 @@ def describe_results(
                 "shape": found.shape.as_list(),
             }
         )
-    nothing = {"fetches": [], "updates": None, "dtype": "float32", "shape": []}
+    nothing: dict[str, Any] = {"fetches": [], "updates": None, "dtype": "float32", "shape": []}
     # A program that fetches nothing returns a number all the same.
     results += [nothing] * (lowered.num_fetches - len(results))
     for parameter in lowered.updated:

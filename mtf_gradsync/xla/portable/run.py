@@ -8,7 +8,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
     sys.path.insert(0, HERE)
     try:
-        from runner.command import main
+        from runner.command import main  # type: ignore[import-not-found]  # in its own folder
     except ImportError as error:
         print(f"run.py: {error}. Install what it needs: pip install numpy jax.", file=sys.stderr)
         sys.exit(2)

@@ -1,30 +1,69 @@
-"""Gives the watchdog time to speak before jax ends the process.
+"""Gives the watchdog time to speak before SIGABRT ends the process.
 
 Where the coordinator dies, jax's client notices as fast as the watchdog and ends its process by
-SIGABRT, with a message that does not say who died. A handler of SIGABRT that sleeps (``abort`` ends
-the process when its handler returns) leaves the last word to the watchdog's thread.
+SIGABRT, with a message that does not say who died. Errors that gloo throws in threads of its own
+end it likewise. Python's faulthandler writes into a pipe that it has happened, for the watchdog; a
+handler below it sleeps (``abort`` ends the process when its handler returns), which leaves the last
+word to the watchdog's thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import os
 import signal
 from typing import Any, Callable
 
+from mtf_gradsync.processes.watchdog import Alarm
 
-def pause_before_abort() -> Callable[[], None]:
-    """Makes SIGABRT wait for some seconds before it ends this process.
+_FRAMES = 3
+
+
+def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
+    """Makes SIGABRT say so to a watchdog, and wait for some seconds before it ends this process.
 
     Returns:
-      A function that puts back what was before.
+      What the watchdog reads; None where faulthandler has been enabled already, for somebody else,
+      or there is no POSIX. And a function that puts back what was before.
     """
     try:
         library = ctypes.CDLL(None)
         set_handler, sleep = library.signal, library.sleep
     except (OSError, AttributeError):  # no POSIX
-        return lambda: None
+        return None, lambda: None
     set_handler.restype, set_handler.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     # The handler's argument is the signal's number: the C function sleeps 6 seconds. Unlike
     # anything in Python it may be called whatever the thread was doing.
+    is_taken = faulthandler.is_enabled()
     before: Any = set_handler(signal.SIGABRT, ctypes.cast(sleep, ctypes.c_void_p))
-    return lambda: set_handler(signal.SIGABRT, before) and None
+    if is_taken:
+        return None, lambda: set_handler(signal.SIGABRT, before) and None
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    # Its handler calls the one that was there before it: the one that sleeps.
+    faulthandler.enable(writing)
+
+    def undo() -> None:
+        faulthandler.disable()
+        set_handler(signal.SIGABRT, before)
+        os.close(writing)
+
+    return Alarm(reading, _explained), undo
+
+
+def _explained(traceback: str) -> str:
+    """What is known of a crash."""
+    import jax
+    import jaxlib
+
+    # Threads come with the newest first, and the main thread, which makes the steps, last.
+    main = traceback.rpartition("most recent call first")[2]
+    own = [line.strip() for line in main.splitlines() if line.startswith("  File ")][:_FRAMES]
+    where = f" The main thread stood at {'; '.join(own)}." if own else ""
+    return (
+        f"SIGABRT inside jax {jax.__version__}, jaxlib {jaxlib.__version__} or a library of "
+        "theirs, such as gloo, which has written what is wrong just before; in which collective "
+        f"cannot be told.{where}"
+    )

@@ -1,16 +1,19 @@
 """Exchanges values of the host between all processes of a job.
 
-All processes have to call each function here, in the same order.
+All processes have to call each function here, in the same order. Each takes part with one device:
+once it has its values, nothing of the exchange runs any more.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import Callable, Iterator, Sequence, TypeVar
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
 from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.xla.processes.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
 
@@ -48,15 +51,15 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
       ProcessesError: when the others' have not.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
-    from jax.experimental import multihost_utils
+    import jax
 
     found = []
     for piece in _pieces(values):
-        # jax adds zeros to it, and makes 32-bit numbers of shorter ones for that.
         packed = _packed(piece)
         words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
-        sent = np.asarray(multihost_utils.broadcast_one_to_all(words)).view(np.uint8)
-        found += [v[0] for v in _unpacked(sent[np.newaxis], piece)]
+        # All others add zeros to it.
+        sent = _crossed(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
+        found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
     return found
 
 
@@ -127,9 +130,41 @@ def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 
 def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    from jax.experimental import multihost_utils
+    return _unpacked(_crossed(_packed(values), "gather"), values)
 
-    return _unpacked(np.asarray(multihost_utils.process_allgather(_packed(values))), values)
+
+def _crossed(words: np.ndarray, how: str) -> np.ndarray:
+    """The rows of all processes, one below the other ("gather") or added up ("sum")."""
+    import jax
+
+    devices, combined = _crossing(how)
+    wait_for_turn()
+    mine = next(d for d in devices if d.process_index == jax.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(devices), *words.shape),
+        jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("process",)),
+            jax.sharding.PartitionSpec("process"),
+        ),
+        [jax.device_put(words[np.newaxis], mine)],
+    )
+    return np.asarray(combined(rows).addressable_data(0))
+
+
+@functools.lru_cache(maxsize=None)
+def _crossing(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    """A device of each process, and what brings values from each to all of them."""
+    import jax
+
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    devices = [first[process] for process in sorted(first)]
+    everywhere = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(devices), ("process",)), jax.sharding.PartitionSpec()
+    )
+    combine = {"gather": lambda rows: rows, "sum": lambda rows: rows.sum(0, rows.dtype)}[how]
+    return devices, jax.jit(combine, out_shardings=everywhere)
 
 
 def _packed(values: Sequence[np.ndarray]) -> np.ndarray:

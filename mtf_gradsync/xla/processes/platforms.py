@@ -6,6 +6,7 @@ import glob
 import os
 import sys
 from importlib import metadata
+from typing import Any
 
 from mtf_gradsync._private.jax import backends_are_initialized
 
@@ -35,7 +36,7 @@ def leave_absent_tpus_alone() -> None:
 
 def _plugins() -> list[str]:
     """The platforms that were installed beside jax's own."""
-    groups = metadata.entry_points()
+    groups: Any = metadata.entry_points()
     chosen = (
         groups.select(group="jax_plugins")
         if hasattr(groups, "select")

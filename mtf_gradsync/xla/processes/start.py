@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Callable, TypeVar
+from typing import Callable, NamedTuple, TypeVar
 
 from mtf_gradsync._private.jax import (
     Cluster,
@@ -21,8 +21,8 @@ from mtf_gradsync.processes.membership import Membership
 from mtf_gradsync.processes.watchdog import Watchdog
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.processes import gathering
-from mtf_gradsync.xla.processes.aborting import pause_before_abort
-from mtf_gradsync.xla.processes.cpu_devices import make_cpu_devices
+from mtf_gradsync.xla.processes.aborting import alarm_before_abort
+from mtf_gradsync.xla.processes.cpu_devices import check_keeps_order, make_cpu_devices
 from mtf_gradsync.xla.processes.errors import is_from_xla
 from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
 
@@ -123,7 +123,8 @@ def start_processes(
 
     Raises:
       XlaMissingError: when jax is not installed.
-      ProcessesError: when jax has begun already, or the processes cannot meet.
+      ProcessesError: when jax has begun already, its version cannot have CPU devices in several
+        processes, or the processes cannot meet.
       ValueError: when the arguments are incomplete or make no sense, or no cluster is found.
     """
     check_installed("jax", "jaxlib")
@@ -134,6 +135,8 @@ def start_processes(
             "jax has begun already, without the other processes. Call start_processes before "
             "anything that uses jax's devices, such as mtf_gradsync.xla.session."
         )
+    if cpu_devices is not None:
+        check_keeps_order()
     end = time.monotonic() + timeout
     cluster = _resolved(coordinator, num_processes, process_id, timeout)
     if cpu_devices is not None:
@@ -151,8 +154,8 @@ def start_processes(
     }
     place = Place(*_host_and_port(cluster.coordinator), "coordinator")
     peers = meet(place, me, names, facts, end - time.monotonic())
-    undo = pause_before_abort()
-    watchdog = Watchdog(me, peers, silence)
+    alarm, undo = alarm_before_abort()
+    watchdog = Watchdog(me, peers, silence, alarm)
     processes = Processes(me, cluster.num_processes, watchdog, undo)
     try:
         jax.distributed.initialize(
@@ -161,6 +164,7 @@ def start_processes(
             cluster.process_id,
             cluster.local_device_ids,
             initialization_timeout=max(30, int(end - time.monotonic())),
+            coordinator_bind_address=place.loopback and str(cluster.coordinator),
         )
     except BaseException as error:
         processes.__exit__(type(error), error, error.__traceback__)
@@ -168,9 +172,18 @@ def start_processes(
     return processes
 
 
+class _Job(NamedTuple):
+    """A `Cluster` of which all is known."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None
+
+
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
-) -> Cluster:
+) -> _Job:
     """The arguments, or what jax finds in their place."""
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -182,18 +195,19 @@ def _resolved(
     cluster = Cluster(coordinator, num_processes, process_id, None)
     if missing:
         cluster = detected_cluster(timeout)
-    if None in cluster[:3]:
+    coordinator, num_processes, process_id, devices = cluster
+    if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
             "jax finds no cluster that it knows (SLURM, Open MPI, Kubernetes, Cloud TPU) around "
             "this process. Give coordinator, num_processes and process_id."
         )
-    if not 0 <= cluster.process_id < cluster.num_processes:
+    if not 0 <= process_id < num_processes:
         raise ValueError(
-            f"process_id must be between 0 and {cluster.num_processes - 1} in a job of "
-            f"{cluster.num_processes} processes, got {cluster.process_id}."
+            f"process_id must be between 0 and {num_processes - 1} in a job of "
+            f"{num_processes} processes, got {process_id}."
         )
-    _host_and_port(cluster.coordinator)
-    return cluster
+    _host_and_port(coordinator)
+    return _Job(coordinator, num_processes, process_id, devices)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -65,6 +65,8 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["private_jax"] = module
     spec.loader.exec_module(module)

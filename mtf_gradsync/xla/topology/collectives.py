@@ -119,7 +119,7 @@ def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:
     return [()] * len(called)
 
 
-def bytes_by_operation(collectives: list[HloCollective]) -> dict[str, tuple[int, int]]:
+def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
     """Sums up collectives by operation.
 
     Args:

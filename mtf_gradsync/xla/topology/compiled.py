@@ -92,7 +92,7 @@ class CompiledProgram:
         if self.before:
             lines += ["", *self._collectives()]
         if self.memory is not None:
-            lines += ["", *self._memory()]
+            lines += ["", *self._memory(self.memory)]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -122,8 +122,7 @@ class CompiledProgram:
         table += [["in branches", *map(str, conditional)], ["in loops", *map(str, in_loops)]]
         return _table(["collectives", *(title for title, _ in columns)], table)
 
-    def _memory(self) -> list[str]:
-        memory = self.memory
+    def _memory(self, memory: CoreMemory) -> list[str]:
         rows = [
             ["arguments (variables and inputs)", f"{memory.arguments:,}"],
             ["outputs", f"{memory.outputs:,}"],
@@ -136,7 +135,9 @@ class CompiledProgram:
         shares = [f"{g.name} {100 * memory.total / g.memory_per_core:.3g}%" for g in GENERATIONS]
         lines.append(f"of a core's memory: {', '.join(shares)}")
         misfits = [name for name, fits in self.fits().items() if not fits]
-        lines.append(f"does not fit on: {', '.join(misfits) or 'none of these'}")
+        lines.append(
+            f"does not fit on: {', '.join(misfits)}" if misfits else "fits on all of these"
+        )
         return lines
 
 

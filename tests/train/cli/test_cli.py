@@ -39,7 +39,7 @@ def test_help(capsys, arguments):
 @pytest.mark.parametrize(
     ("binding", "message"),
     [
-        ("train.run.train_step = 3", "doesn't have a parameter named 'train_step'"),
+        ("train.run.train_step = 3", "has no parameter 'train_step'; did you mean"),
         ("no_such.thing = 3", "No configurable matching 'no_such'"),
         ("train.run.optimizer = @NoSuchOptimizer", "NoSuchOptimizer"),
         ("train.run.train_steps = ", "train.run.train_steps"),

@@ -8,6 +8,7 @@ import pytest
 
 from mtf_gradsync.train.report.facts import Facts, read_facts, write_facts
 from mtf_gradsync.train.report.page import REPORT_FILE, Ended, write_page
+from mtf_gradsync.train.report.plots import draw_traffic
 from mtf_gradsync.train.report.series import Series, series_of, thinned
 from mtf_gradsync.train.report.traffic import Traffic, TrafficRow
 
@@ -147,6 +148,27 @@ def test_an_update_that_is_not_looked_into_is_no_number(tmp_path):
     page = page_of(tmp_path, [], facts=FACTS._replace(traffic=TRAFFIC._replace(is_complete=False)))
     assert page.texts["strong"] == "without what an update sends:"
     assert "130" not in page.texts["dd"]
+
+
+def test_no_section_about_what_was_left_out_where_nothing_can_be(tmp_path):
+    rows = [{"step": 1, "loss": 5.0}]
+    assert "What was left out" not in page_of(tmp_path, rows).texts["h2"]
+    assert "What was left out" in page_of(tmp_path, rows_of(1)).texts["h2"]
+
+
+def test_every_bar_is_to_be_seen():
+    def row(size, number):
+        return TrafficRow("CrossReplicaSum", f"axis{number}", "", False, 1, size)
+
+    # As of configs/lm_cpu_mesh.gin, the largest first.
+    rows = [row(size, n) for n, size in enumerate([2_631_680, 888_320, 6_792, 16, 4])]
+    plot = draw_traffic(TRAFFIC._replace(rows=rows))
+    assert "axis1: 888,320 bytes" in plot.svg
+    assert "axis2" not in plot.svg
+    assert "too little for a bar, 6,812 bytes in all" in plot.caption
+    plot = draw_traffic(TRAFFIC._replace(rows=rows[:2]))
+    assert "too little" not in plot.caption
+    assert draw_traffic(TRAFFIC._replace(rows=[])) is None
 
 
 def test_samples_and_config_are_text_whatever_they_hold(tmp_path):

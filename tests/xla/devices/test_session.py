@@ -1,5 +1,7 @@
 """Where variables are, what is compiled when, what stands outside, and what is refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -222,6 +224,51 @@ def test_a_jax_that_is_too_old_is_named(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", lambda name: "0.4.20")
     assert xla.why_no_xla().startswith("This needs jax 0.4.30 or later; this is 0.4.20.")
+
+
+@pytest.fixture
+def as_if_jax_were_new(monkeypatch):
+    """Fakes a version that no test has seen; a small program tells whether it can be used."""
+    from importlib import metadata
+
+    from mtf_gradsync.xla import installed
+
+    monkeypatch.setattr(metadata, "version", lambda name: "7.1.0rc2")
+    installed._why_unfit.cache_clear()
+    yield monkeypatch
+    installed._why_unfit.cache_clear()
+
+
+def test_a_jax_that_is_newer_than_any_that_was_tested_is_tried(as_if_jax_were_new):
+    from mtf_gradsync.xla import installed
+
+    assert xla.why_no_xla() == ""
+    as_if_jax_were_new.setattr(installed.subprocess, "run", None)
+    assert xla.why_no_xla() == ""  # and remembered
+
+
+def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
+    from mtf_gradsync.train.errors import ConfigError
+    from mtf_gradsync.train.runtime import choose_runtime
+    from mtf_gradsync.xla import installed
+
+    broken = tmp_path / "jax.py"
+    broken.write_text(
+        "def compile_stablehlo(*args, **kwargs):\n    raise TypeError('(): incompatible')"
+    )
+    as_if_jax_were_new.setattr(installed.private, "__file__", str(broken))
+    reason = xla.why_no_xla()
+    assert reason == (
+        "jax 7.1.0rc2 with jaxlib 7.1.0rc2 does not run a small program as it should: TypeError: "
+        '(): incompatible. Install a version that is known: pip install "jax<=0.12.0.1".'
+    )
+    with pytest.raises(xla.XlaMissingError, match="incompatible"):
+        installed.check_installed("jax", "jaxlib")
+    config = {"mesh_devices": None, "mesh_impl": None, "hooks": ()}
+    chosen = choose_runtime(SimpleNamespace(runtime="fastest", **config))
+    assert (chosen.name, reason in str(chosen)) == ("cpu_replicas", True)
+    with pytest.raises(ConfigError, match=r"incompatible.*pip install"):
+        choose_runtime(SimpleNamespace(runtime="xla", **config))
 
 
 def test_other_devices_can_be_given():

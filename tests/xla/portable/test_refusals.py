@@ -6,12 +6,14 @@ import hashlib
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.xla.portable.runner import Step, StepError
+from mtf_gradsync.xla.portable.runner import devices as runner_devices
 from mtf_gradsync.xla.portable.runner.command import main
 from tests.xla.portable import models
 
@@ -87,19 +89,30 @@ def test_a_program_that_this_jax_cannot_read(folder, capsys):
     assert "It was made beside jax" in said
 
 
+def test_a_jax_that_wants_to_be_called_otherwise(folder, capsys, monkeypatch):
+    def other(devices):
+        raise TypeError("(): incompatible function arguments.")
+
+    monkeypatch.setattr(runner_devices, "_compile_options", other)
+    said = refused(capsys, folder, "--random-inputs")
+    assert f"jax {jax.__version__} wants to be called otherwise than 0.4.30 to 0.12" in said
+    assert said.endswith('Install one of those: pip install "jax>=0.4.30,<0.13".')
+
+
 def test_a_program_without_room(tmp_path, capsys):
     with simd.tpu_program("all:1", "") as program:
         total = tf.reduce_sum(tf.random.normal([1 << 20]))
     xla.export(program, None, {"total": total}, tmp_path / "step")
+    # Sorting a multiple of 2**32 numbers ends jaxlib 0.12 with a division by zero.
     huge = """module {
       func.func @main(%state: tensor<3xi64>) -> (tensor<f32>, tensor<3xi64>) {
-        %0 = stablehlo.iota dim = 0 : tensor<4398046511104xf32>
+        %0 = stablehlo.iota dim = 0 : tensor<5000000000001xf32>
         %1 = "stablehlo.sort"(%0) ({
         ^bb0(%a: tensor<f32>, %b: tensor<f32>):
           %2 = stablehlo.compare LT, %a, %b : (tensor<f32>, tensor<f32>) -> tensor<i1>
           stablehlo.return %2 : tensor<i1>
-        }) {dimension = 0 : i64} : (tensor<4398046511104xf32>) -> tensor<4398046511104xf32>
-        %3 = stablehlo.slice %1 [0:1] : (tensor<4398046511104xf32>) -> tensor<1xf32>
+        }) {dimension = 0 : i64} : (tensor<5000000000001xf32>) -> tensor<5000000000001xf32>
+        %3 = stablehlo.slice %1 [0:1] : (tensor<5000000000001xf32>) -> tensor<1xf32>
         %4 = stablehlo.reshape %3 : (tensor<1xf32>) -> tensor<f32>
         return %4, %state : tensor<f32>, tensor<3xi64>
       }

@@ -8,6 +8,7 @@ import pytest
 
 from mtf_gradsync import xla
 from tests.cluster.test_processes import ended
+from tests.xla.processes import unlike_program
 from tests.xla.processes.test_jobs import assert_same_bits, results
 
 pytestmark = pytest.mark.xla
@@ -71,6 +72,38 @@ def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, sai
     last = job.members[0].output().rstrip().splitlines()[-1]
     assert f"it ended with an error: {said}" in last
     assert "lost process 1 (host " in last
+
+
+def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs):
+    import jaxlib
+
+    job = jobs.start(2, odd="abort")
+    assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
+    for member in job.members:
+        last = member.output().rstrip().splitlines()[-1]
+        assert "crashed: SIGABRT inside jax" in last, job.outputs()
+        assert f"jaxlib {jaxlib.__version__}" in last
+        assert "The last that it had begun is step 1." in last
+        assert "The main thread stood at File" in last
+        assert "job.py" in last
+    assert "lost process 1 (host " in job.members[0].output()
+
+
+def test_a_crash_that_cannot_speak_is_told_with_its_step(jobs):
+    job = jobs.start(2, odd="abort with the lock", silence=20.0)
+    assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, -signal.SIGABRT], job.outputs()
+    last = job.members[0].output().rstrip().splitlines()[-1]
+    assert "the last that it had said to have begun is step 1" in last
+
+
+def test_values_of_unlike_lengths_end_all_with_what_is_known(jobs):
+    """gloo ends a process by an exception of C++ in a thread of its own."""
+    job = jobs.start(2, script=unlike_program.__file__)
+    assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
+    assert "EnforceNotMet" in job.outputs()
+    for member in job.members:
+        last = member.output().rstrip().splitlines()[-1]
+        assert "crashed: SIGABRT inside jax" in last, job.outputs()
 
 
 @pytest.mark.parametrize("holds", [0, 1])

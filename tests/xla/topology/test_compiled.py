@@ -52,6 +52,11 @@ def test_an_accepted_program_as_text():
     ]
 
 
+def test_a_program_that_fits_everywhere_says_so():
+    small = compiled(memory=xla.CoreMemory(1, 1, 1, 1, 0))
+    assert str(small).splitlines()[-1] == "fits on all of these"
+
+
 def test_a_refused_program_as_text():
     refused = compiled(error="the TPU compiler: no", after=(), after_unsharded=(), memory=None)
     assert str(refused).splitlines()[1:4] == [

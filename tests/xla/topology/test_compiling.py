@@ -88,7 +88,7 @@ def test_the_compiler_takes_the_training_step(wrapper, topology):
     assert compiled.memory.aliased >= variables > 0
     assert all(compiled.fits().values())
     assert json.loads(compiled.to_json())["fits"]["v3"] is True
-    assert "does not fit on: none" in str(compiled)
+    assert "fits on all of these" in str(compiled)
 
 
 def test_wrapping_leaves_one_all_reduce_for_all_gradients():

@@ -109,9 +109,10 @@ def _run(flags: argparse.Namespace) -> None:
             say(f"each of the other {count - 1} steps {each * 1e3:.2f} ms")
     if flags.fetches and speaks:
         names = returned[0] if returned else {}
-        np.savez(
-            flags.fetches, **{n: np.stack([without_dtype(r[n]) for r in returned]) for n in names}
-        )
+        arrays: dict[str, Any] = {
+            n: np.stack([without_dtype(r[n]) for r in returned]) for n in names
+        }
+        np.savez(flags.fetches, **arrays)
     if flags.save:
         step.save(flags.save, flags.replace)
         say(f"saved after step {step.steps}: {flags.save}")
@@ -163,7 +164,7 @@ def _batches(
 def _made_up(
     needed: Sequence[Input], below: int, random: np.random.RandomState
 ) -> dict[str, np.ndarray]:
-    found = {}
+    found: dict[str, Any] = {}
     for i in needed:
         if i.dtype.kind in "iub":
             found[i.name] = random.randint(0, 2 if i.dtype.kind == "b" else below, i.shape)

@@ -12,6 +12,8 @@ from .files import StepError
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _LONGEST = 400
+_KNOWN_JAX = "0.4.30 to 0.12"
+_INSTALL_JAX = "jax>=0.4.30,<0.13"
 
 
 class OnDevices:
@@ -55,21 +57,20 @@ class LoadedProgram:
           StepError: when this jax cannot, or the devices have no room.
         """
         import jax
-        from jaxlib import xla_client
 
-        options = xla_client.CompileOptions()
-        for target in (options, options.executable_build_options):
-            target.num_replicas, target.num_partitions = len(devices), 1
-        ids = np.array([[device.id] for device in devices])
-        options.device_assignment = xla_client.DeviceAssignment.create(ids)
         client = devices[0].client
         is_old = not hasattr(client, "compile_and_load")  # before jaxlib 0.6
         try:
+            options = _compile_options(devices)
             if is_old:
                 self._executable = client.compile(program, options)
             else:
-                listed = xla_client.DeviceList(tuple(devices))
-                self._executable = client.compile_and_load(program, listed, options)
+                self._executable = client.compile_and_load(program, list(devices), options)
+        except (AttributeError, ImportError, TypeError) as error:
+            raise StepError(
+                f"jax {jax.__version__} wants to be called otherwise than {_KNOWN_JAX}, which this "
+                f'runner knows: {_short(error)} Install one of those: pip install "{_INSTALL_JAX}".'
+            ) from error
         except (RuntimeError, ValueError) as error:
             if _is_for_room(error):
                 raise _no_room(error) from error
@@ -81,8 +82,10 @@ class LoadedProgram:
         self._sharding = jax.sharding.NamedSharding(
             jax.sharding.Mesh(np.array(devices), ("core",)), jax.sharding.PartitionSpec()
         )
+        self._is_alone = len({d.process_index for d in devices}) == 1
         # The old one takes the arrays of the devices as they are, which saves time.
-        self._joins = not is_old or len({d.process_index for d in devices}) > 1
+        self._joins = not is_old or not self._is_alone
+        self._last: list[OnDevices] = []
 
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
         """Runs it once; returns at once, with results that may not be there yet.
@@ -93,9 +96,34 @@ class LoadedProgram:
         Returns:
           For each result.
         """
+        # jaxlib 0.4 begins it beside the one before, unless it takes something of that. The
+        # processes could then be in the sums of two steps at once, and mix them up.
+        if {id(last) for last in self._last}.isdisjoint(map(id, arguments)):
+            self.wait()
         given = [a.joined(self._sharding) if self._joins else a.arrays for a in arguments]
         results = self._executable.execute_sharded(given)
-        return [OnDevices(r) for r in results.disassemble_into_single_device_arrays()]
+        found = [OnDevices(r) for r in results.disassemble_into_single_device_arrays()]
+        self._last = [] if self._is_alone else found
+        return found
+
+    def wait(self) -> None:
+        """Waits, with several processes, until it is over on this one's devices."""
+        for last in self._last:
+            for array in last.arrays:
+                array.block_until_ready()
+        self._last = []
+
+
+def _compile_options(devices: Sequence[Any]) -> Any:
+    try:
+        from jax.extend.backend import get_compile_options
+    except ImportError:  # in older versions
+        from jax._src.compiler import get_compile_options
+    return get_compile_options(
+        num_replicas=len(devices),
+        num_partitions=1,
+        device_assignment=np.array([[device.id] for device in devices]),
+    )
 
 
 def make_cpu_devices(count: int) -> None:
@@ -172,9 +200,11 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
     """
     import jax
 
-    enable_x64 = getattr(jax, "enable_x64", None)
+    enable_x64: Any = getattr(jax, "enable_x64", None)
     if enable_x64 is None:
-        from jax.experimental import enable_x64
+        from jax import experimental
+
+        enable_x64 = experimental.enable_x64
     with explained(), enable_x64(True):
         return OnDevices([jax.device_put(v, d) for v, d in zip(per_core, devices)])
 
@@ -193,19 +223,30 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
         return mine
-    from jax.experimental import multihost_utils
+    import jax
 
     owners = [d.process_index for d in devices]
     most = max(owners.count(owner) for owner in owners)
     # As bytes, because what is gathered passes through a program, which rounds no byte.
     packed = np.zeros((most, mine[0].nbytes), np.uint8)
-    for row, array in enumerate(mine):
-        packed[row] = np.frombuffer(array.tobytes(), np.uint8)
-    gathered = np.asarray(multihost_utils.process_allgather(packed))
+    for number, array in enumerate(mine):
+        packed[number] = np.frombuffer(array.tobytes(), np.uint8)
+    # One device of each process takes part: nothing of it runs any more once that has the values.
+    first = [devices[owners.index(owner)] for owner in sorted(set(owners))]
+    mesh = jax.sharding.Mesh(np.array(first), ("process",))
+    apart, everywhere = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (("process",), ())
+    )
+    here = next(d for d in first if d.process_index == d.client.process_index())
+    row = jax.device_put(packed[np.newaxis], here)
+    rows = jax.make_array_from_single_device_arrays((len(first), *packed.shape), apart, [row])
+    gathered = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(rows).addressable_data(0))
+    numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
     found = []
     for core, owner in enumerate(owners):
-        row = np.ascontiguousarray(gathered[owner, owners[:core].count(owner)])
-        found.append(row.view(mine[0].dtype).reshape(mine[0].shape))
+        bits = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
+        found.append(bits.view(mine[0].dtype).reshape(mine[0].shape))
     return found
 
 

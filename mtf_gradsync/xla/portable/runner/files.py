@@ -96,7 +96,8 @@ def write_folder(
         new, old = made / "new", made / "old"
         new.mkdir()
         with open(new / VALUES, "wb") as file:
-            np.savez(file, **{name: without_dtype(value) for name, value in values.items()})
+            arrays: dict[str, Any] = {name: without_dtype(x) for name, x in values.items()}
+            np.savez(file, **arrays)
         text = json.dumps(manifest, indent=1) + "\n"
         for name, content in {**others, MANIFEST: text.encode()}.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,8 @@ def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
       Array ``[rows, ...]`` of the different ones, and for each core its row.
     """
     found: dict[bytes, int] = {}
-    kept, rows = [], []
+    kept: list[np.ndarray] = []
+    rows: list[int] = []
     for value in per_core:
         digest = hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).digest()
         if digest not in found:

@@ -156,7 +156,7 @@ class Step:
         fresh = {name: self._put(value) for name, value in self._checked(given).items()}
         with device_tools.explained():
             results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
-        fetched = {}
+        fetched: dict[str, OnDevices] = {}
         for what, value in zip(self.manifest["results"], results):
             fetched.update((name, value) for name in what["fetches"])
             if what["updates"] is not None:
@@ -182,6 +182,7 @@ class Step:
           Mesh-TensorFlow stacked appear under their own names.
         """
         found: dict[str, Any] = {}
+        self._finish()
         for p in self._variables:
             if p["kind"] != "variable":
                 continue
@@ -208,6 +209,7 @@ class Step:
         manifest = {**self.manifest, "steps": self.steps, "parameters": []}
         with np.load(self._folder / VALUES, allow_pickle=False) as values:
             arrays = {k: values[k] for k in values.files if k.startswith(("inputs/", "others/"))}
+        self._finish()
         for p in self.manifest["parameters"]:
             if p["kind"] != "input":
                 value = self._on_devices[p["name"]]
@@ -218,6 +220,11 @@ class Step:
             kept = [name for name in read_sums(self._folder) if name not in (MANIFEST, VALUES)]
             others = {name: (self._folder / name).read_bytes() for name in kept}
             write_folder(Path(folder), manifest, arrays, others, replace)
+
+    def _finish(self) -> None:
+        """Waits for what another program of all processes could mix its values up with."""
+        with device_tools.explained():
+            self._program.wait()
 
     def _put(self, per_core: Sequence[np.ndarray]) -> OnDevices:
         return device_tools.put(per_core, self._local_devices)

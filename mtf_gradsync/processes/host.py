@@ -1,0 +1,236 @@
+"""Process 0 while it waits for the others of its job.
+
+Whoever connects is a stranger until it has said which process it is, and shown that it has the
+job's secret. Strangers may say what they like, or nothing: they are dropped, and the processes of
+the job are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import time
+from typing import Any, Mapping, NamedTuple, Sequence, cast
+
+from mtf_gradsync.processes import secret
+from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.messages import Connection, ConnectionBroken
+from mtf_gradsync.processes.place import Place
+
+_logger = logging.getLogger(__name__)
+#: Seconds that process 0 may take for its first word, and a stranger for its first message.
+ANSWER_S = 10.0
+_PAUSE_S = 0.1
+# As many strangers at once as there are processes, but at least so many; the oldest goes first.
+_STRANGERS = 64
+
+
+class _Stranger(NamedTuple):
+    """Somebody who has not said yet which process it is.
+
+    Attributes:
+      connection: the one to it.
+      address: where it is.
+      challenge: what it was asked.
+      since: when it came.
+    """
+
+    connection: Connection
+    address: str
+    challenge: str
+    since: float
+
+
+class Introduction(NamedTuple):
+    """What a process says first.
+
+    Attributes:
+      member: who it is.
+      facts: what it was started with.
+      challenge: what it asks process 0.
+      proof: that it has the secret.
+    """
+
+    member: Member
+    facts: dict[str, Any]
+    challenge: str
+    proof: str
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Introduction:
+        """Takes what came.
+
+        Raises:
+          ConnectionBroken: it is something else.
+        """
+        try:
+            said = cls(*(message[name] for name in cls._fields))
+            said = said._replace(member=Member(*said.member))
+        except (KeyError, TypeError) as error:
+            raise ConnectionBroken("no introduction") from error
+        types = (*map(type, said.member), *map(type, said[1:]))
+        if types != (int, str, int, str, dict, str, str):
+            raise ConnectionBroken("no introduction")
+        return said
+
+
+class Host:
+    """Process 0 while it waits for the others."""
+
+    def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
+        self._me, self._facts, self._place = me, facts, place
+        self._there: dict[int, tuple[Member, Connection]] = {}
+        self._challenged: dict[int, str] = {}  # what the processes that are there have asked
+        self._selector = selectors.DefaultSelector()
+        self._strangers: list[_Stranger] = []
+        self._denied = False  # whether somebody has had another secret
+
+    def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
+        """A connection to each of the others; see `meeting.meet`."""
+        with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
+            self._selector.register(server, selectors.EVENT_READ, None)
+            try:
+                while len(self._there) < len(names) - 1:
+                    self._check_time(names, end)
+                    self._drop_idle(max(len(names), _STRANGERS))
+                    for key, _ in self._selector.select(_PAUSE_S):
+                        if key.fileobj is server:
+                            self._accept(server)
+                        elif isinstance(key.data, _Stranger):
+                            self._greet(key.data, len(names))
+                        else:
+                            # Nobody has a reason to speak: it is gone, and may be started again.
+                            del self._there[key.data]
+                            gone = cast("Connection", key.fileobj)
+                            self._selector.unregister(gone)
+                            gone.close()
+            finally:
+                for stranger in list(self._strangers):
+                    self._drop(stranger)
+        for index, (_, connection) in self._there.items():
+            answer = secret.proof("process 0", self._challenged[index])
+            self._tell(connection, all_here=self._me, proof=answer)
+        return dict(self._there.values())
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            accepted, (address, *_) = server.accept()
+        except OSError:  # it is gone already, or this process has too many files open
+            return
+        connection = Connection(accepted)
+        stranger = _Stranger(connection, address, secret.challenge(), time.monotonic())
+        self._strangers.append(stranger)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        self._tell(connection, challenge=stranger.challenge)
+
+    def _drop_idle(self, most: int) -> None:
+        """Drops strangers that say nothing, and the oldest where there are too many."""
+        late = time.monotonic() - ANSWER_S
+        extra = len(self._strangers) - most
+        for number, stranger in enumerate(list(self._strangers)):
+            if number < extra or stranger.since < late:
+                self._drop(stranger)
+
+    def _greet(self, stranger: _Stranger, num_processes: int) -> None:
+        """Reads the first words of somebody; port scanners and the like are dropped."""
+        if stranger not in self._strangers:
+            return
+        connection = stranger.connection
+        try:
+            messages = connection.receive()
+            if not messages:
+                return
+            said = Introduction.of(messages[0])
+        except ConnectionBroken:
+            self._drop(stranger)
+            return
+        if not secret.is_proof(said.proof, "process", stranger.challenge, said.challenge):
+            if not self._denied:
+                _logger.warning(
+                    "%s was called from %s by somebody who has another %s.",
+                    self._me, stranger.address, secret.VARIABLE,
+                )  # fmt: skip
+            self._denied = True
+            self._tell(connection, denied=True)
+            self._drop(stranger)
+            return
+        member, facts = said.member, said.facts
+        other = next((f"{k}={v!r} and {facts.get(k)!r}" for k, v in self._facts.items()
+                      if facts.get(k) != v), None)  # fmt: skip
+        if other:
+            self._refuse(connection, f"{self._me} and {member} were started with {other}")
+        if not 0 < member.index < num_processes:
+            self._drop(stranger)
+            return
+        if member.index in self._there:
+            twin = self._there[member.index][0]
+            self._refuse(connection, f"{twin} and {member} have the same number")
+        self._strangers.remove(stranger)
+        self._selector.modify(connection, selectors.EVENT_READ, member.index)
+        self._there[member.index] = member, connection
+        self._challenged[member.index] = said.challenge
+
+    def _check_time(self, names: Sequence[str], end: float) -> None:
+        if time.monotonic() > end:
+            missing = [name for i, name in enumerate(names) if i and i not in self._there]
+            denied = f". Somebody called who has another {secret.VARIABLE}" if self._denied else ""
+            self._refuse(
+                None,
+                f"{names[0]} waited on port {self._place.port} for the {len(names)} processes of "
+                f"the job, and these did not come in time: {', '.join(missing)}{denied}",
+                MissingProcessesError,
+            )
+
+    def _refuse(
+        self,
+        connection: Connection | None,
+        reason: str,
+        error: type[ProcessesError] = ProcessesError,
+    ) -> None:
+        """Ends the start, here and for those who wait."""
+        missing = error is MissingProcessesError
+        for other in [connection, *(c for _, c in self._there.values())]:
+            if other is not None:
+                self._tell(other, refused=reason, missing=missing)
+                other.close()
+        raise error(f"The job cannot start: {reason}.")
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.connection)
+        stranger.connection.close()
+
+    @staticmethod
+    def _tell(connection: Connection, **message: Any) -> None:
+        with contextlib.suppress(ConnectionBroken):  # which the watchdog will say
+            connection.send(**message)
+
+
+def _listening(me: Member, place: Place) -> socket.socket:
+    host, port = place.loopback or "", place.port
+    if not host and not secret.is_set():
+        _logger.warning(
+            "%s listens on port %d of all its addresses, and takes whoever calls there for a "
+            "process of the job. Set the environment variable %s to the same text in all "
+            "processes; if all are on this machine, meet at 127.0.0.1.",
+            me, port, secret.VARIABLE,
+        )  # fmt: skip
+    is_v6 = ":" in host if host else socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            dualstack_ipv6=is_v6 and not host,
+        )
+    except OSError as error:
+        raise ProcessesError(
+            f"{me} cannot listen on port {port} ({place.argument}), where the others meet it: "
+            f"{error.strerror}. Give all processes another port; if you did not start this job "
+            "twice, another program has it."
+        ) from error
+    # Who called may be gone before it is accepted.
+    server.setblocking(False)
+    return server

@@ -1,0 +1,47 @@
+"""The secret by which the processes of a job know each other, where they are on several machines.
+
+It is the text of an environment variable, the same in all processes, none by default. It does not
+go over the network: each side sends random text, and gets it back hashed together with the secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from typing import Any
+
+#: The environment variable.
+VARIABLE = "MTF_GRADSYNC_SECRET"
+
+
+def is_set() -> bool:
+    """Whether this process has a secret."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def challenge() -> str:
+    """Random text that a proof is to be made of."""
+    return secrets.token_hex(16)
+
+
+def proof(role: str, *challenges: str) -> str:
+    """What shows that this process has the secret.
+
+    Args:
+      role: who proves it, so that nobody can send a proof back to where it came from.
+      *challenges: those of both sides.
+
+    Returns:
+      Hexadecimal digits.
+    """
+    key = os.environ.get(VARIABLE, "").encode()
+    return hmac.new(key, json.dumps([role, *challenges]).encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(given: Any, role: str, *challenges: str) -> bool:
+    """Whether somebody has the same secret; see `proof`."""
+    expected = proof(role, *challenges).encode()
+    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), expected)

@@ -1,0 +1,108 @@
+"""``mtf-gradsync env``: what is installed here, and which runtimes that makes."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any, Iterator
+
+from mtf_gradsync.train.cli.package import import_package
+
+_DESCRIPTION = """\
+Prints versions, the runtimes that train.run.runtime can name here and why others cannot run, and
+the devices. Paste it into a bug report."""
+
+_LIBRARIES = (
+    "mtf-gradsync",
+    "tensorflow",
+    "mesh-tensorflow",
+    "gin-config",
+    "numpy",
+    "jax",
+    "jaxlib",
+    "libtpu",
+)
+EXIT_FAILED = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "env",
+        help="print versions, runtimes and devices of this machine",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    del args
+    _print("Python", f"{platform.python_version()}, {sys.executable}")
+    _print("machine", f"{platform.platform()}, {os.cpu_count()} processors")
+    for name in _LIBRARIES:
+        _print(name, version_of(name) or "not installed")
+    # First what cannot fail: the rest is what a broken environment is asked for.
+    sys.stdout.flush()
+    try:
+        import_package(verbosity=-1)
+    except ImportError as error:
+        _print("runtimes", f"none, TensorFlow or Mesh-TensorFlow cannot be imported: {error}")
+        return EXIT_FAILED
+    for name, value in _facts():
+        _print(name, value)
+    return 0
+
+
+def version_of(name: str) -> str:
+    """The version of a distribution; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _print(name: str, value: str) -> None:
+    print(f"{name:<24}{value}")
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    """What is known once the package is imported."""
+    import mtf_gradsync
+    from mtf_gradsync import xla
+    from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+    from mtf_gradsync.train.errors import ConfigError
+    from mtf_gradsync.train.transformer import transformer_utils
+
+    yield "package", str(Path(mtf_gradsync.__file__).parent)
+    yield "tf.estimator", "there" if ESTIMATOR_AVAILABLE else "gone: mtf_gradsync.estimator"
+    found, no_xla = "", xla.why_no_xla()
+    if not no_xla:
+        try:
+            # The first of them; asking for more would make more CPU devices.
+            (first,) = xla.devices_for(1)
+            kinds = collections.Counter(d.device_kind for d in first.client.devices())
+            found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+            if first.platform == "cpu":
+                found = "cpu, as many as the mesh has cores"
+        except xla.DevicesError as error:
+            no_xla = str(error)
+    yield "runtime xla", f"no: {no_xla}" if no_xla else f"yes, on {found}"
+    yield "runtime cpu_replicas", "yes"
+    devices = collections.Counter(d.device_type for d in tf.config.list_physical_devices())
+    listed = ", ".join(f"{number} {kind}" for kind, number in devices.items())
+    yield "runtime placement_mesh", f"yes, on {listed} of TensorFlow"
+    yield "runtime fastest", f"is {'cpu_replicas' if no_xla else 'xla'}"
+    yield "TPU compiler", xla.why_no_tpu_compiler() or "there, for mtf-gradsync compile"
+    try:
+        transformer_utils()
+        yield "extra train", "yes"
+    except ConfigError as error:
+        yield "extra train", f"no: {error}"
+    yield "compiled programs", f"kept in {xla.default_cache_dir() or 'no folder'}"

@@ -1,0 +1,75 @@
+"""``mtf-gradsync init``: copies an example config to start from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mtf_gradsync._configs import configs_dir
+from mtf_gradsync.train.cli.outputs import output_path
+from mtf_gradsync.train.errors import ConfigError
+
+_DESCRIPTION = """\
+Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
+what there is. A file that is there already stays as it is."""
+
+_EPILOG = """\
+examples:
+  mtf-gradsync init
+  mtf-gradsync init lm_cpu_mesh
+  mtf-gradsync init lm_cpu_mesh my_model.gin"""
+
+_COMMAND = "mtf-gradsync train --gin_file="
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "init",
+        help="copy an example config to start from",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="which one; none lists them")
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="the copy (default: CONFIG.gin in this directory)"
+    )
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    texts = _examples()
+    if args.config is None:
+        for name, text in texts.items():
+            print(f"{name}\n    {_summary(text)}")
+        return 0
+    name = Path(args.config).stem
+    if name not in texts:
+        raise ConfigError(f"there is no config {args.config!r}; there are {', '.join(texts)}")
+    path = output_path("FILE", args.file or f"{name}.gin")
+    text = texts[name].replace(f"{_COMMAND}configs/{name}.gin", f"{_COMMAND}{path}")
+    assert path is not None
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already; name another FILE") from None
+    print(f"{path} is a copy of {name}.gin. To train it:\n  {_COMMAND}{path}")
+    return 0
+
+
+def _examples() -> dict[str, str]:
+    """The configs that can be trained as they are, by name."""
+    files = sorted(configs_dir().glob("*.gin"))
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
+    return {name: text for name, text in texts.items() if _COMMAND in text}
+
+
+def _summary(text: str) -> str:
+    """The first sentences of a config's comment."""
+    lines = text.splitlines()[1:]
+    comment = lines[: lines.index("#")] if "#" in lines else lines[:1]
+    return "\n    ".join(line.lstrip("# ") for line in comment)

@@ -1,0 +1,97 @@
+"""``mtf-gradsync env``, ``init`` and ``sample``."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync import xla
+from mtf_gradsync.session import session_config
+from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.checkpoints.choice import latest_checkpoint
+from mtf_gradsync.train.cli import main as cli
+from mtf_gradsync.train.evaluation.scores import Evaluator
+from mtf_gradsync.train.job import resolve_job
+from tests.train.conftest import NO_EVAL, TINY
+
+
+@pytest.mark.parametrize("missing", ["", "This needs jax, which is not installed."])
+def test_env_says_what_runs_here_and_why_not(capsys, monkeypatch, missing):
+    monkeypatch.setattr(xla, "why_no_xla", lambda: missing)
+    # Tests have devices of their own.
+    device = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA X"})()
+    device.client = type("Client", (), {"devices": lambda self: [device] * 2})()
+    monkeypatch.setattr(xla, "devices_for", lambda number: [device])
+    assert cli.main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {line[:24].strip(): line[24:] for line in lines}
+    assert found["runtime xla"] == (f"no: {missing}" if missing else "yes, on 2 NVIDIA X")
+    assert found["runtime fastest"] == ("is cpu_replicas" if missing else "is xla")
+    assert "CPU of TensorFlow" in found["runtime placement_mesh"]
+    assert {"Python", "tensorflow", "mesh-tensorflow", "numpy", "jax"} <= set(found)
+
+
+def test_init_copies_and_never_overwrites(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "lm_cpu_mesh"]) == 0
+    copy = tmp_path / "lm_cpu_mesh.gin"
+    assert "mtf-gradsync train --gin_file=lm_cpu_mesh.gin\n" in capsys.readouterr().out
+    text = copy.read_text()
+    assert "#   mtf-gradsync train --gin_file=lm_cpu_mesh.gin\n" in text
+    assert "train.run.train_steps = 700" in text
+    copy.write_text("mine")
+    assert cli.main(["init", "lm_cpu_mesh"]) == cli.EXIT_BAD_CONFIG
+    assert "is there already" in capsys.readouterr().err
+    assert copy.read_text() == "mine"
+    assert cli.main(["init", "lm_accumulate.gin", "other.gin"]) == 0
+    assert (tmp_path / "other.gin").exists()
+    assert cli.main(["init", "lm_cpu"]) == cli.EXIT_BAD_CONFIG
+    assert "there are lm_accumulate, lm_cpu_mesh, " in capsys.readouterr().err
+    assert cli.main(["init", "lm_cpu_mesh", "no/such/x.gin"]) == cli.EXIT_BAD_CONFIG
+    # Those that are parts of others are not offered.
+    assert cli.main(["init", "unitransformer"]) == cli.EXIT_BAD_CONFIG
+
+
+def greedy(directory, prompt, count):
+    """What the most likely tokens are, by a graph of the run's own batch."""
+    gin_files.load([f"{directory}/operative_config.gin"], [])
+    model = resolve_job(gin_files.run_config()).model
+    targets = np.zeros([model.batch_size, 16], np.int32)
+    ids = model.vocabulary.encode(prompt)
+    with Evaluator(model, [{"targets": targets}], session_config(num_cpu_devices=4)) as evaluator:
+        evaluator.restore(latest_checkpoint(directory), directory)
+        for _ in range(count):
+            targets[3, : len(ids)] = ids
+            logits = evaluator.next_logits({"targets": targets}, len(ids))
+            ids.append(1 + int(np.argmax(logits[3, 1:])))
+    return model.vocabulary.decode(ids)
+
+
+@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
+def test_sample_writes_from_any_run_s_checkpoint(train, capsys, tmp_path, runtime):
+    directory = str(tmp_path / "a,run")  # a comma separates gin files, not this
+    train(
+        NO_EVAL,
+        "train.run.train_steps = 2",
+        f"train.run.runtime = '{runtime}'",
+        model_dir="a,run",
+    )
+    capsys.readouterr()
+    command = ["sample", f"--model_dir={directory}", "--temperature=0", "--max_tokens=5"]
+    assert cli.main([*command, "--prompt=import", "--num_samples=3"]) == 0
+    texts = capsys.readouterr().out.split("\n---\n")
+    assert len(texts) == 3
+    assert {text.rstrip("\n") for text in texts} == {greedy(directory, "import", 5).rstrip("\n")}
+    if runtime == "cpu_replicas":
+        # Longer than a sequence: the model sees the end, and all of it is printed.
+        long = "a" * 20
+        assert cli.main([*command, f"--prompt={long}"]) == 0
+        assert capsys.readouterr().out.startswith(long)
+
+
+def test_sample_says_what_a_directory_lacks(capsys, tmp_path):
+    command = ["sample", "--prompt=a"]
+    assert cli.main([*command, f"--model_dir={tmp_path}"]) == cli.EXIT_BAD_CONFIG
+    assert "is no run: it has no operative_config.gin" in capsys.readouterr().err
+    (tmp_path / "operative_config.gin").write_text(f"include '{TINY}'")
+    assert cli.main([*command, f"--model_dir={tmp_path}"]) == cli.EXIT_BAD_CONFIG
+    assert "has no checkpoint yet" in capsys.readouterr().err
+    assert cli.main([*command, f"--model_dir={tmp_path}", "--temperature=-1"]) == 2

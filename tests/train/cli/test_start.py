@@ -1,0 +1,164 @@
+"""What the command says before it imports TensorFlow, and that it does."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import gin
+import pytest
+
+from mtf_gradsync.train.cli import spelling
+from mtf_gradsync.train.cli.spelling import check_spelling, known_configurables
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.transformer import transformer_utils
+from tests.cluster.processes import ROOT
+from tests.train.conftest import FASTEST, NO_EVAL, QUICK, TINY
+
+# Prints the exit code, whether TensorFlow was imported, and the processor's seconds.
+_PROGRAM = """
+import json, sys, time
+import mtf_gradsync_command
+try:
+    code = mtf_gradsync_command.main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, "tensorflow" in sys.modules, time.process_time()]))
+"""
+TRAIN = ["train", "--gin_file=lm_cpu_mesh.gin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, "sample"),
+        (["--version"], 0, "mtf-gradsync "),
+        (["init"], 0, "lm_cpu_mesh\n"),
+        (["train", "--help"], 0, "--gin_param"),
+        (["train", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
+        (["train", "--gin_file=lm_cpu_mash.gin"], 2, "there is no gin file 'lm_cpu_mash.gin'"),
+        ([*TRAIN, "--gin_param=train.run.trian_steps=3"], 2, "did you mean train_steps"),
+        ([*TRAIN, "--gin_param=CrossShardOptimzer.opt=1"], 2, "did you mean CrossShardOptimizer"),
+        (
+            [*TRAIN, "--gin_param=train.run.train_steps=abc"],
+            2,
+            "abc is no value. Text wants quotes",
+        ),
+    ],
+)
+def test_answers_at_once_and_without_tensorflow(arguments, code, message):
+    command = [sys.executable, "-c", _PROGRAM, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    *_, last = done.stdout.splitlines()
+    ended, has_tensorflow, seconds = json.loads(last)
+    assert (ended, has_tensorflow) == (code, False)
+    assert seconds < 1.0
+
+
+def test_what_is_known_is_what_gin_knows():
+    transformer_utils()
+    known = known_configurables()
+    registered = {
+        name: entry.wrapped
+        for name, entry in gin.config._REGISTRY.items()
+        if getattr(entry.wrapped, "__module__", "").split(".")[0] in spelling._PACKAGES
+    }
+    assert len(registered) > 100
+    # A test's own configurables are of modules of tests.
+    assert set(registered) <= set(known)
+    for name, wrapped in registered.items():
+        if known[name] is not None:
+            found = inspect.signature(getattr(wrapped, "__init__", wrapped))
+            if inspect.isfunction(wrapped):
+                found = inspect.signature(wrapped)
+            names = set(found.parameters) - {"args", "kwargs"}
+            assert names <= {*known[name], "self"}, name
+    assert "train_steps" in known["mtf_gradsync.train.run"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train.run:\n  trian_steps = 3", "bad.gin:1: train.run has no parameter|bad.gin:2: train"),
+        ("train.run.optimizer = @a/CrosShardOptimizer()", "bad.gin: No configurable"),
+        ("train.run.train_steps 3", "bad.gin: line 1 cannot be read, 'train.run.train_steps 3'"),
+        ("train.run.mesh_shape = [1, ", "bad.gin: it ends in the middle of a value"),
+        ("train.run.mesh_shape = batch:4", "'batch:4'"),
+        ("include 'no_such.gin'", "there is no gin file 'no_such.gin'"),
+    ],
+)
+def test_misspelt_files_are_named_with_their_line(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.gin").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        check_spelling(["bad.gin"], [])
+    assert any(one in str(error.value) for one in message.split("|")), error.value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Of a module that may register anything, and of its kwargs.
+        "import json\nno_such.thing = 3",
+        "from __gin__ import dynamic_registration\nimport json\njson.dumps.no_such = 3",
+        "include 'json/no_such.gin'\nno_such.thing = 3",
+        "width = 3\nUnitransformer.d_model = %width",
+        "scope/train.run.train_steps = 3",
+        "utils.run.no_such = 3\nimport json",
+    ],
+)
+def test_what_cannot_be_known_is_left_to_gin(tmp_path, text):
+    (tmp_path / "good.gin").write_text(text)
+    if "utils.run.no_such" in text:
+        with pytest.raises(ConfigError, match="has no parameter 'no_such'"):
+            check_spelling([str(tmp_path / "good.gin")], [])
+    else:
+        check_spelling([str(tmp_path / "good.gin")], [])
+
+
+def test_the_package_s_own_files_are_spelt_well():
+    check_spelling([TINY], [])
+    for path in sorted((ROOT / "configs").glob("*.gin")):
+        check_spelling([str(path)], [])
+
+
+@pytest.mark.slow
+def test_a_run_prints_its_own_lines_alone(tmp_path):
+    bindings = [*QUICK, FASTEST, NO_EVAL, "train.run.train_steps = 1"]
+    command = [
+        sys.executable, "-m", "mtf_gradsync_command", "train", f"--gin_file={TINY}",
+        f"--model_dir={tmp_path}", *(f"--gin_param={binding}" for binding in bindings),
+    ]  # fmt: skip
+    # As in a user's shell: the level is a choice of the tests.
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("step 1/1  loss ")
+    own = ("steps run on", "training ", "1 steps in", "loss curve", "report: ")
+    assert all(line.startswith(own) for line in done.stdout.splitlines()), done.stdout
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_of_c_are_dropped_unless_the_import_fails(fails):
+    program = (
+        "import os, sys\n"
+        "from mtf_gradsync.train.cli.package import _without_lines_of_c as quiet\n"
+        "with quiet():\n"
+        "    os.write(2, b'of C\\n'); print('of Python', file=sys.stderr)\n"
+        f"    assert not {fails}\n"
+        "os.write(2, b'after\\n')\n"
+    )
+    # The package is not imported for it: it stands with its folder alone, as for the command.
+    start = (
+        "import sys, types\npackage = types.ModuleType('mtf_gradsync')\n"
+        "package.__path__ = ['mtf_gradsync']\nsys.modules['mtf_gradsync'] = package\n"
+    )
+    command = [sys.executable, "-c", start + program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ("of C\n" in done.stderr) is fails
+    assert done.stderr.startswith("of Python\n")
+    assert ("after\n" in done.stderr) is not fails

@@ -1,0 +1,29 @@
+"""Collectives find their counterparts, whoever is early and whoever is late."""
+
+import pytest
+
+from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.xla.processes import cpu_devices
+from tests.xla.processes import order_program
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def job(request, jobs):
+    return jobs.run(request.param, script=order_program.__file__)
+
+
+@pytest.mark.parametrize("what", ["one program", "many programs"])
+def test_collectives_keep_their_order_though_processes_are_late(job, what):
+    """Every kind, in loops and branches; programs in a row, and exchanges of the host."""
+    for member in job.members:
+        assert f"{what}: in order" in member.output()
+
+
+def test_a_jaxlib_that_stands_still_is_refused(monkeypatch):
+    import jaxlib
+
+    monkeypatch.setattr(jaxlib, "__version__", "0.4.31")
+    with pytest.raises(ProcessesError, match=r"jaxlib 0\.4\.33 or later; this is 0\.4\.31"):
+        cpu_devices.check_keeps_order()
