@@ -245,8 +245,8 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
     numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
     found = []
     for core, owner in enumerate(owners):
-        value = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
-        found.append(value.view(mine[0].dtype).reshape(mine[0].shape))
+        bits = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
+        found.append(bits.view(mine[0].dtype).reshape(mine[0].shape))
     return found
 
 
