@@ -16,6 +16,7 @@ def clipped(optimizer):
 
 # name -> what makes it for the variables that are trained.
 WRAPPERS = {
+    "cross_shard": lambda opt, _: gs.CrossShardOptimizer(opt),
     "clip": lambda opt, _: clipped(opt),
     "local": lambda opt, _: gs.GradientAccumulationOptimizer(
         clipped(opt), 2, accumulate="local", **AXES
