@@ -1,5 +1,5 @@
 # make train   the main job: trains a small language model on a CPU mesh
-# make test    the test suite
+# make test    the first tier of the tests: all that are short. make test-all has the others, too
 # make soak    a thousand faults, and what is left; ARGS="--faults=50" for fewer
 # make docs    the documentation site, in build/site
 # Each makes its environment first, once, from pyproject.toml and the exact versions in constraints/.
@@ -18,17 +18,22 @@ PYTEST_ARGS ?= -n 3 --dist worksteal
 # TensorFlow's C++ start-up lines say nothing that a run here needs.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
+# pip leaves the compiling to the first import. Where Python is told to keep nothing of that, each
+# process compiles TensorFlow anew, which takes longer than all else of its import.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # The site is made from sources alone: its environment has no TensorFlow, and is made in seconds.
 DOCS_VENV ?= .venv-docs
 # Makes an environment, and makes it anew where the Python or the set is another than it was.
 MAKE_VENV = python=$$(.ci/find_python "$(PYTHON)") && $$python .ci/make_venv.py
 
-.PHONY: help venv venv-docs train test test-matrix test-t5 bench soak docs docs-serve lint format clean
+.PHONY: help venv venv-docs train test test-rest test-all durations coverage test-matrix test-t5 bench soak docs docs-serve lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train | test | test-matrix | test-t5 | bench | soak | docs | docs-serve | lint | format | clean"
+	@echo "make train | test | test-rest | test-all | durations | coverage | test-matrix | test-t5"
+	@echo "make bench | soak | docs | docs-serve | lint | format | clean"
 
 venv:
 	@$(MAKE_VENV) $(VENV) --constraints "$(CONSTRAINTS)" --extras "$(EXTRAS)"
@@ -37,7 +42,22 @@ train: venv
 	$(BIN)/mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin $(ARGS)
 
 test: venv
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) $(ARGS)
+
+# What make test leaves to it.
+test-rest: venv
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) $(ARGS)
+
+test-all: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# Measures all tests, and so chooses those of the first tier: tests/tiers.py. One a processor.
+durations: venv
+	$(BIN)/python -m pytest --write-durations -n 2 --dist worksteal $(ARGS)
+
+# Which of the package's lines the first tier runs.
+coverage: venv
+	$(BIN)/python -m pytest -m "not slow" --cov $(PYTEST_ARGS) $(ARGS)
 
 # The suite on the oldest, the default and the newest TensorFlow, each in an environment of its own.
 test-matrix: venv
@@ -75,5 +95,5 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-docs .venv*.lock .nox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv*.lock .nox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,8 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._warn import reset_warnings
 from tests import grappler
 
+pytest_plugins = ["pytester", "tests.tiers"]
+
 atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 tf.disable_v2_behavior()
 tf.enable_resource_variables()

@@ -243,7 +243,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         # A parameter server would share them among workers: they stand where this operation does.
         with tf.init_scope():
             here = tf.no_op(name="here")
-            with tf.colocate_with(here):
+            with here.graph.colocate_with(here):
                 state = _State(
                     _local(tf.zeros([], tf.int32), "mini_step"),
                     [

@@ -55,8 +55,10 @@ def assert_like_the_original(variables, expected):
         # A compilation takes several times as long as the run of the same program on CPU replicas.
         *(("xla", name, "cross shard") for name in [*ONE_OF_EACH_CLASS, "tensors"]),
         *(("simd", name, "clipped") for name in OPTIMIZERS),
-        *(("placement", name, "cross shard") for name in OPTIMIZERS),
-        *(("placement", name, "bare") for name in ONE_OF_EACH_CLASS),
+        *(
+            ("placement", name, "bare" if name in ONE_OF_EACH_CLASS else "cross shard")
+            for name in OPTIMIZERS
+        ),
     ],
 )
 def test_variables_and_every_slot_move_like_the_original(kind, name, wrapper):

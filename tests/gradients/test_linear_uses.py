@@ -96,34 +96,24 @@ def together(models):
     return small_models.together(models), eps_of
 
 
-@pytest.mark.parametrize("use", list(uses.ALL))
-def test_shards_are_told_apart(use):
-    check_shards("simd", "4x2", uses.ALL[use])
-
-
-# On a placement mesh, where a graph takes several times as long, many uses in one, and on half as
-# many processors.
+# On a placement mesh, where a graph takes several times as long, on half as many processors.
+MESH = {"simd": "4x2", "placement": "2x2"}
 
 
 @pytest.mark.parametrize("group", list(GROUPS))
-def test_shards_of_many_uses_are_told_apart_on_a_placement_mesh(group):
-    check_shards("placement", "2x2", *together(GROUPS[group]))
+def test_shards_of_many_uses_are_told_apart(mesh_kind, group):
+    check_shards(mesh_kind, MESH[mesh_kind], *together(GROUPS[group]))
 
 
 @pytest.mark.parametrize("use", ALONE)
-def test_shards_of_a_step_of_its_own_are_told_apart_on_a_placement_mesh(use):
-    check_shards("placement", "2x2", uses.ALL[use])
+def test_shards_of_a_step_of_its_own_are_told_apart(mesh_kind, use):
+    check_shards(mesh_kind, MESH[mesh_kind], uses.ALL[use])
 
 
-@pytest.mark.parametrize("use", ON_TWO_AXES)
-def test_shards_of_two_axes_are_told_apart(use):
-    check_shards("simd", "2x2x2", uses.ALL[use])
-
-
-def test_shards_of_two_axes_are_told_apart_on_a_placement_mesh():
+def test_shards_of_two_axes_are_told_apart(mesh_kind):
     several = {use: uses.ALL[use] for use in ON_TWO_AXES if use not in ALONE}
-    check_shards("placement", "2x2x2", *together(several))
-    check_shards("placement", "2x2x2", uses.ALL["microbatches"])
+    check_shards(mesh_kind, "2x2x2", *together(several))
+    check_shards(mesh_kind, "2x2x2", uses.ALL["microbatches"])
 
 
 # Synchronous replicas: what those that contribute make of it.
@@ -210,12 +200,12 @@ def test_replicas_that_are_left_out_have_no_part_in_the_update(kind, group):
 
 @pytest.mark.parametrize("use", ALONE)
 def test_replicas_that_are_left_out_of_a_step_of_its_own(mesh_kind, use):
-    check_replicas(mesh_kind, "4x2" if mesh_kind == "simd" else "2x2", uses.ALL[use])
+    check_replicas(mesh_kind, MESH[mesh_kind], uses.ALL[use])
 
 
-@pytest.mark.parametrize("use", ON_TWO_AXES[:4])
-def test_replicas_of_two_axes_that_are_left_out(use):
-    check_replicas("simd", "2x2x2", uses.ALL[use])
+def test_replicas_of_two_axes_that_are_left_out():
+    model, eps_of = together({use: uses.ALL[use] for use in ON_TWO_AXES[:4]})
+    check_replicas("simd", "2x2x2", model, eps_of=eps_of)
 
 
 # By default Mesh-TF adds a sum of gradients, made tiny, to the explicit inputs: recomputation then

@@ -52,7 +52,6 @@ def assert_same_bits(actual, expected):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
-@pytest.mark.slow
 def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
     expected = whole_run("accumulation", tmp_path / "whole", 2 * K)
     runs = killed_runs("accumulation", tmp_path / "parts", [1] * 2 * K)
@@ -65,7 +64,6 @@ def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_p
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.slow
 def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
     expected = whole_run("sync_replicas", tmp_path / "whole", len(CONTRIBUTES))
     # After one step one replica's contribution is pending, after two both, after four the

@@ -138,7 +138,6 @@ def test_finetuning_a_bare_model(bare, tmp_path):
     assert losses["bare"][0] < 5
 
 
-@pytest.mark.slow
 def test_the_command(tmp_path):
     (tmp_path / "mine.gin").write_text(
         t5_model.COMMAND_GIN + chosen("accumulate/GradientAccumulationOptimizer")

@@ -21,7 +21,7 @@ TOLERANCE = MAX_STEPS * 4 * np.finfo(np.float32).eps
 # Fewer contributions than replicas, as many, and more; every optimizer that has slots.
 SETUPS = [
     Setup("placement", "4", 3, "momentum", pending=False),
-    Setup("placement", "4x2", 4, "adafactor", pending=True),
+    Setup("placement", "2x2", 2, "adafactor", pending=True),
     Setup("placement", "2x2x2", 6, "adam", pending=False),
     Setup("simd", "4x2", 3, "adafactor", pending=False),
     Setup("simd", "2x2x2", 4, "adam", pending=False),
@@ -135,7 +135,7 @@ def test_all_state_is_the_models_at_every_step(setup):
             deadline=None,
             derandomize=True,
             database=None,
-            max_examples=20,
+            max_examples=10,
         )
         @given(random)
         def agrees(schedule):
@@ -156,7 +156,7 @@ WAYS = {
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_a_replica_that_is_left_out_costs_nothing_to_the_others(kind):
-    setup = Setup(kind, "4x2", 2, "adafactor", pending=False)
+    setup = Setup(kind, "4", 2, "adafactor", pending=False)
     masked = Schedule(setup.shard_sizes, 2, 4, **WAYS["masked"])
     with program(setup) as running:
         for way, kwargs in WAYS.items():

@@ -14,7 +14,7 @@ from tests import harness
 EPS = np.finfo(np.float32).eps
 MESHES = {
     "4": ("all:4", "batch:all;hidden:all"),
-    "4x2": ("rows:4;cols:2", "batch:rows;hidden:cols;out:rows"),
+    "2x2": ("rows:2;cols:2", "batch:rows;hidden:cols;out:rows"),
     "2x2x2": ("a:2;b:2;c:2", "batch:a;hidden:b;out:c"),
 }
 BATCH, IN, HIDDEN, OUT = 8, 5, 16, 8

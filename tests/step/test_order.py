@@ -22,9 +22,8 @@ WRAPPERS = {
         clipped(opt), 2, accumulate="local", **AXES
     ),
     "synced": lambda opt, _: gs.GradientAccumulationOptimizer(clipped(opt), 2, accumulate="synced"),
-    "sync_replicas": lambda opt, _: gs.SyncReplicasOptimizer(clipped(opt), 2, **AXES),
-    "averages": lambda opt, variables: gs.SyncReplicasOptimizer(
-        opt, 2, variable_averages=0.9, variables_to_average=variables, **AXES
+    "sync_replicas": lambda opt, variables: gs.SyncReplicasOptimizer(
+        clipped(opt), 2, variable_averages=0.9, variables_to_average=variables, **AXES
     ),
     "sharded": lambda opt, _: gs.ShardedUpdateOptimizer(clipped(opt), min_size=1, **AXES),
     "sharded, accumulated": lambda opt, _: gs.GradientAccumulationOptimizer(

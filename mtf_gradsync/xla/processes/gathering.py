@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 import numpy as np
 
 from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.xla.processes.errors import ExchangeError
 from mtf_gradsync.xla.processes.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
@@ -148,7 +149,12 @@ def _crossed(words: np.ndarray, how: str) -> np.ndarray:
         ),
         [jax.device_put(words[np.newaxis], mine)],
     )
-    return np.asarray(combined(rows).addressable_data(0))
+    try:
+        return np.asarray(combined(rows).addressable_data(0))
+    except (RuntimeError, ValueError) as error:  # jaxlib 0.4 raises what fails at once as either
+        raise ExchangeError(
+            f"The processes could not exchange values: {' '.join(str(error).split())}"
+        ) from error
 
 
 @functools.lru_cache(maxsize=None)

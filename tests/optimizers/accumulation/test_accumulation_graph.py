@@ -10,7 +10,7 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 
-MESH, LAYOUT, _ = harness.MESHES["4x2"]
+MESH, LAYOUT, _ = harness.MESHES["2x2"]
 K = 4
 
 
@@ -173,7 +173,7 @@ def test_skipping_the_update_skips_one_call(fresh_graph):
     assert len(in_branch) <= len(call.inputs) + 8
     (function,) = fresh_graph.as_graph_def().library.function
     assert function.attr["_noinline"].b
-    assert len(function.node_def) > 500
+    assert len(function.node_def) > 250
 
 
 def test_unchecked_state_has_no_host_master(fresh_graph):
@@ -191,7 +191,7 @@ def test_unchecked_state_has_no_host_master(fresh_graph):
     assert any("update_step" in name for name in saved)
     masters = [v for v in tf.local_variables() if "accumulator" in v.name]
     assert all(v.shape.num_elements() == 1 for v in masters)
-    with tf.Session(config=harness.placement_config(8)) as session:
+    with tf.Session(config=harness.placement_config(4)) as session:
         for _ in range(2):  # the second time as a restart of the session's state would
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
             session.run(lowering.copy_masters_to_slices())

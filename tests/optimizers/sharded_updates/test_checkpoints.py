@@ -65,13 +65,13 @@ def session_of(made):
     "runs",
     [
         [
-            ("simd", "4x2", True),
+            ("simd", "2x2x2", True),
             ("placement", "one", False),
             ("own memories", "2x2", True),
-            ("simd", "8", False),
+            ("simd", "4", False),
         ],
         pytest.param(
-            [("xla", "4x2", True), ("placement", "2x2", False), ("xla", "2x2", True)],
+            [("xla", "4", True), ("placement", "2x2", False), ("xla", "2x2", True)],
             marks=pytest.mark.xla,
         ),
     ],

@@ -39,7 +39,6 @@ def both(kind, mesh, optimizer, **kwargs):
         ("own memories", "2x2", "adam"),
         ("own memories", "4", "mesh_adam"),
         ("simd", "2x2", "adam"),
-        ("simd", "2x2", "momentum"),
         ("simd", "2x2", "sgd"),
     ],
 )
@@ -90,8 +89,7 @@ WHOLE, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "dtypes", "autostack"),
     [
-        ("own memories", "sgd", WHOLE, False),
-        ("simd", "adam", WHOLE, True),
+        ("own memories", "sgd", WHOLE, True),
         ("simd", "adam_by_name", ACTIVATIONS, False),
         ("simd", "adam_by_name", NARROW, True),
     ],

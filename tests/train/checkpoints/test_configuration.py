@@ -48,11 +48,10 @@ def values(directory):
     ("bindings", "only_there", "only_here"),
     [
         ([SGD], "embedding_slot_v", None),
-        ([ADAM], "embedding_slot_v", "embedding/adam_m"),
         ([ADAM, ON_MESH], "embedding_slot_v", "embedding/adam_m"),
         (ACCUMULATE, None, "accum"),
     ],
-    ids=["fewer", "others", "others on a placement mesh", "a wrapper"],
+    ids=["fewer", "others, on a placement mesh", "a wrapper"],
 )
 def test_what_differs_is_named_and_accepted_by_a_flag(
     adafactor, tmp_path, bindings, only_there, only_here

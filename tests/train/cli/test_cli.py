@@ -101,7 +101,6 @@ def test_debug_verbosity_shows_the_traceback(capsys, tmp_path):
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path):
     command = [
         "-m", "mtf_gradsync.train.cli.main", "train", f"--gin_file={TINY}",

@@ -25,8 +25,8 @@ def train(tmp_path):
     return call
 
 
-def test_shows_micro_step_and_update_step(train, capsys):
-    directory = train(2 * K + 2, REPORTS)
+def test_shows_micro_and_update_step_and_moves_variables_with_updates_only(train, capsys):
+    directory = train(2 * K + 2, REPORTS, "train.run.save_checkpoints_steps = 1", KEEP_ALL)
     error = capsys.readouterr().err
     shown = re.findall(r"^step (\d+)/10 .*micro step (\d+)  update step (\d+)$", error, re.M)
     assert shown, error
@@ -37,9 +37,6 @@ def test_shows_micro_step_and_update_step(train, capsys):
     # The counters with the step that is shown.
     assert shown[-1] == ("10", "2", "2")
 
-
-def test_variables_move_with_updates_only(train):
-    directory = train(2 * K, "train.run.save_checkpoints_steps = 1", KEEP_ALL)
     steps = [variables(f"{directory}/model.ckpt-{step}") for step in range(1, 2 * K + 1)]
     weights = [
         name for name in steps[0]
@@ -53,10 +50,9 @@ def test_variables_move_with_updates_only(train):
     assert any(np.any(steps[-1][name] != steps[0][name]) for name in weights)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_in_mid_accumulation_on_another_mesh(train):
-    whole = losses(train(3 * K, model_dir="whole"))
-    train(K + 2, model_dir="parts")
+    whole = losses(train(3 * K, model_dir="whole", mesh_shape="batch:2;model:1"))
+    train(K + 2, model_dir="parts", mesh_shape="batch:2;model:1")
     parts = losses(train(3 * K, model_dir="parts", mesh_shape="batch:4;model:1"))
     assert len(parts) == len(whole) == 3 * K
     # Another mesh adds up in another order.
