@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-import mtf_gradsync as gs
-
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = """
 import mesh_tensorflow as mtf
@@ -80,8 +78,3 @@ def test_wrong_words_and_objects_are_errors_for_mypy(tmp_path):
     assert {path for path, *_ in parts} == {str(program)}, result.stdout + result.stderr
     wrong = [n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")]
     assert sorted({int(line) for _, line, *_ in parts}) == wrong, result.stdout
-
-
-def test_the_metaclass_of_wrappers_hides_no_arguments():
-    """With a return type here, Pyright takes any arguments; mypy does not mind."""
-    assert "return" not in type(gs.CrossShardOptimizer).__call__.__annotations__

@@ -170,16 +170,18 @@ class CrossShardOptimizer(Wrapper):
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
         if not dims:
-            # A scalar is the loss of all shards, as most programs have it.
-            if loss.shape.dims:
+            # Nothing to say of a scalar where nobody has spoken of shards: most programs have one.
+            if loss.shape.dims or self.axes is not None or self._groups:
                 warn_once(
                     "loss without shard dims",
-                    "CrossShardOptimizer: the loss of shape %s has dimensions, but none of the "
-                    "shard dims %s, so it is taken for the loss of all shards: num_shards is 1 and "
-                    "it is not scaled. If one of them is the batch's, name it in batch_dims; if "
-                    "not, give a scalar.",
+                    "CrossShardOptimizer: the loss of shape %s has none of the shard dims %s, so "
+                    "it is taken for the loss of all shards: num_shards is 1 and it is not scaled."
+                    "%s",
                     loss.shape.to_string,
                     list(self._shard_names),
+                    " If one of its dimensions is the batch's, name it in batch_dims."
+                    if loss.shape.dims
+                    else "",
                 )
             return loss
         num_shards = _size(dims)

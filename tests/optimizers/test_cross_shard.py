@@ -82,6 +82,16 @@ def test_a_scalar_is_the_loss_of_all_shards_and_not_scaled(reduction, caplog):
     assert not [r for r in caplog.records if r.name.startswith("mtf_gradsync")]
 
 
+def test_a_scalar_is_warned_of_once_where_the_mesh_was_given(caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", [mtf.Dimension("rows", 4)])
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        for _ in range(2):
+            sgd(mesh_shape="all:8", layout="batch:all").compute_gradients(mtf.reduce_sum(w))
+    (warning,) = [r.getMessage() for r in caplog.records if "num_shards is 1" in r.getMessage()]
+    assert warning.endswith("not scaled.")
+
+
 def test_a_loss_with_other_dims_only_is_warned_of_once(caplog):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     w = mtf.get_variable(mesh, "w", [mtf.Dimension("rows", 4)])
