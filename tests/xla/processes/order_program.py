@@ -108,8 +108,8 @@ def _placed(place: str, kind: str, name: str, operand: str, length: int) -> str:
   %{name} = "stablehlo.if"(%{name}_is) ({{
     %{name}_h = stablehlo.add %{operand}, %{operand} : {many}
     {inner}
-    %half = stablehlo.multiply %{name}_in, %a_half : tensor<f32>
-    stablehlo.return %half : tensor<f32>
+    %halved = stablehlo.multiply %{name}_in, %half_of_it : tensor<f32>
+    stablehlo.return %halved : tensor<f32>
   }}, {{
     stablehlo.return %nought : tensor<f32>
   }}) : (tensor<i1>) -> tensor<f32>"""
@@ -142,7 +142,7 @@ func.func public @main(%value: tensor<f32>, %n0: tensor<i32>, %n1: tensor<i32>,
   %zero = stablehlo.constant dense<0> : tensor<i32>
   %one = stablehlo.constant dense<1> : tensor<i32>
   %nought = stablehlo.constant dense<0.0> : tensor<f32>
-  %a_half = stablehlo.constant dense<0.5> : tensor<f32>
+  %half_of_it = stablehlo.constant dense<0.5> : tensor<f32>
   {body}
   return %A, %B, {", ".join(others)} : {kinds}
 }}
