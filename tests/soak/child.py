@@ -32,6 +32,8 @@ class Child:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._files = directory / "out", directory / "err"
+        for file in self._files:
+            file.write_bytes(b"")  # before the fork: they can be read at once
         self.status: int | None = None
         self._ended_at = 0.0
         parent = os.getpid()
@@ -87,7 +89,7 @@ def _live(
             os._exit(1)
         # A pipe in place of a file would fill up; a limit on the size of files would stop a file.
         for descriptor, file in enumerate(files, 1):
-            opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            opened = os.open(file, os.O_WRONLY | os.O_APPEND)
             os.dup2(opened, descriptor)
             os.close(opened)
         sys.stdout.reconfigure(line_buffering=True)
