@@ -84,4 +84,6 @@ def _instruction_class() -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     found = pool.FindMessageTypeByName(f"{_PACKAGE}.Instruction")
-    return message_factory.GetMessageClass(found)
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(found)
+    return message_factory.MessageFactory(pool).GetPrototype(found)  # protobuf before 4.22
