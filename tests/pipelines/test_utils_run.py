@@ -4,6 +4,7 @@ The mesh is given once, to the pipeline.
 """
 
 import functools
+import shutil
 
 import numpy as np
 import pytest
@@ -59,19 +60,10 @@ WRAPPERS = {
         ClipByGlobalNormOptimizer.clip_norm = 1e6
         """,
     ),
-    "sync replicas": (
-        1,
-        """
-        utils.run.optimizer = @SyncReplicasOptimizer
-        SyncReplicasOptimizer.opt = @AdamWeightDecayOptimizer
-        SyncReplicasOptimizer.replicas_to_aggregate = 2
-        """,
-    ),
 }
 MODELS = {
-    "unitransformer": "",
+    "unitransformer in microbatches": utils_run.MICROBATCHES,
     "bitransformer, bfloat16": utils_run.BITRANSFORMER + utils_run.BFLOAT16,
-    "microbatches": utils_run.TWO_DEVICES + utils_run.MICROBATCHES,
 }
 # Losses near 4. Adam passes relative errors of gradients on to weights, at a rate of 0.01.
 TOLERANCE = {"float32": STEPS * 16 * np.finfo(np.float32).eps, "bfloat16": 2.0**-8}
@@ -79,12 +71,12 @@ TOLERANCE = {"float32": STEPS * 16 * np.finfo(np.float32).eps, "bfloat16": 2.0**
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """Losses with the inner optimizer alone."""
+    """Losses with the inner optimizer alone, and the model's folder."""
 
     @functools.lru_cache(maxsize=None)
     def losses(model):
         folder = tmp_path_factory.mktemp("bare")
-        return utils_run.run(folder, MODELS[model], INNER, train_steps=STEPS + 1)
+        return utils_run.run(folder, MODELS[model], INNER, train_steps=STEPS + 1), folder
 
     return losses
 
@@ -103,15 +95,14 @@ def wrapped(tmp_path_factory):
     return losses
 
 
+# Synchronous replicas: test_utils_run_gin_files.
 @pytest.mark.parametrize(
     ("model", "wrapper"),
     [
-        ("unitransformer", "cross shard"),
-        ("unitransformer", "accumulated on each shard"),
-        ("unitransformer", "sync replicas"),
+        ("unitransformer in microbatches", "cross shard"),
         ("bitransformer, bfloat16", "accumulated on each shard"),
-        ("microbatches", "accumulated whole"),
-        ("microbatches", "scaled"),
+        ("unitransformer in microbatches", "accumulated whole"),
+        ("unitransformer in microbatches", "scaled"),
     ],
 )
 def test_losses_are_those_of_the_bare_pipeline(bare, wrapped, model, wrapper):
@@ -120,7 +111,7 @@ def test_losses_are_those_of_the_bare_pipeline(bare, wrapped, model, wrapper):
     assert len(found) == STEPS * passes
     tolerance = TOLERANCE["bfloat16" if "bfloat16" in model else "float32"]
     # Every micro step has the same batch.
-    np.testing.assert_allclose(found, np.repeat(bare(model)[:STEPS], passes), rtol=tolerance)
+    np.testing.assert_allclose(found, np.repeat(bare(model)[0][:STEPS], passes), rtol=tolerance)
     assert found[-1] < 0.98 * found[0]
 
 
@@ -149,7 +140,33 @@ def test_evaluation_and_inference_read_what_a_wrapped_run_has_written(bare, wrap
     utils_run.run(folder, *given, mode="infer")
     # The loss of the step that would have come next.
     found = evaluated(folder)
-    np.testing.assert_allclose(found["loss"], bare(model)[STEPS], rtol=TOLERANCE["bfloat16"])
+    np.testing.assert_allclose(found["loss"], bare(model)[0][STEPS], rtol=TOLERANCE["bfloat16"])
     assert {"neg_log_perplexity", "token_accuracy"} < set(found)
     (outputs,) = tmp_path.glob("outputs-*")
     assert len(outputs.read_text().splitlines()) == 2
+
+
+def variables(folder, step):
+    reader = tf.train.load_checkpoint(str(folder / f"model.ckpt-{step}"))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+def test_a_run_goes_on_with_a_wrapper_on_another_mesh(bare, tmp_path):
+    model, (_, local) = "unitransformer in microbatches", WRAPPERS["accumulated on each shard"]
+    made = STEPS + 1
+    _, folder = bare(model)
+    before = variables(folder, made)
+    shutil.copytree(folder, tmp_path / "more")
+    # Every run writes what it restored before it makes a step.
+    given = dict(train_steps=made + 2, mesh_shape="batch:4;model:1")
+    utils_run.run(tmp_path / "more", INNER, local, **given)
+    added = variables(tmp_path / "more", made)
+    for name, value in before.items():
+        np.testing.assert_array_equal(added[name], value, err_msg=name)
+    new = {name: value for name, value in added.items() if name not in before}
+    assert any(name.endswith("gradient_accumulator") for name in new)
+    for name, value in new.items():
+        # Each step of the bare run was an update.
+        assert (value == (made if name.endswith("update_step") else 0)).all(), name
+    after = variables(tmp_path / "more", made + 2)
+    assert after["GradientAccumulationOptimizer/update_step"] == made + 1
