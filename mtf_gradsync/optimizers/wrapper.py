@@ -12,6 +12,7 @@ from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, resolve_axes
 from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.deprecated import DeprecatedNames
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
@@ -30,7 +31,7 @@ from mtf_gradsync.step import Plan
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
+class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers import Traits
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
@@ -259,7 +258,7 @@ def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):
 
 
 class LeavesOut(mtf.optimize.SgdOptimizer):
-    traits = Traits(skips_not_finite=True)
+    leaves_out_not_finite = True
 
 
 def test_loss_that_is_not_finite_is_borne_for_a_while_where_the_optimizer_leaves_it_out(train):

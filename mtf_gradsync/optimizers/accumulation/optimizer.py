@@ -26,7 +26,7 @@ from mtf_gradsync.optimizers.pipeline import (
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators
 from mtf_gradsync.optimizers.state.leave_out import LeaveOut
-from mtf_gradsync.optimizers.state.variables import counter
+from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -162,13 +162,11 @@ class GradientAccumulationOptimizer(Wrapper):
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
-        # Whether some steps bring no update.
-        self.skips_updates = self._passes != 1 or self._skip_fn is not None
         self.traits = Traits(
             reduces=self.accumulate == SYNCED,
             needs_shards=self.accumulate == LOCAL,
             or_else="accumulate reduced gradients, by accumulate='synced'",
-            schedules_updates=self.skips_updates,
+            schedules_updates=backward_passes_per_step != 1 or should_skip_update_fn is not None,
             skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
         )
         self._check_order()
@@ -182,7 +180,7 @@ class GradientAccumulationOptimizer(Wrapper):
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_Accumulate(self)] if self.skips_updates else []
+        return [_Accumulate(self)] if self.traits.schedules_updates else []
 
     @property
     def backward_passes_per_step(self) -> Passes:
@@ -238,9 +236,9 @@ class GradientAccumulationOptimizer(Wrapper):
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
-            counter(mesh, f"{self.name}/mini_step", self._checkpointed),
+            scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
             get_update_step(mesh, self.name).operation,
-            counter(mesh, f"{self.name}/skipped"),
+            scalar_state(mesh, f"{self.name}/skipped"),
         )
 
 
@@ -343,7 +341,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
       An int32 mtf scalar.
     """
     # Without a wrapper every step was an update.
-    return counter(mesh, f"{name}/update_step", start="global_step").value
+    return scalar_state(mesh, f"{name}/update_step", start="global_step").value
 
 
 def _floating(dtype: Any) -> tf.DType:

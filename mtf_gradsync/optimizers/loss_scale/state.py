@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.optimizers.state.variables import counter, unstacked
+from mtf_gradsync.optimizers.state.variables import scalar_state, unstacked
 
 
 class Rule(NamedTuple):
@@ -72,8 +72,8 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
                 trainable=False,
             ).operation
         note_state(scale, start=rule.initial)
-        good_steps = counter(mesh, f"{name}/good_steps", stacked=False)
-    return LossScaleState(scale, good_steps, counter(mesh, f"{name}/skipped", stacked=False))
+        good_steps = scalar_state(mesh, f"{name}/good_steps", stacked=False)
+    return LossScaleState(scale, good_steps, scalar_state(mesh, f"{name}/skipped", stacked=False))
 
 
 def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:

@@ -97,7 +97,11 @@ RULES = (
 def traits_of(opt: Any) -> Traits:
     """The traits of an optimizer; those that fit anywhere for one that names none."""
     traits = getattr(opt, "traits", None)
-    return traits if isinstance(traits, Traits) else Traits(reduces=False, takes_parts=True)
+    if isinstance(traits, Traits):
+        return traits
+    # Optimizers of users say it by an attribute: docs/training.md.
+    skips = bool(getattr(opt, "leaves_out_not_finite", False))
+    return Traits(reduces=False, takes_parts=True, skips_not_finite=skips)
 
 
 def why_not(outer: Traits, inner: Traits) -> str | None:

@@ -9,12 +9,10 @@ import gin
 
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.pipeline import Reduced
 from mtf_gradsync.optimizers.report.norms import norm_of_reduced, norms_of_shards
-from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.optimizers.state.variables import state_variable
+from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Gate, Plan, values_after
 
@@ -82,7 +80,10 @@ def gradient_noise_scale(
     branch, mesh = reduced.branch, reduced.sums[0].mesh
     plan = Plan.of(mesh.graph)
     with plan.undone_on_error():
-        averages = [_variable(mesh, f"{name}/{field}") for field in ("trace", "squared_norm")]
+        averages = [
+            scalar_state(mesh, f"{name}/{field}", tf.float32, stacked=False)
+            for field in ("trace", "squared_norm")
+        ]
         made: list[mtf.Operation] = []
 
         def smooth() -> list[mtf.Operation]:
@@ -146,13 +147,6 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "there are several."
         )
     return reduced, axes
-
-
-def _variable(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    with root_scope():
-        variable = state_variable(mesh, name, mtf.Shape([]), tf.float32, stacked=False)
-    note_state(variable)
-    return variable
 
 
 def _estimates(

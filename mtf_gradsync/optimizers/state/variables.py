@@ -79,28 +79,30 @@ def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.
     return result
 
 
-def counter(
+def scalar_state(
     mesh: mtf.Mesh,
     name: str,
+    dtype: tf.DType = tf.int32,
     checkpointed: bool = True,
     stacked: bool = True,
-    start: int | str = 0,
+    start: float | str = 0,
 ) -> mtf.Variable:
-    """An integer scalar that starts at 0.
+    """A scalar of a wrapper's state, zero at the start of training.
 
     Args:
       mesh: the mesh.
       name: its whole name: the current variable scope does not count, so that a schedule made in
-        a scope of its own finds the same counter.
+        a scope of its own finds the same variable.
+      dtype: its dtype.
       checkpointed: whether savers of global variables write it.
       stacked: as for `state_variable`.
       start: what it begins with after a checkpoint that does not have it; see `StateNote`.
 
     Returns:
-      An `mtf.Variable` of dtype int32.
+      An `mtf.Variable`.
     """
     with root_scope():
-        result = state_variable(mesh, name, mtf.Shape([]), tf.int32, checkpointed, stacked)
+        result = state_variable(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked)
     if checkpointed:
         note_state(result, start=start)
     return result

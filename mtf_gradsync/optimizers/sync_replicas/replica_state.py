@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.optimizers.state.variables import counter, state_variable
+from mtf_gradsync.optimizers.state.variables import scalar_state, state_variable
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
@@ -57,7 +57,7 @@ def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -
         # Of a stacked variable nobody could tell where it is, and `Watch` reads some of these.
         if field not in _OF_REPLICAS:
             start = starts.get(field, 0)
-            fields[field] = counter(mesh, f"{name}/{field}", stacked=False, start=start)
+            fields[field] = scalar_state(mesh, f"{name}/{field}", stacked=False, start=start)
             continue
         with root_scope():
             variable = state_variable(mesh, f"{name}/{field}", shape, tf.int32, stacked=False)

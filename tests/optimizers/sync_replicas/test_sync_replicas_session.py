@@ -8,7 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.variables import counter
+from mtf_gradsync.optimizers.state.variables import scalar_state
 from tests import harness, models
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
@@ -127,7 +127,7 @@ def test_no_global_step_is_an_error(applied):
 
 
 def mesh_step(mesh):
-    return counter(mesh, "global_step")
+    return scalar_state(mesh, "global_step")
 
 
 @pytest.mark.parametrize("make_step", [None, mesh_step], ids=["tf", "mtf"])

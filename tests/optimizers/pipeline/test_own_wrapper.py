@@ -1,0 +1,89 @@
+"""The wrapper and the strategy of the guide do what it says, on every runtime."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import xla
+from mtf_gradsync._private.libraries import mtf
+from tests import documents, harness, models
+
+SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
+KINDS = ["placement", "simd"] + ([] if xla.why_no_xla() else ["xla"])
+
+
+@pytest.fixture(scope="module")
+def names():
+    return documents.run("docs/guides/own_wrapper.md")
+
+
+def feeds():
+    batches = models.mlp_batches(4)
+    batches[2]["y"] = batches[2]["y"] * 1000  # the spike
+    return batches
+
+
+def train(make):
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        return make().minimize(loss), {"loss": loss}
+
+    return build
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(0.1)
+
+
+@pytest.fixture(scope="module")
+def without_the_spike():
+    calm = feeds()[:2] + feeds()[3:]
+    make = train(lambda: gs.CrossShardOptimizer(sgd()))
+    return harness.run("placement", *harness.ONE, make, calm).variables
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spike_is_skipped_and_counted(kind, names, without_the_spike):
+    def make():
+        return names["SkipSpikesOptimizer"](gs.ClipByGlobalNormOptimizer(sgd(), 1e9))
+
+    found = harness.run(kind, SHAPE, LAYOUT, train(make), feeds()).variables
+    assert found["SkipSpikesOptimizer/skipped"] == 1
+    for name, expected in without_the_spike.items():
+        # Three steps, whose sums over 4 shards and 16 examples round each in float32.
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=200 * 2**-24, err_msg=name)
+
+
+def test_it_decides_once_an_update_inside_accumulation(names):
+    def make():
+        inner = names["SkipSpikesOptimizer"](sgd())
+        return gs.GradientAccumulationOptimizer(inner, 2, mesh_shape=SHAPE, layout=LAYOUT)
+
+    found = harness.run("simd", SHAPE, LAYOUT, train(make), feeds()).variables
+    first = harness.run("simd", SHAPE, LAYOUT, train(make), feeds()[:2]).variables
+    assert found["SkipSpikesOptimizer/skipped"] == 1
+    assert all(np.array_equal(found[name], first[name]) for name in models.mlp_values())
+
+
+def test_its_order_and_arguments_are_checked(names):
+    opt = names["SkipSpikesOptimizer"]
+    accumulation = gs.GradientAccumulationOptimizer(sgd(), 2, mesh_shape=SHAPE, layout=LAYOUT)
+    with pytest.raises(ValueError, match="SkipSpikesOptimizer around GradientAccumulation"):
+        opt(accumulation)
+    with pytest.raises(ValueError, match=r"factor must be greater than 1, got 0\.5"):
+        opt(sgd(), factor=0.5)
+    assert opt(learning_rate=0.5, opt=mtf.optimize.SgdOptimizer).opt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_strategy_notes_what_is_reduced(kind, names, without_the_spike):
+    del without_the_spike
+    strategy = names["NotedAllReduce"]()
+    make = train(lambda: gs.CrossShardOptimizer(sgd(), reducer=strategy))
+    plain = train(lambda: gs.CrossShardOptimizer(sgd()))
+    found = harness.run(kind, SHAPE, LAYOUT, make, feeds()).variables
+    expected = harness.run(kind, SHAPE, LAYOUT, plain, feeds()).variables
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    # All four gradients cross, float32: w1 and b1 are split over the model axis, the others not.
+    gradients = models.INPUTS * models.HIDDEN // 2 + models.HIDDEN // 2 + 1 + 1
+    assert sum(size for _, size, _ in strategy.noted) == 4 * gradients
