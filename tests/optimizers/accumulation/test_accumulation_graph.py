@@ -14,11 +14,11 @@ MESH, LAYOUT, _ = harness.MESHES["2x2"]
 K = 4
 
 
-def simd_report(make):
+def simd_report(make, mesh_shape=MESH):
     """The collectives of the model's training step."""
     with tf.Graph().as_default():
         inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-        with simd.tpu_program(MESH, LAYOUT) as program:
+        with simd.tpu_program(mesh_shape, LAYOUT) as program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
             _, fetches = models.train(make)(mesh, inputs)
@@ -58,8 +58,8 @@ class NoUpdate(mtf.optimize.Optimizer):
 
 
 @functools.lru_cache(maxsize=None)
-def report_without_update():
-    return simd_report(NoUpdate)
+def report_without_update(mesh_shape=MESH):
+    return simd_report(NoUpdate, mesh_shape)
 
 
 def test_gradient_bytes_an_update_are_a_kth_of_the_bare_optimizers():

@@ -31,17 +31,17 @@ def make(replicas_to_aggregate, mesh_shape=MESH, **kwargs):
 
 @functools.lru_cache(maxsize=None)
 def bare_report():
-    return simd_report(models.OPTIMIZERS["momentum"])
+    return simd_report(models.OPTIMIZERS["momentum"], MESH)
 
 
 @pytest.mark.parametrize("replicas_to_aggregate", [3, SHARDS, 2 * SHARDS])
 def test_gradients_cross_the_mesh_together_and_with_an_update_only(replicas_to_aggregate):
-    report = simd_report(lambda: make(replicas_to_aggregate))
+    report = simd_report(lambda: make(replicas_to_aggregate), MESH)
     bare = bare_report()
     (gradients,) = [row for row in gradient_rows(report) if row.is_conditional]
     assert gradients.bytes_per_step == sum(row.bytes_per_step for row in gradient_rows(bare))
     # On every step: who contributes, one number a replica on either axis.
-    more = report.every_step.bytes_per_core - report_without_update().every_step.bytes_per_core
+    more = report.every_step.bytes_per_core - report_without_update(MESH).every_step.bytes_per_core
     assert 0 < more <= 4 * (1 + SHARDS)
 
 
