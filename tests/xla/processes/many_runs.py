@@ -132,7 +132,11 @@ def _losses(model: Model, processes: int, steps: int, folder: Path) -> list[np.n
             found = model.train(steps)
         else:
             with xla.start_processes(
-                f"127.0.0.1:{port}", processes, index, cpu_devices=CORES // processes
+                f"127.0.0.1:{port}",
+                processes,
+                index,
+                cpu_devices=CORES // processes,
+                silence=300.0,  # on a machine that busy a process may get nothing for long
             ):
                 found = model.train(steps)
         np.save(folder / f"{index}.npy", found)
