@@ -64,7 +64,7 @@ def test_nothing_is_lost_by_one_fault_of_each_kind(tmp_path):
             sys.executable, "-m", "tests.soak", "--faults=25", "--jobs=1", "--seed=1",
             "--config=plain", f"--directory={tmp_path}",
         ],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200,
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2400,
     )  # fmt: skip
     files = [file.read_text(encoding="utf-8") for file in tmp_path.glob("rows-*.jsonl")]
     rows = [json.loads(line) for text in files for line in text.splitlines()]
