@@ -16,6 +16,7 @@ import tokenize
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, Sequence
 
+import gin
 from gin import config_parser
 
 from mtf_gradsync._configs import configs_dir
@@ -66,7 +67,7 @@ def check_spelling(
     for use in reader.uses:
         found = {name: known[name] for name in known if _means(use.selector, name)}
         if not found:
-            if not reader.imports_others:
+            if not reader.imports_others and not _is_registered(use.selector):
                 last = use.selector.split(".")[-1]
                 names = sorted({name.split(".")[-1] for name in known})
                 raise ConfigError(
@@ -81,6 +82,14 @@ def check_spelling(
                 f"{use.where}: {use.selector} has no parameter {use.parameter!r}"
                 f"{_meant(use.parameter, names)}"
             )
+
+
+def _is_registered(selector: str) -> bool:
+    """Whether a program that calls the command has registered a configurable itself."""
+    try:
+        return gin.get_configurable(selector) is not None
+    except (KeyError, ValueError):
+        return False
 
 
 @functools.lru_cache(maxsize=None)
