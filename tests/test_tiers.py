@@ -15,11 +15,11 @@ def test_the_first_tier_takes_minutes():
     assert seconds <= tiers.BUDGET
 
 
-def test_every_room_of_the_package_has_most_of_its_tests_in_the_first_tier():
+def test_every_room_of_the_package_has_tests_in_the_first_tier():
     rooms = tiers.measured()["rooms"]
     for path in pathlib.Path(gs.__file__).parent.glob("*/__init__.py"):
         room = rooms[path.parent.name.strip("_")]
-        assert room["first tier"][0] > 2 * room["rest"][0], path
+        assert 3 * room["first tier"][0] > room["rest"][0], path
 
 
 BUSY = """

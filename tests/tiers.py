@@ -18,7 +18,7 @@ import pytest
 FILE = pathlib.Path(__file__).with_name("durations.json")
 # Seconds of processor time: what a test of the first tier measured at most, and what it may take
 # on a continuous integration's machine, which may be half as fast and the first to load a library.
-SLOW = 2.0
+SLOW = 1.0
 LIMIT = 5.0
 # All tests of the first tier together: on two cores about five minutes.
 BUDGET = 600.0
