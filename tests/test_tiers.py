@@ -39,6 +39,7 @@ def small_bounds(monkeypatch, tmp_path):
     monkeypatch.setattr(tiers, "SLOW", 0.1)
     monkeypatch.setattr(tiers, "LIMIT", 0.1)
     monkeypatch.setattr(tiers, "_LISTED", 0.1)
+    monkeypatch.delenv("CI", raising=False)
 
 
 @pytest.mark.usefixtures("small_bounds")
@@ -56,7 +57,6 @@ def test_waits():
 """
     pytester.mkpydir("room").joinpath("test_it.py").write_text(BUSY + tests)
     tiers.FILE.write_text('{"tests": {}}')
-    monkeypatch.delenv("CI", raising=False)
     pytester.inline_run(*OPTIONS).assertoutcome(passed=3)
     monkeypatch.setenv("CI", "true")
     run = pytester.inline_run(*OPTIONS)
