@@ -1,4 +1,4 @@
-"""Which errors may be those of a process that is lost."""
+"""Which errors another process of the job may have caused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ class ExchangeError(ProcessesError):
     """The processes could not exchange values of the host; perhaps one of them is lost."""
 
 
-def is_from_xla(error: BaseException | None) -> bool:
-    """Whether XLA raised an error, or the one that caused it, or one that was being handled."""
+class OtherProcessError(ProcessesError):
+    """Another process has raised an error, and says by itself what it was."""
+
+
+def may_be_from_another_process(error: BaseException | None) -> bool:
+    """Whether XLA or another process raised an error, its cause, or one that was being handled."""
     while error is not None:
-        name = type(error).__name__
-        if isinstance(error, ExchangeError) or name in ("XlaRuntimeError", "JaxRuntimeError"):
+        if isinstance(error, (ExchangeError, OtherProcessError)):
+            return True
+        # Perhaps a collective without one of its processes.
+        if type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError"):
             return True
         error = error.__cause__ or error.__context__
     return False

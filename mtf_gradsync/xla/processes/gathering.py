@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 import numpy as np
 
 from mtf_gradsync.processes.errors import ProcessesError
-from mtf_gradsync.xla.processes.errors import ExchangeError
+from mtf_gradsync.xla.processes.errors import ExchangeError, OtherProcessError
 from mtf_gradsync.xla.processes.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
@@ -83,7 +83,7 @@ def together(work: Callable[[], _Result]) -> _Result:
         raise
     said = [(i, text) for i, text in enumerate(_said("")) if text]
     if said:
-        raise ProcessesError(f"On process {said[0][0]}: {said[0][1]}")
+        raise OtherProcessError(f"On process {said[0][0]}: {said[0][1]}")
     return result
 
 

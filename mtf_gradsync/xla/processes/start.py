@@ -23,7 +23,7 @@ from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.processes import gathering
 from mtf_gradsync.xla.processes.aborting import alarm_before_abort
 from mtf_gradsync.xla.processes.cpu_devices import check_keeps_order, make_cpu_devices
-from mtf_gradsync.xla.processes.errors import is_from_xla
+from mtf_gradsync.xla.processes.errors import may_be_from_another_process
 from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
 
 _Result = TypeVar("_Result")
@@ -75,7 +75,7 @@ class Processes(Membership):
         self._undo()
 
     def _may_be_a_loss(self, error: BaseException) -> bool:
-        return is_from_xla(error)  # perhaps a collective without one of its processes
+        return may_be_from_another_process(error)
 
     def _fail(self, error: BaseException) -> None:
         if not self._closed:

@@ -153,7 +153,7 @@ class Run:
             with xla.session(model.program, model.lowering, cache_dir=plan.cache) as session:
                 assert len(session.cores.local) == CORES // plan.count
                 say(f"drawn {session.read(model.drawn).tolist()}")
-                self.odd(session, model)
+                self.odd(session, model, processes)
                 first = 0
                 if plan.newest:
                     first, path = max(checkpoints(plan.folder).items())
@@ -190,7 +190,7 @@ class Run:
         variables = {f"variable/{k}": v for k, v in session.variables().items()}
         return {"losses": np.array(losses), **variables}
 
-    def odd(self, session, model):
+    def odd(self, session, model, processes):
         """What fails on purpose."""
         plan = self.plan
         if plan.odd == "fetches and save":
@@ -214,6 +214,12 @@ class Run:
             time.sleep(2)  # the others hear every second how far it has come
             threading.Thread(target=library.abort).start()
             time.sleep(60)
+        if plan.odd == "fail in turn":
+            try:
+                processes.in_turn(lambda: os.listdir("/dev/null"))
+            finally:
+                # Process 0 has work to end, for longer than the watchdogs' grace.
+                time.sleep(4 if plan.index == 0 else 0)
         if plan.odd == "raise" and plan.index == 1:
             time.sleep(0.5)
             raise KeyError("as asked")

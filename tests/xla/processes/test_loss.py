@@ -74,6 +74,15 @@ def test_an_exception_of_one_ends_the_others_with_its_words(jobs, odd, code, sai
     assert "lost process 1 (host " in last
 
 
+def test_an_error_that_all_hear_of_is_reported_by_the_process_that_raised_it(jobs):
+    job = jobs.start(2, odd="fail in turn")
+    assert job.codes() == [1, xla.LOST_PROCESS_EXIT_CODE], job.outputs()
+    assert "NotADirectoryError" in job.members[0].output().rstrip().splitlines()[-1]
+    last = job.members[1].output().rstrip().splitlines()[-1]
+    assert "lost process 0 (host " in last
+    assert "it ended with an error: NotADirectoryError" in last
+
+
 def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs):
     import jaxlib
 
