@@ -110,7 +110,8 @@ class Strategy(abc.ABC):
 
         Args:
           mesh_impl: as for `all_reduce`.
-          values: the cores' parts of the gradients that `gradient_state` was told of, in order.
+          values: the cores' parts of the gradients that `gradient_state` was told of, in order;
+            in a narrower dtype where `CompressedAllReduce` stands around this strategy.
           groups: the processors that sum with each other, along mesh axes; of one processor each
             on a mesh of one shard.
           state: what `gradient_state` returned, with `LaidOutTensor`s in place of variables: what

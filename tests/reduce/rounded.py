@@ -49,10 +49,15 @@ class RoundedAllReduce(reduce.GradientStrategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: Any, state: Errors
     ) -> tuple[list[Any], Errors]:
         self.calls.append((len(values), groups.group_size))
-        wanted = [mesh_impl.slicewise(tf.add, x, e) for x, e in zip(values, state.of)]
-        sent = [mesh_impl.slicewise(lambda x: tf.floor(x * STEP + 0.5) / STEP, x) for x in wanted]
-        errors = [mesh_impl.slicewise(tf.subtract, x, y) for x, y in zip(wanted, sent)]
-        return self.reducer.all_reduce(mesh_impl, sent, groups), Errors(tuple(errors))
+
+        def send(x: tf.Tensor, error: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            wanted = tf.cast(x, error.dtype) + error
+            sent = tf.cast(tf.floor(wanted * STEP + 0.5) / STEP, x.dtype)
+            return sent, wanted - tf.cast(sent, error.dtype)
+
+        pairs = [mesh_impl.slicewise(send, x, error) for x, error in zip(values, state.of)]
+        sums = self.reducer.all_reduce(mesh_impl, [sent for sent, _ in pairs], groups)
+        return sums, Errors(tuple(error for _, error in pairs))
 
 
 def batches(steps: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
@@ -105,7 +110,6 @@ class Reference:
     Attributes:
       values: of the variables.
       errors: of each shard, `[shards, ...]`.
-      sent: the gradients that updates have taken so far.
     """
 
     def __init__(self, shards: int):
@@ -113,13 +117,20 @@ class Reference:
         self.values = {k: z[0] + 1 for k, z in zeros.items()}
         self.errors, self.shards = zeros, shards
 
-    def update(self, feeds: Sequence[dict[str, np.ndarray]], divisor: float = 1) -> None:
-        """One update with the gradients of some steps, added up on each shard."""
+    def send(self, *feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The reduced gradients of some steps, added up on each shard before."""
+        sums = {}
         for name, error in self.errors.items():
             wanted = error + sum(gradients(feed, self.shards)[name] for feed in feeds)
             sent = np.floor(wanted * STEP + 0.5) / STEP
             self.errors[name] = wanted - sent
-            self.values[name] = self.values[name] - RATE * sent.sum(0) / divisor
+            sums[name] = sent.sum(0)
+        return sums
+
+    def apply(self, *sums: dict[str, np.ndarray], divisor: float = 1) -> None:
+        """One update with the sum of some reduced gradients, divided."""
+        for name, value in self.values.items():
+            self.values[name] = value - RATE * sum(x[name] for x in sums) / divisor
 
     def move(self, shards: int) -> None:
         """Goes on with another number of shards: contiguous groups, or some with zeros."""

@@ -56,6 +56,7 @@ class StepBuilder:
         self._notes: list[Callable[[], None]] = []
         self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self._reduced_apart: frozenset[mtf.Variable] = frozenset()
+        self._used_apart: list[Strategy] = []
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
@@ -95,6 +96,7 @@ class StepBuilder:
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
+        self._warn_of_unused()
         return operations
 
     @property
@@ -255,9 +257,25 @@ class StepBuilder:
         if gradients.form.is_reduced or not reduction.is_apart:
             return gradients
         done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
+        self._used_apart.append(reduction.strategy)
         self._reduced_apart |= done.owners
         self._kept += done.kept
         return done.gradients
+
+    def _warn_of_unused(self) -> None:
+        """Warns of strategies with a way of their own for gradients by which none went."""
+        for segment in self._segments:
+            strategy = segment.reduction.strategy
+            if segment.reduction.is_apart and strategy not in self._used_apart:
+                warn_once(
+                    f"unused {segment.name}",
+                    "No gradients go by %s, the reducer of %s: another wrapper of its stack, %s, "
+                    "reduces them. Give it to the outermost wrapper that reduces, and to "
+                    "ShardedUpdateOptimizer where updates are sharded.",
+                    type(strategy).__name__,
+                    segment.name,
+                    self.names,
+                )
 
     def _finished(self, gradients: GradientSet) -> GradientSet:
         """Reduced gradients, divided and in the dtypes that the inner optimizer is to get."""

@@ -1,6 +1,5 @@
 """A strategy that keeps state: rounded gradients with error feedback, exactly as by hand."""
 
-
 import numpy as np
 import pytest
 
@@ -29,7 +28,7 @@ def sgd():
 class Program:
     """The model with an optimizer, on any runtime; sessions that go on from checkpoints."""
 
-    def __init__(self, kind, mesh, make):
+    def __init__(self, kind, mesh, make, reported=False):
         self.kind, self.mesh = kind, mesh
         shape, layout = MESHES[mesh]
         self.opt = None
@@ -37,12 +36,17 @@ class Program:
         def build(mtf_mesh, inputs):
             loss = rounded.loss(mtf_mesh, inputs)
             self.opt = make(dict(mesh_shape=shape, layout=layout))
-            return self.opt.minimize(loss), {"loss": loss}
+            operations = self.opt.apply_grads(*zip(*self.opt.compute_gradients(loss)))
+            return operations, {"loss": loss, **(gs.reported(self.opt) if reported else {})}
 
         self.built = harness.built(kind, shape, layout, build, FEEDS[0])
         if self.built.program is None:
             with self.built.graph.as_default():
                 self.saver = gs.ReshardingSaver(max_to_keep=None)
+
+    def fetches(self, feeds):
+        """What the steps fetch, from the start."""
+        return self.built.run(feeds).fetched
 
     def run(self, feeds, restore=None, save=None):
         """Makes steps, from a checkpoint perhaps, and returns all masters."""
@@ -88,7 +92,7 @@ def programs():
 def test_fifty_steps_are_those_by_hand_and_restart_to_the_same_bits(kind, programs, tmp_path):
     reference = rounded.Reference(2)
     for feed in FEEDS:
-        reference.update([feed])
+        reference.apply(reference.send(feed))
     assert any(error.any() for error in reference.errors.values())
     program = programs(kind, "2x2")
     halfway = str(tmp_path / "halfway")
@@ -107,7 +111,7 @@ def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(
         feeds, before = FEEDS[10 * number :][:10], path
         path = str(tmp_path / f"{number}")
         for feed in feeds:
-            reference.update([feed])
+            reference.apply(reference.send(feed))
         found = programs(kind, mesh).run(feeds, restore=before, save=path)
         reference.check(found)
     # All that the gradients were was applied, or waits on a core.
@@ -127,9 +131,150 @@ def test_inside_accumulation_it_changes_with_updates_alone(kind, tmp_path):
     program = Program(kind, "2x2", make)
     reference = rounded.Reference(2)
     for start in range(0, 12, 4):
-        reference.update(FEEDS[start : start + 4])
+        reference.apply(reference.send(*FEEDS[start : start + 4]))
     reference.check(program.run(FEEDS[:12]))
     saved = str(tmp_path / "saved")
     reference.check(program.run(FEEDS[:14], save=saved))
-    reference.update(FEEDS[12:16])
+    reference.apply(reference.send(*FEEDS[12:16]))
     reference.check(program.run(FEEDS[14:16], restore=saved))
+
+
+def not_finite(feed):
+    return {name: np.full_like(value, np.nan) for name, value in feed.items()}
+
+
+def rounding():
+    return rounded.RoundedAllReduce()
+
+
+# All replicas of the second step are not finite: nothing of it is used, and no state of it kept.
+# What the steps 0, 2, 3 and 4 make of the reference, where the 5th is in mid-accumulation.
+def each_step(reference, feeds):
+    for feed in feeds:
+        reference.apply(reference.send(feed))
+
+
+def two_reduced_steps(reference, feeds):
+    for pair in (feeds[:2], feeds[2:]):
+        reference.apply(*[reference.send(feed) for feed in pair])
+
+
+def mean_of_two_steps(reference, feeds):
+    for pair in (feeds[:2], feeds[2:]):
+        reference.apply(reference.send(*pair), divisor=2)
+
+
+def mean_of_two_reduced_steps(reference, feeds):
+    for pair in (feeds[:2], feeds[2:]):
+        reference.apply(*[reference.send(feed) for feed in pair], divisor=2)
+
+
+STACKS = {
+    "loss scale": (
+        lambda mesh: gs.LossScaleOptimizer(
+            gs.CrossShardOptimizer(sgd()), loss_scale=4.0, reducer=rounding(), **mesh
+        ),
+        each_step,
+    ),
+    "synced accumulation": (
+        lambda mesh: gs.GradientAccumulationOptimizer(
+            sgd(),
+            2,
+            accumulate="synced",
+            should_skip_update_fn=gs.skip_not_finite,
+            reducer=rounding(),
+            **mesh,
+        ),
+        two_reduced_steps,
+    ),
+    "replicas": (
+        lambda mesh: gs.SyncReplicasOptimizer(sgd(), 4, reducer=rounding(), **mesh),
+        mean_of_two_steps,
+    ),
+    "around replicas": (
+        lambda mesh: gs.ClipByGlobalNormOptimizer(
+            gs.SyncReplicasOptimizer(sgd(), 4, accept_summed=True, **mesh),
+            1e9,
+            reducer=rounding(),
+            **mesh,
+        ),
+        mean_of_two_reduced_steps,
+    ),
+    "loss scale inside accumulation": (
+        lambda mesh: gs.GradientAccumulationOptimizer(
+            gs.LossScaleOptimizer(sgd(), loss_scale=4.0, reducer=rounding()),
+            2,
+            reducer=rounding(),
+            **mesh,
+        ),
+        # The first update is skipped with both of its steps; the fifth step waits.
+        lambda reference, feeds: reference.apply(reference.send(*feeds[1:3])),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stack"),
+    harness.on_both([(name,) for name in STACKS], [("loss scale",), ("synced accumulation",)]),
+)
+def test_steps_that_are_skipped_leave_it(kind, stack):
+    make, follow = STACKS[stack]
+    feeds = [FEEDS[0], not_finite(FEEDS[1]), *FEEDS[2:5]]
+    reference = rounded.Reference(2)
+    follow(reference, [feeds[0], *feeds[2:]])
+    reference.check(Program(kind, "2x2", make).run(feeds))
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_sharded_updates_get_parts_of_the_sums(kind):
+    def make(mesh):
+        opt = gs.ShardedUpdateOptimizer(sgd(), min_size=0, reducer=rounding(), **mesh)
+        return gs.AverageOptimizer(opt, 0.5, **mesh)
+
+    reference = rounded.Reference(4)
+    each_step(reference, FEEDS[:5])
+    reference.check(Program(kind, "4", make).run(FEEDS[:5]))
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_norms_flags_and_the_model_s_own_sums_do_not_go_that_way(kind):
+    plain = Noted()
+    strategy = rounded.RoundedAllReduce(plain)
+
+    def make(mesh):
+        clip = gs.ClipByGlobalNormOptimizer(sgd(), 1e9, reducer=strategy, **mesh)
+        return gs.LossScaleOptimizer(clip, loss_scale=4.0, reducer=strategy, **mesh)
+
+    program = Program(kind, "2x2", make, reported=True)
+    (fetched,) = program.fetches(FEEDS[:1])
+    reference, shards = rounded.Reference(2), rounded.gradients(FEEDS[0], 2)
+    sent = reference.send(FEEDS[0])
+    # One reduction of all gradients; flags and norms, and "gain" over the axis of "hidden", went
+    # by the plain strategy.
+    assert strategy.calls == [(4, 2)]
+    assert plain.numbers.count(4) == 1
+    assert len(plain.numbers) > 3
+
+    def norm(grads):
+        return np.sqrt(sum(np.square(g).sum() for g in grads))
+
+    eps = 64 * np.finfo(np.float32).eps  # sums of 20 squares, and a root
+    np.testing.assert_allclose(
+        fetched["gradient_norm/before_clipping"], norm(sent.values()), rtol=eps
+    )
+    total = {name: g.sum(0) for name, g in shards.items()}
+    assert fetched["loss"] == sum(g.sum() for g in total.values())  # all variables are 1
+    reference.apply(sent)
+    reference.check(program.run(FEEDS[:1]))
+
+
+class Noted(gs.FusedAllReduce):
+    """Notes how many tensors each reduction has."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = []
+
+    def all_reduce(self, mesh_impl, values, groups):
+        self.numbers.append(len(values))
+        return super().all_reduce(mesh_impl, values, groups)
