@@ -6,11 +6,13 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients import pending_over_shards
 from mtf_gradsync.gradients.apart import ReduceApart
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Reduction
+from mtf_gradsync.optimizers.pipeline.stage import Segment
 from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import state_variable
@@ -136,3 +138,24 @@ def _check_state(state: Any, made: Sequence[mtf.Variable], strategy: Strategy) -
             f"{type(strategy).__name__}.gradient_state must return the variables that its maker "
             f"made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
         )
+
+
+def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> None:
+    """Warns of strategies with a way of their own for gradients by which none of a step went.
+
+    Args:
+      segments: the wrappers of the step's stack.
+      used: the strategies that gradients went by.
+    """
+    for segment in segments:
+        strategy = segment.reduction.strategy
+        if segment.reduction.is_apart and strategy not in used:
+            warn_once(
+                f"unused {segment.name}",
+                "No gradients go by %s, the reducer of %s: another wrapper of its stack, %s, "
+                "reduces them. Give it to the outermost wrapper that reduces, and to "
+                "ShardedUpdateOptimizer where updates are sharded.",
+                type(strategy).__name__,
+                segment.name,
+                [one.name for one in segments],
+            )

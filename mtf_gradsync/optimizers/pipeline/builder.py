@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.gradients.parts import scatter_gradients
-from mtf_gradsync.optimizers.pipeline.apart import reduce_apart
+from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
@@ -96,7 +96,7 @@ class StepBuilder:
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
-        self._warn_of_unused()
+        warn_of_unused(self._segments, self._used_apart)
         return operations
 
     @property
@@ -261,21 +261,6 @@ class StepBuilder:
         self._reduced_apart |= done.owners
         self._kept += done.kept
         return done.gradients
-
-    def _warn_of_unused(self) -> None:
-        """Warns of strategies with a way of their own for gradients by which none went."""
-        for segment in self._segments:
-            strategy = segment.reduction.strategy
-            if segment.reduction.is_apart and strategy not in self._used_apart:
-                warn_once(
-                    f"unused {segment.name}",
-                    "No gradients go by %s, the reducer of %s: another wrapper of its stack, %s, "
-                    "reduces them. Give it to the outermost wrapper that reduces, and to "
-                    "ShardedUpdateOptimizer where updates are sharded.",
-                    type(strategy).__name__,
-                    segment.name,
-                    self.names,
-                )
 
     def _finished(self, gradients: GradientSet) -> GradientSet:
         """Reduced gradients, divided and in the dtypes that the inner optimizer is to get."""
