@@ -122,6 +122,16 @@ def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(
         np.testing.assert_array_equal(applied + reference.errors[name].sum(0), total)
 
 
+def test_a_run_without_it_goes_on_with_nothing_unsent(programs, tmp_path):
+    plain = Program("simd", "2x2", lambda mesh: gs.CrossShardOptimizer(sgd(), **mesh))
+    saved, reference = str(tmp_path / "saved"), rounded.Reference(2)
+    plain.run(FEEDS[:2], save=saved)
+    for feed in FEEDS[:2]:
+        reference.apply({k: g[0] for k, g in rounded.gradients(feed, 1).items()})
+    reference.apply(reference.send(FEEDS[2]))
+    reference.check(programs("simd", "2x2").run(FEEDS[2:3], restore=saved))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_inside_accumulation_it_changes_with_updates_alone(kind, tmp_path):
     def make(mesh):
@@ -226,14 +236,23 @@ def test_steps_that_are_skipped_leave_it(kind, stack):
     reference.check(Program(kind, "2x2", make).run(feeds))
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_sharded_updates_get_parts_of_the_sums(kind):
+@pytest.mark.parametrize("kind", ["placement", "shared copies", "simd"])
+def test_sharded_updates_inside_accumulation_get_parts_of_the_sums(kind, monkeypatch):
+    def shared(mesh_shape, layout):
+        return gs.placement_mesh_impl(mesh_shape, layout, [f"/device:CPU:{i}" for i in range(4)])
+
+    if kind == "shared copies":
+        monkeypatch.setattr(harness, "placement", shared)
+
     def make(mesh):
         opt = gs.ShardedUpdateOptimizer(sgd(), min_size=0, reducer=rounding(), **mesh)
-        return gs.AverageOptimizer(opt, 0.5, **mesh)
+        opt = gs.AverageOptimizer(opt, 0.5, **mesh)
+        return gs.GradientAccumulationOptimizer(opt, 2, **mesh)
 
     reference = rounded.Reference(4)
-    each_step(reference, FEEDS[:5])
+    for pair in (FEEDS[:2], FEEDS[2:4]):
+        reference.apply(reference.send(*pair))
+    kind = "simd" if kind == "simd" else "placement"
     reference.check(Program(kind, "4", make).run(FEEDS[:5]))
 
 
