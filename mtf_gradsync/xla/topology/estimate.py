@@ -10,6 +10,8 @@ from mtf_gradsync.xla.lowering.operations import walk
 
 # Custom calls that take no time: they name a piece of memory.
 _FREE = frozenset({"AllocateBuffer"})
+# What TensorFlow's conditionals become; its first branch is the one for true.
+_IF = "stablehlo.if"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,25 +77,23 @@ def with_conditions(module: str, value: bool) -> str | None:
 
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
-        conditionals = [
-            op for op in walk(parsed.operation) if op.name in ("stablehlo.if", "stablehlo.case")
-        ]
-        for op in conditionals:
-            with ir.InsertionPoint(op):
-                op.operands[0] = _constant(op, value)
-        return str(parsed) if conditionals else None
+        found = 0
+        while True:
+            conditional = next((op for op in walk(parsed.operation) if op.name == _IF), None)
+            if conditional is None:
+                return str(parsed) if found else None
+            _put_in_line(conditional, 0 if value else 1)
+            found += 1
 
 
-def _constant(op: Any, value: bool) -> Any:
-    from jaxlib.mlir import ir
+def _put_in_line(conditional: Any, branch: int) -> None:
+    """Puts a branch in the place of its conditional.
 
-    kind = op.operands[0].type
-    element = ir.RankedTensorType(kind).element_type
-    # A case with two branches has the false one first.
-    number: Any = ir.IntegerAttr.get(element, int(value))
-    if op.name == "stablehlo.if":
-        number = ir.BoolAttr.get(value)
-    splat = ir.DenseElementsAttr.get_splat(kind, number)
-    return ir.Operation.create(
-        "stablehlo.constant", results=[kind], attributes={"value": splat}
-    ).results[0]
+    The compiler keeps a conditional with collectives even where its condition is a constant.
+    """
+    *operations, last = conditional.regions[branch].blocks[0].operations
+    for operation in operations:
+        operation.operation.move_before(conditional)
+    for result, value in zip(conditional.results, last.operands):
+        result.replace_all_uses_with(value)
+    conditional.erase()
