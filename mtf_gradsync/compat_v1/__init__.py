@@ -9,6 +9,7 @@ from mtf_gradsync.compat_v1.given import (
     OptimizerLike,
     given_optimizer,
     is_v1,
+    refuse_with_v1,
 )
 from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
 from mtf_gradsync.compat_v1.sync_replicas import sync_replicas
@@ -25,5 +26,6 @@ __all__ = [
     "Reduction",
     "given_optimizer",
     "is_v1",
+    "refuse_with_v1",
     "sync_replicas",
 ]

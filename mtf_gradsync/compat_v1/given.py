@@ -92,6 +92,20 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
     return made
 
 
+def refuse_with_v1(opt: Any, **arguments: Any) -> None:
+    """Raises ValueError for an argument that an optimizer of tf.compat.v1.train has no use for.
+
+    Args:
+      opt: the optimizer.
+      **arguments: arguments of a wrapper that take mesh optimizers; None where it is not given.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} goes with mesh optimizers; got it with the TensorFlow optimizer {opt!r}."
+            )
+
+
 def _is_optimizer(opt: Any) -> bool:
     cls = opt if isinstance(opt, type) else type(opt)
     return callable(getattr(opt, "apply_grads", None)) or issubclass(cls, tf.train.Optimizer)

@@ -5,10 +5,6 @@ from mtf_gradsync.gradients.clipping import (
     clip_by_global_norm,
     clip_by_shard_norm,
     clipping_of,
-    global_norm,
-    not_finite,
-    shard_norms,
-    shards_not_finite,
 )
 from mtf_gradsync.gradients.copies import (
     SumCopies,
@@ -16,6 +12,13 @@ from mtf_gradsync.gradients.copies import (
     check_groups_cover,
 )
 from mtf_gradsync.gradients.losses import ScaledLosses, take_without_scale, unscaled_gradients
+from mtf_gradsync.gradients.measures import (
+    NotFinite,
+    global_norm,
+    not_finite,
+    shard_norms,
+    shards_not_finite,
+)
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.stages import (
     SumGradients,
@@ -29,6 +32,7 @@ from mtf_gradsync.gradients.stages import (
 from mtf_gradsync.gradients.told_apart import check_told_apart, mixed_gradients, summed_elsewhere
 
 __all__ = [
+    "NotFinite",
     "ScaledLosses",
     "StageOperation",
     "SumCopies",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 import weakref
 from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import take_without_scale
-from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, resolve_axes
+from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.deprecated import DeprecatedNames
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
@@ -31,7 +31,22 @@ from mtf_gradsync.step import Plan
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
+def _deprecated(old: str, *new: str) -> property:
+    """An attribute from before wrappers had traits: whether one of some traits holds."""
+
+    def warn_and_get(self: Wrapper) -> bool:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}.{old} is deprecated: use {name}.traits.{new[0]}.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return any(getattr(self.traits, trait) for trait in new)
+
+    return property(warn_and_get)
+
+
+class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it
@@ -40,6 +55,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     Attributes:
       traits: what the wrapper needs of its stack.
+      shown: what of `reported` training shows beside the loss: names, and what they show.
       opt: the inner optimizer.
       axes: `ReplicaAxes`, or None if no mesh was given.
       reducer: the reduction strategy.
@@ -49,6 +65,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     """
 
     traits = Traits()
+    shown: Sequence[tuple[str, str]] = ()
 
     opt: Any
     axes: ReplicaAxes | None
@@ -56,6 +73,12 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     name: str
     step: StepBuilder | None = None
     times_applied = 0
+
+    skips_updates = _deprecated("skips_updates", "schedules_updates")
+    tells_replicas_apart = _deprecated("tells_replicas_apart", "skips_shards")
+    leaves_out_not_finite = _deprecated(
+        "leaves_out_not_finite", "skips_not_finite", "watches_not_finite"
+    )
 
     def _wrap(
         self,
@@ -67,6 +90,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
         layout: Any,
         batch_dims: str | Sequence[str],
         reducer: Strategy | None,
+        needs_mesh_for: str = "",
     ) -> None:
         """Takes the arguments that all wrappers have.
 
@@ -79,10 +103,12 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
           layout: Mesh-TF's layout rules, likewise.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
+          needs_mesh_for: what the wrapper has to know the mesh for, in an error. Where the mesh is
+            not given it is then the one that the program has made for this graph.
 
         Raises:
           TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.
-          ValueError: arguments contradict each other, or the wrapper must not stand around opt.
+          ValueError: arguments contradict each other, or there is no mesh where one is needed.
         """
         kind = type(self).__name__
         self.opt = given_optimizer(opt, learning_rate, kind)
@@ -93,6 +119,8 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
                 "mtf.optimize."
             )
         self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
+        if self.axes is None and needs_mesh_for:
+            self.axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
         if not isinstance(name, str) or not _NAME.match(name):
@@ -144,6 +172,11 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     def reported(self) -> dict[str, mtf.Tensor]:
         """What this wrapper adds to `mtf_gradsync.reported`, by name."""
         return {}
+
+    def progress_fields(self) -> dict[str, mtf.Tensor]:
+        """What of `reported` training shows beside the loss, under the names of `shown`."""
+        values = self.reported() if self.shown else {}
+        return {name: values[tag] for name, tag in self.shown if tag in values}
 
     # The shards, as a shape shows them.
 
@@ -233,7 +266,11 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def _segment(self) -> Segment:
-        return Segment(self.stages(), Reduction(self.reducer, self._shard_names), self.name)
+        return Segment(self.stages(), self._gradient_reduction(), self.name)
+
+    def _gradient_reduction(self) -> Reduction:
+        """How this wrapper reduces gradients."""
+        return Reduction(self.reducer, self._shard_names, self.axes, self.name)
 
     def _note_step(self, step: StepBuilder) -> None:
         graph = step.plan.graph

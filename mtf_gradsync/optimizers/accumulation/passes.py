@@ -6,7 +6,7 @@ from typing import Any, Callable, Union
 
 import numpy as np
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.step import Plan
@@ -16,13 +16,9 @@ Passes = Union[int, Callable[[Any], Any]]
 
 def check_passes(passes: Any) -> None:
     """Raises ValueError if passes is neither a whole number of at least 1 nor a function."""
-    if callable(passes) and not isinstance(passes, type):
-        return
-    if not is_whole(passes):
-        raise ValueError(
-            "backward_passes_per_step must be a whole number of 1 or more, or a function from "
-            f"the update step to one, got {passes!r}."
-        )
+    if isinstance(passes, type) or not callable(passes):
+        more = "Or give a function from the update step to one."
+        check_whole("backward_passes_per_step", passes, more=more)
 
 
 class _Schedule(StageOperation):

@@ -6,34 +6,28 @@ from typing import Any, Literal, Sequence
 
 import gin
 
-from mtf_gradsync._numbers import is_number, is_whole
+from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients import ScaledLosses, global_norm, not_finite, unscaled_gradients
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.loss_scale.hook import LossScaleHook
-from mtf_gradsync.optimizers.loss_scale.not_finite import (
+from mtf_gradsync.gradients import (
     NotFinite,
-    TellNotFinite,
-    places_variable,
+    ScaledLosses,
+    global_norm,
+    not_finite,
+    unscaled_gradients,
 )
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
+from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import (
     LossScaleState,
     Rule,
     after_step,
     make_state,
 )
-from mtf_gradsync.optimizers.pipeline import (
-    GradientSet,
-    Reduction,
-    Stage,
-    StepBuilder,
-    Traits,
-    traits_of,
-)
+from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, values_after
+from mtf_gradsync.step import Gate, Plan, WatchHook, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales whose reciprocals are far from float32's limits, too.
@@ -69,6 +63,7 @@ class LossScaleOptimizer(Wrapper):
     """
 
     traits = Traits(watches_not_finite=True)
+    shown = (("loss scale", "loss_scale/scale"), ("left out", "loss_scale/skipped"))
 
     def __init__(
         self,
@@ -151,8 +146,8 @@ class LossScaleOptimizer(Wrapper):
         """What tells of steps that were left out; None before gradients were applied."""
         return self._told
 
-    def make_session_run_hook(self) -> LossScaleHook:
-        """Makes a hook that logs which gradients of which shards a step was left out for.
+    def make_session_run_hook(self) -> WatchHook:
+        """Makes a hook that logs which gradients of which shards a step was skipped for.
 
         On placement meshes the step itself prints that, and the hook does nothing.
 
@@ -160,15 +155,16 @@ class LossScaleOptimizer(Wrapper):
           A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
           before.
         """
-        return LossScaleHook(self)
 
-    def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Scale and steps left out, with the step that they are fetched with."""
-        now = self._values_now()
-        if now is None:
-            return {}
-        fields = {"left out": now.skipped}
-        return {"loss scale": now.scale, **fields} if self._rule.is_dynamic else fields
+        def told() -> TellNotFinite:
+            if self._told is None:
+                raise ValueError(
+                    "LossScaleOptimizer.apply_gradients (or apply_grads) has to be called before "
+                    "its hook is used."
+                )
+            return self._told
+
+        return WatchHook(told)
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
@@ -228,7 +224,7 @@ class _SkipNotFinite(Stage):
         losses.applied |= {wrapper.name}
         before = wrapper._state_of(gradients.variables[0].mesh)
         inside = [traits_of(x) for x in wrapper.inner_stack()]
-        reduction = Reduction(wrapper.reducer, wrapper._shard_names)
+        reduction = wrapper._gradient_reduction()
         # What is inside may skip what is not finite by itself: then this one only moves the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
         if not is_beside:
@@ -271,7 +267,7 @@ class _SkipNotFinite(Stage):
         step: StepBuilder,
     ) -> None:
         """Names what is not finite, where something is not."""
-        wrapper, mesh = self._wrapper, finite.mesh
+        wrapper = self._wrapper
         axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
         wrapper._told = None
 
@@ -282,9 +278,7 @@ class _SkipNotFinite(Stage):
                 found.append(mtf.anonymize(of_shards.outputs[0]))
             of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
             found.append(mtf.anonymize(of_sums.outputs[0]))
-            rows = sum(x.shape.size for x in found) // len(names)
-            variable = places_variable(mesh, f"{wrapper.name}/not_finite", rows, len(names))
-            wrapper._told = TellNotFinite(found, variable, before.skipped, names, wrapper.name)
+            wrapper._told = TellNotFinite(found, before.skipped, names, wrapper.name)
             return [wrapper._told]
 
         step.beside_when(mtf.logical_not(finite), gate, tell)
@@ -299,17 +293,15 @@ def _rule(
     max_scale: Any,
 ) -> Rule:
     """Checks the arguments that say how a scale moves."""
-    is_dynamic = loss_scale == DYNAMIC if isinstance(loss_scale, str) else False
-    if not is_dynamic and not _is_positive(loss_scale):
-        raise ValueError(
-            f"loss_scale must be {DYNAMIC!r} or a number greater than 0 that float32 can hold, as "
-            f"{_LEAST:g} to {_MOST:g}, got {loss_scale!r}."
-        )
+    is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
+    if not is_dynamic:
+        scales["loss_scale"] = loss_scale
     for name, value in scales.items():
         if not _is_positive(value):
+            what = f"{DYNAMIC!r} or a number greater" if name == "loss_scale" else "greater"
             raise ValueError(
-                f"{name} must be greater than 0 and one that float32 can hold, as {_LEAST:g} to "
+                f"{name} must be {what} than 0 and one that float32 can hold, as {_LEAST:g} to "
                 f"{_MOST:g}, got {value!r}."
             )
     if is_dynamic and not min_scale <= initial_scale <= max_scale:
@@ -320,13 +312,10 @@ def _rule(
         )
     if not _is_positive(multiplier) or not multiplier > 1:
         raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
-    if not is_whole(growth_steps):
-        raise ValueError(f"growth_steps must be a whole number of 1 or more, got {growth_steps!r}.")
+    check_whole("growth_steps", growth_steps)
     initial = float(initial_scale if is_dynamic else loss_scale)
-    return Rule(
-        is_dynamic, initial, int(growth_steps), float(multiplier), float(min_scale),
-        float(max_scale),
-    )  # fmt: skip
+    limits = float(min_scale), float(max_scale)
+    return Rule(is_dynamic, initial, int(growth_steps), float(multiplier), *limits)
 
 
 def _is_positive(value: Any) -> bool:

@@ -3,74 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients import SumGradients, on_present
+from mtf_gradsync.gradients import (
+    SumGradients,
+    mixed_gradients,
+    on_present,
+    per_shard,
+    shard_dims_in,
+)
 from mtf_gradsync.gradients.parts import scatter_gradients
-from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.stage import Stage
+from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
+from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan, gated_update, values_after
-
-
-class Reduction(NamedTuple):
-    """How a wrapper reduces gradients.
-
-    Attributes:
-      strategy: the reduction strategy.
-      batch_dims: names of the dimensions that the batch is split along.
-    """
-
-    strategy: Strategy
-    batch_dims: tuple[str, ...]
-
-
-class Partition(NamedTuple):
-    """How updates are sharded: which part of a variable each replica updates.
-
-    Attributes:
-      axes: the replica axes.
-      strategy: the reduction strategy.
-      shape_of: from a variable to the shape of its parts; None for one that stays whole.
-    """
-
-    axes: ReplicaAxes
-    strategy: Strategy
-    shape_of: Callable[[mtf.Variable], mtf.Shape | None]
-
-
-class Reduced(NamedTuple):
-    """The first reduction of a step.
-
-    Attributes:
-      parts: the gradients before it, not None, pending or per shard.
-      sums: the gradients after it, whole or in parts.
-      branch: the branch of the step that has them; None where every step has.
-      strategy: the reduction strategy.
-    """
-
-    parts: list[mtf.Tensor]
-    sums: list[mtf.Tensor]
-    branch: Branch | None
-    strategy: Strategy
-
-
-class Segment(NamedTuple):
-    """The stages of one wrapper.
-
-    Attributes:
-      stages: in the order in which gradients pass through them.
-      reduction: how the wrapper reduces gradients.
-      name: the wrapper's name.
-    """
-
-    stages: Sequence[Stage]
-    reduction: Reduction
-    name: str
 
 
 class StepBuilder:
@@ -129,9 +79,13 @@ class StepBuilder:
             for segment in self._segments:
                 self.received.append(gradients)
                 for stage in segment.stages:
-                    gradients = self._convert(gradients, stage.takes, segment.reduction)
+                    if stage.takes is Form.PER_SHARD:
+                        gradients = self._per_shard(gradients, segment.reduction, stage)
+                    elif stage.takes is Form.REDUCED:
+                        gradients = self.reduce(gradients, segment.reduction)
                     gradients = stage.apply(gradients, self)
-                    gradients = self._convert(gradients, stage.gives, segment.reduction)
+                    if stage.gives is Form.REDUCED:
+                        gradients = self.reduce(gradients, segment.reduction)
                 self.passed_on.append(gradients)
             if not self._takes_pending:
                 gradients = self.reduce(gradients, self._segments[-1].reduction)
@@ -239,8 +193,8 @@ class StepBuilder:
             [d for d in g.shape.dims if d not in v.shape.dims]
             for g, v in zip(gradients.present, gradients.owners)
         ]
-        strategy, batch_dims = reduction
-        sums = SumGradients(gradients.present, dims, strategy, batch_dims).outputs
+        strategy = reduction.strategy
+        sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
         self._note(gradients.present, sums, strategy)
         return _replaced(gradients, sums, Form.REDUCED)
 
@@ -269,10 +223,27 @@ class StepBuilder:
         self._lists.pop()
         self.add(Conditional(due, gate, branch, behind, as_call).updates)
 
-    def _convert(
-        self, gradients: GradientSet, form: Form | None, reduction: Reduction
-    ) -> GradientSet:
-        return self.reduce(gradients, reduction) if form is Form.REDUCED else gradients
+    def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
+        """Each shard's own gradients; where the shards are mixed, what the stage wants instead."""
+        grads, axes = gradients.grads, reduction.axes
+        assert axes is not None  # wrappers with such stages know the mesh
+        own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
+        mixed = mixed_gradients(own, axes)
+        reduced: list[mtf.Tensor | None] = [None] * len(grads)
+        if mixed and stage.reduces_mixed:
+            names = [gradients.variables[i].name for i in mixed]
+            found = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+            warn_once(stage.reduces_mixed, stage.reduces_mixed, reduction.name, names, found)
+            some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
+            reduced = list(self.reduce_whole(some, reduction).grads)
+        apart = [None if r is not None else g for r, g in zip(reduced, grads)]
+        shards = per_shard(apart, axes, reduction.strategy, accept_summed=True)
+        result = gradients.with_grads(
+            [s if r is None else r for r, s in zip(reduced, shards)], Form.PER_SHARD
+        )
+        if not mixed and not gradients.form.is_reduced:
+            self.per_shard = result
+        return result
 
     def _finished(self, gradients: GradientSet) -> GradientSet:
         """Reduced gradients, divided and in the dtypes that the inner optimizer is to get."""

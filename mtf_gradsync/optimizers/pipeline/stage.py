@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Sequence
+from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.reduction import Reduction
 
 if TYPE_CHECKING:
     from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -19,12 +20,16 @@ class Stage:
 
     Attributes:
       takes: the form of gradients that `apply` wants; `REDUCED` stands for `PART`, too, where the
-        updates of the stack are sharded. None for gradients as they come.
+        updates of the stack are sharded. None for gradients as they are.
       gives: the form that gradients are to have after the stage; None for what `apply` returns.
+      reduces_mixed: of a stage that takes `PER_SHARD`: a warning for gradients in which the shards
+        are mixed, which are then reduced instead. None to take equal shares of them. The warning is
+        filled with the wrapper's name, the variables and the operations that mix the shards.
     """
 
     takes: Form | None = None
     gives: Form | None = None
+    reduces_mixed: str | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Does the stage's work.
@@ -90,3 +95,17 @@ class Stage:
         """
         del operations, step
         return []
+
+
+class Segment(NamedTuple):
+    """The stages of one wrapper.
+
+    Attributes:
+      stages: in the order in which gradients pass through them.
+      reduction: how the wrapper reduces gradients.
+      name: the wrapper's name.
+    """
+
+    stages: Sequence[Stage]
+    reduction: Reduction
+    name: str

@@ -1,11 +1,13 @@
-"""Norms of gradients at a place of a stack of wrappers."""
+"""Norms of gradients at a place of a stack of wrappers, on the steps that have them."""
 
 from __future__ import annotations
 
 import logging
 from typing import Callable, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import (
     clipping_of,
     global_norm,
@@ -16,8 +18,9 @@ from mtf_gradsync.gradients import (
     summed_elsewhere,
 )
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch
+from mtf_gradsync.step import Branch, WriteInPlace, values_after
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -93,3 +96,39 @@ def _on_all(values: Sequence[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return [mtf.anonymize(values[0])]
     together = mtf.anonymize(mtf.stack(list(values), "reported"))
     return mtf.unstack(together, together.shape.dims[0])
+
+
+def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
+    """Scalars of a branch as they were when it last ran.
+
+    They are kept in a small variable that is in no checkpoint.
+
+    Args:
+      values: scalars made in the branch, at least one, the same on all processors.
+      branch: the branch; its graph is not lowered yet.
+      name: name of the variable, whole.
+
+    Returns:
+      A float32 scalar for each, NaN before the branch has run in this session.
+    """
+    dim = mtf.Dimension("reported", len(values) + 1)
+    mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
+    variable = named_state(mesh, name, shape, tf.float32, checkpointed=False)
+    branch.plan.write_in_place(variable)
+    writes = []
+
+    def write() -> list[mtf.Operation]:
+        # The last says that the branch has run.
+        one = mtf.constant(mesh, 1.0, mtf.Shape([]), tf.float32)
+        together = mtf.stack([*(mtf.cast(x, tf.float32) for x in values), one], shape.dims[0].name)
+        writes.append(WriteInPlace([variable], [together], tf.assign, "keep_reported"))
+        return writes
+
+    branch.add(write)
+    (held,) = values_after([variable], writes)
+    *known, has_run = mtf.unstack(held, shape.dims[0])
+    return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
+
+
+def _or_nan(value: tf.Tensor, has_run: tf.Tensor) -> tf.Tensor:
+    return tf.where_v2(has_run > 0, value, np.float32(np.nan))

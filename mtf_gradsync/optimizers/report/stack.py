@@ -9,7 +9,6 @@ from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.report import norms
-from mtf_gradsync.optimizers.report.kept import kept
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Branch
 
@@ -107,7 +106,7 @@ def _add_norms(
     norm = norms.norm_of_reduced(applied.present, applied.branch, inner.reducer)
     add_whole("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
-        held = kept(list(found.values()), branch, f"{inner.name}/reported")
+        held = norms.kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
 

@@ -7,10 +7,11 @@ from typing import Any, Callable, Sequence
 
 import gin
 
+from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers.pipeline import (
     Form,
@@ -100,12 +101,11 @@ class ShardedUpdateOptimizer(Wrapper):
             is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-            raise ValueError(f"min_size must be a whole number of 0 or more, got {min_size!r}.")
-        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        check_whole("min_size", min_size, 0)
+        self._wrap(
+            opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
+        )
         self._check_order()
-        if self.axes is None:
-            self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
         if self.axes.num_shards == 1:
             raise ValueError(
                 "ShardedUpdateOptimizer splits updates over the replicas of a batch, but the mesh "

@@ -6,7 +6,7 @@ from typing import Any, Callable, Sequence, Union
 
 import gin
 
-from mtf_gradsync._numbers import is_number, is_whole
+from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import tf
 
 Schedule = Callable[..., Any]
@@ -43,7 +43,8 @@ def per_update(
       TypeError: schedule is neither a function, a number nor a list of them.
       ValueError: backward_passes_per_step is not a whole number of 1 or more.
     """
-    passes = _check_passes(backward_passes_per_step)
+    passes = backward_passes_per_step
+    _check_passes(passes)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
@@ -91,15 +92,12 @@ def adafactor_decay_rate_per_update(
     References:
       Shazeer and Stern, "Adafactor", 2018, section 7.2
     """
-    passes = _check_passes(backward_passes_per_step)
+    passes = backward_passes_per_step
+    _check_passes(passes)
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
 
 
-def _check_passes(passes: Any) -> int:
-    if not is_whole(passes):
-        raise ValueError(
-            "backward_passes_per_step must be a whole number of 1 or more, got "
-            f"{passes!r}. Where it changes, base the schedule on get_update_step."
-        )
-    return passes
+def _check_passes(passes: Any) -> None:
+    more = "Where it changes, base the schedule on get_update_step."
+    check_whole("backward_passes_per_step", passes, more=more)
