@@ -66,13 +66,7 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
                 "learning_rate out."
             )
         return opt
-    if isinstance(opt, type):
-        if not _is_optimizer(opt):
-            raise ValueError(
-                f"opt must be an optimizer with apply_grads(grads, variables), or a class of "
-                f"such, got the class {opt!r}."
-            )
-    elif not callable(opt):
+    if not callable(opt) or (isinstance(opt, type) and not _is_optimizer(opt)):
         raise ValueError(
             f"opt must be an optimizer with apply_grads(grads, variables), such as one of "
             f"mtf.optimize, or a class or factory of one, got {opt!r}."

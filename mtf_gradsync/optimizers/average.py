@@ -216,9 +216,8 @@ class AverageOptimizer(KeepsAverages, Wrapper):
           TypeError: an argument has the wrong type.
         """
         self._decay = decay_of("decay", decay)
-        self._averaged: list[mtf.Variable] | None = None
-        if variables_to_average is not None:
-            self._averaged = check_variables(variables_to_average)
+        given = variables_to_average
+        self._averaged = None if given is None else check_variables(given)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 import weakref
 from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
-from mtf_gradsync.gradients import take_without_scale
+from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -31,22 +30,7 @@ from mtf_gradsync.step import Plan
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-def _deprecated(old: str, *new: str) -> property:
-    """An attribute from before wrappers had traits: whether one of some traits holds."""
-
-    def warn_and_get(self: Wrapper) -> bool:
-        name = type(self).__name__
-        warnings.warn(
-            f"{name}.{old} is deprecated: use {name}.traits.{new[0]}.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return any(getattr(self.traits, trait) for trait in new)
-
-    return property(warn_and_get)
-
-
-class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
+class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it
@@ -73,12 +57,6 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     name: str
     step: StepBuilder | None = None
     times_applied = 0
-
-    skips_updates = _deprecated("skips_updates", "schedules_updates")
-    tells_replicas_apart = _deprecated("tells_replicas_apart", "skips_shards")
-    leaves_out_not_finite = _deprecated(
-        "leaves_out_not_finite", "skips_not_finite", "watches_not_finite"
-    )
 
     def _wrap(
         self,

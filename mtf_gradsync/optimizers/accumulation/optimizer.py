@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal, NamedTuple, Sequence
 
 import gin
@@ -290,12 +291,9 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
 
 def _floating(dtype: Any) -> tf.DType:
-    try:
-        result = tf.as_dtype(dtype)
-    except TypeError:
-        result = None
-    if result is None or not result.is_floating:
-        raise ValueError(
-            f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
-        )
-    return result
+    with contextlib.suppress(TypeError):
+        if tf.as_dtype(dtype).is_floating:
+            return tf.as_dtype(dtype)
+    raise ValueError(
+        f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
+    )

@@ -9,13 +9,8 @@ import gin
 from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients import (
-    NotFinite,
-    ScaledLosses,
-    global_norm,
-    not_finite,
-    unscaled_gradients,
-)
+from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
+from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import (
@@ -109,9 +104,8 @@ class LossScaleOptimizer(Wrapper):
           ValueError: an argument is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        self._rule = _rule(
-            loss_scale, initial_scale, growth_steps, multiplier, min_scale, max_scale
-        )
+        scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
+        self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
         # Of the graph that gradients were applied in last: variables, and values after a step.
@@ -284,27 +278,19 @@ class _SkipNotFinite(Stage):
         step.beside_when(mtf.logical_not(finite), gate, tell)
 
 
-def _rule(
-    loss_scale: Any,
-    initial_scale: Any,
-    growth_steps: Any,
-    multiplier: Any,
-    min_scale: Any,
-    max_scale: Any,
-) -> Rule:
+def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:
     """Checks the arguments that say how a scale moves."""
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
-    scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
-    if not is_dynamic:
-        scales["loss_scale"] = loss_scale
-    for name, value in scales.items():
+    initial, least, most = scales.values()
+    given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}
+    for name, value in given.items():
         if not _is_positive(value):
             what = f"{DYNAMIC!r} or a number greater" if name == "loss_scale" else "greater"
             raise ValueError(
                 f"{name} must be {what} than 0 and one that float32 can hold, as {_LEAST:g} to "
                 f"{_MOST:g}, got {value!r}."
             )
-    if is_dynamic and not min_scale <= initial_scale <= max_scale:
+    if is_dynamic and not least <= initial <= most:
         raise ValueError(
             "initial_scale must lie between min_scale and max_scale, got "
             + ", ".join(f"{name}={value!r}" for name, value in scales.items())
@@ -313,9 +299,10 @@ def _rule(
     if not _is_positive(multiplier) or not multiplier > 1:
         raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
     check_whole("growth_steps", growth_steps)
-    initial = float(initial_scale if is_dynamic else loss_scale)
-    limits = float(min_scale), float(max_scale)
-    return Rule(is_dynamic, initial, int(growth_steps), float(multiplier), *limits)
+    initial = float(initial if is_dynamic else loss_scale)
+    return Rule(
+        is_dynamic, initial, int(growth_steps), float(multiplier), float(least), float(most)
+    )
 
 
 def _is_positive(value: Any) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import StageOperation, on_present
-from mtf_gradsync.gradients.stage import whole_values
+from mtf_gradsync.gradients.stage import StageOperation, whole_values
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.state.restoring import note_state
@@ -130,13 +129,8 @@ class Accumulators:
             self._taken = self._added_unless.outputs
         else:
             self._taken = step.value_after(self._variables, ())
-        grads = self._given.grads
-        return self._given.with_grads(
-            on_present(grads, lambda _: self._taken),
-            Form.PENDING,
-            divisor=divisor,
-            dtypes=tuple(None if g is None else g.dtype for g in grads),
-        )
+        dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
+        return self._given.with_present(self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes)
 
     def _clear(self) -> list[mtf.Operation]:
         """Makes the accumulators zero where the sums were taken, update or not."""
@@ -177,9 +171,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
       gradients: per shard where skip has shard dims.
       skip: boolean, a scalar or of shape `[shard dims...]`, one shard a processor.
     """
-    return gradients.with_grads(
-        on_present(gradients.grads, lambda present: ZerosWhere(present, skip).outputs)
-    )
+    return gradients.with_present(ZerosWhere(gradients.present, skip).outputs)
 
 
 class _AddUnless(StageOperation):

@@ -7,14 +7,9 @@ from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients import (
-    SumGradients,
-    mixed_gradients,
-    on_present,
-    per_shard,
-    shard_dims_in,
-)
 from mtf_gradsync.gradients.parts import scatter_gradients
+from mtf_gradsync.gradients.stages import SumGradients, per_shard, shard_dims_in
+from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
@@ -183,7 +178,7 @@ class StepBuilder:
             gradients.present, gradients.owners, shapes, axes, strategy
         )
         self._note(sources, parts, strategy)
-        return self._finished(_replaced(gradients, parts, Form.PART))
+        return self._finished(gradients.with_present(parts, Form.PART))
 
     def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
@@ -196,7 +191,7 @@ class StepBuilder:
         strategy = reduction.strategy
         sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
         self._note(gradients.present, sums, strategy)
-        return _replaced(gradients, sums, Form.REDUCED)
+        return gradients.with_present(sums, Form.REDUCED)
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
@@ -320,7 +315,3 @@ class StepBuilder:
     ) -> None:
         if self.reduced is None:
             self.reduced = Reduced(list(parts), list(sums), self.plan.open_branch, strategy)
-
-
-def _replaced(gradients: GradientSet, present: Sequence[mtf.Tensor], form: Form) -> GradientSet:
-    return gradients.with_grads(on_present(gradients.grads, lambda _: present), form)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Callable, Sequence
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import (
-    clipping_of,
-    global_norm,
-    mixed_gradients,
-    per_shard,
-    shard_dims_in,
-    shard_norms,
-    summed_elsewhere,
-)
+from mtf_gradsync.gradients.clipping import clipping_of
+from mtf_gradsync.gradients.measures import global_norm, shard_norms
+from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
+from mtf_gradsync.gradients.told_apart import mixed_gradients, summed_elsewhere
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
@@ -27,16 +23,8 @@ _logger = logging.getLogger("mtf_gradsync")
 
 def in_branch(branch: Branch | None, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
     """What a function makes, in a branch of the step or, for None, on every step."""
-    if branch is None:
+    with branch.opened() if branch else contextlib.nullcontext():
         return make()
-    made = []
-
-    def build() -> list[mtf.Operation]:
-        made.append(make())
-        return []
-
-    branch.add(build)
-    return made[0]
 
 
 def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
@@ -115,17 +103,13 @@ def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Te
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
     variable = named_state(mesh, name, shape, tf.float32, checkpointed=False)
     branch.plan.write_in_place(variable)
-    writes = []
-
-    def write() -> list[mtf.Operation]:
+    with branch.opened():
         # The last says that the branch has run.
         one = mtf.constant(mesh, 1.0, mtf.Shape([]), tf.float32)
         together = mtf.stack([*(mtf.cast(x, tf.float32) for x in values), one], shape.dims[0].name)
-        writes.append(WriteInPlace([variable], [together], tf.assign, "keep_reported"))
-        return writes
-
-    branch.add(write)
-    (held,) = values_after([variable], writes)
+        write = WriteInPlace([variable], [together], tf.assign, "keep_reported")
+    branch.updates.append(write)
+    (held,) = values_after([variable], [write])
     *known, has_run = mtf.unstack(held, shape.dims[0])
     return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
 

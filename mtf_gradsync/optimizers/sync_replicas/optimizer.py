@@ -10,7 +10,7 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.gradients import check_told_apart
+from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
@@ -259,13 +259,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
                 "the variables that gradients are applied to; make an optimizer for each graph."
             )
 
-    def _note_states(self, before: ReplicaState, now: ReplicaState) -> None:
+    def _note(self, before: ReplicaState, now: ReplicaState) -> None:
         self.state, self._now = before, now
-
-    def _summarize(self, now: ReplicaState) -> None:
-        mtf.scalar_summary(f"summary/{self.name}/update_step", now.update_step)
-        ReplicaSummaries(f"summary/{self.name}/made", now.made)
-        ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
 
 
 class _AggregateReplicas(Stage):
@@ -305,8 +300,10 @@ class _AggregateReplicas(Stage):
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
         self._before, self._now = before, now
-        wrapper._summarize(now)
-        step.when_built(lambda: wrapper._note_states(before, now))
+        mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
+        ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
+        ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
+        step.when_built(lambda: wrapper._note(before, now))
         # The terms are 1/num_shards of what replicas contribute.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         return accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
