@@ -131,7 +131,7 @@ def clip_by_shard_norm(
 
     Raises:
       ValueError: clip_norm is not greater than 0, gradients have different shard dims, or the
-        shards cannot be told apart in one.
+        shards are mixed in one.
       TypeError: an argument is of the wrong type.
 
     References:

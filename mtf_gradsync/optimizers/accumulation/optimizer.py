@@ -95,10 +95,10 @@ class GradientAccumulationOptimizer(Wrapper):
             function from the update step (mtf int32 scalar) to one. A function is asked when an
             update begins: the number never changes in the middle of an accumulation.
           average_aggregated_gradients: divide the sum by the number of micro steps in it.
-          should_skip_update_fn: says which micro steps are left out, from the list of their
+          should_skip_update_fn: says which micro steps to skip, from the list of their
             gradients: `skip_not_finite`, `skip_large_updates(norm)`, or a function of yours that
-            returns a boolean mtf scalar. A micro step that is left out does not count. None
-            leaves out nothing: a NaN then stays in the sum until the update.
+            returns a boolean mtf scalar. A micro step that is skipped does not count. None
+            skips nothing: a NaN then stays in the sum until the update.
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             fresh accumulation, and local sums need no master copy on the host.
@@ -193,7 +193,7 @@ class GradientAccumulationOptimizer(Wrapper):
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Micro steps left out so far (int32); None before gradients were applied."""
+        """Micro steps skipped so far (int32); None before gradients were applied."""
         return self._counters and self._counters.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -276,7 +276,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     """The number of updates made so far, for schedules of the inner optimizer.
 
     It can be had before the wrapper exists, and is the same counter, in any variable scope. With
-    one pass an update and nothing to leave out the wrapper counts nothing: it stays 0, and the
+    one pass an update and nothing to skip the wrapper counts nothing: it stays 0, and the
     global step counts updates.
 
     Args:

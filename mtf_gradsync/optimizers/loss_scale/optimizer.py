@@ -1,4 +1,4 @@
-"""LossScaleOptimizer: scales the loss, and leaves out steps that are not finite."""
+"""LossScaleOptimizer: scales the loss, and skips steps that are not finite."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class LossScaleOptimizer(Wrapper):
     """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
 
     Gradients of narrow floats (float16) then do not become zero where they are small. A step with
-    a gradient that is not finite, on any shard, is left out whole: variables and slots keep their
-    bits, and a global step that is handed to `apply_gradients` does not advance. A dynamic scale is
-    divided by `multiplier` then, and multiplied by it after `growth_steps` updates without such a
-    step.
+    a gradient that is not finite, on any shard, is skipped as a whole: variables and slots keep
+    their bits, and a global step that is given to `apply_gradients` does not advance. A dynamic
+    scale is divided by `multiplier` then, and multiplied by it after `growth_steps` updates without
+    such a step.
 
     The loss keeps its value; what is scaled is the gradient that `mtf.gradients` begins with. So
     it works with gradients of `compute_gradients`, which come without the scale, and with those of
@@ -45,10 +45,10 @@ class LossScaleOptimizer(Wrapper):
     are float32 after that.
 
     Stand it outside of what sums and clips: `LossScaleOptimizer(CrossShardOptimizer(opt))`. Inside
-    `GradientAccumulationOptimizer` it decides once an update, and an update is left out with all of
-    its micro steps. Around optimizers that leave out what is not finite by themselves
+    `GradientAccumulationOptimizer` it decides once an update, and an update is skipped with all of
+    its micro steps. Around optimizers that skip what is not finite by themselves
     (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it moves the scale, and they
-    leave out.
+    skip.
 
     State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`.
 
@@ -82,7 +82,7 @@ class LossScaleOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
           loss_scale: "dynamic", or a number greater than 0 that stays. With a fixed scale, steps
-            are left out just the same.
+            are skipped just the same.
           initial_scale: what a dynamic scale begins with.
           growth_steps: updates in a row without a gradient that is not finite, after which a
             dynamic scale grows.
@@ -132,12 +132,12 @@ class LossScaleOptimizer(Wrapper):
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Steps left out so far (int32); None before gradients were computed or applied."""
+        """Steps skipped so far (int32); None before gradients were computed or applied."""
         return self._state and self._state.skipped
 
     @property
     def told(self) -> TellNotFinite | None:
-        """What tells of steps that were left out; None before gradients were applied."""
+        """What tells of skipped steps; None before gradients were applied."""
         return self._told
 
     def make_session_run_hook(self) -> WatchHook:

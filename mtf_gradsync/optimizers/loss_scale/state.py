@@ -34,7 +34,7 @@ class LossScaleState(NamedTuple):
     Attributes:
       scale: float32, what the loss is multiplied by; None where it is fixed.
       good_steps: int32, updates in a row with finite gradients since it moved; None likewise.
-      skipped: int32, steps left out so far.
+      skipped: int32, steps skipped so far.
     """
 
     scale: Any

@@ -23,7 +23,7 @@ class StepBuilder:
 
     Attributes:
       plan: the plan of the mtf graph.
-      received: for each wrapper of the stack, the gradients that came to it.
+      received: for each wrapper of the stack, the gradients that it was given.
       passed_on: for each wrapper, the gradients that it passed on.
       per_shard: gradients of all shards, where a stage has recovered them; None elsewhere.
       reduced: the first reduction; None before.

@@ -68,7 +68,7 @@ def gradient_noise_scale(
     Raises:
       TypeError: opt is no wrapper.
       ValueError: an argument is out of range; gradients were not applied before, or were not summed
-        over several shards, or shards cannot be told apart or leave theirs out.
+        over several shards, or shards are mixed or skipped.
 
     References:
       McCandlish et al., "An empirical model of large-batch training", 2018, appendix A.1

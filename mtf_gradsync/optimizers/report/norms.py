@@ -55,7 +55,7 @@ def norms_of_shards(
 
     Returns:
       Norms before and after clipping by shard, each `[shards...]`; None as the second where they
-      were not clipped. None as both where shards cannot be told apart, or only by sums of the size
+      were not clipped. None as both where shards are mixed, or recovered only by sums of the size
       of gradients.
     """
     clipping = clipping_of(grads)

@@ -22,7 +22,7 @@ def per_update(
 
     Under `GradientAccumulationOptimizer` with a constant K and nothing skipped, update
     `step // K` is the one that micro step `step` belongs to. Where K changes or micro steps are
-    left out, base the schedule on `get_update_step` instead.
+    skipped, base the schedule on `get_update_step` instead.
 
     In gin, with parentheses:
 

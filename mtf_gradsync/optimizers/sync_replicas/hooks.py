@@ -152,7 +152,7 @@ class SessionInterface:
 
     @property
     def steps_without_update(self) -> StepsWithoutUpdate | None:
-        """The check of max_steps_without_update; None without any, or before gradients came."""
+        """The check of max_steps_without_update; None without any, or before there is a step."""
         return self._steps_without_update
 
     def _check_applied(self, before: str) -> None:

@@ -93,7 +93,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             `tf.compat.v1.train` the result is `tf.compat.v1.train.SyncReplicasOptimizer`, and
             arguments that tell of the mesh have no effect.
           replicas_to_aggregate: contributions that an update takes, 1 or more. Fewer than there
-            are replicas leave room for ones that sit out; more make several steps an update.
+            are replicas leave room for ones that skip a step; more make several steps an update.
           total_num_replicas: number of shards; None takes the mesh's.
           variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
           variables_to_average: what is averaged; only with variable_averages.
@@ -108,9 +108,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           max_steps_without_update: largest number of steps in a row without an update; one more
             raises an error that lists the replicas that did not contribute. On SIMD meshes it
             takes the hook of `make_session_run_hook`.
-          accept_summed: take gradients, too, in which the replicas cannot be told apart (they were
-            clipped by a norm of all, say), in place of an error. A replica that is left out is in
-            such a gradient all the same, and its NaN drops all replicas.
+          accept_summed: take gradients, too, in which the replicas are mixed (they were clipped by
+            a norm of all, say), in place of an error. A replica that is skipped is in such a
+            gradient all the same, and its NaN drops all replicas.
           learning_rate: only with a class or factory as opt.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
@@ -215,7 +215,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """Updates made, with the step that it is fetched with; None before gradients came."""
+        """Updates made, with the step that it is fetched with; None before there is one."""
         return self._now and self._now.update_step
 
     def reported(self) -> dict[str, mtf.Tensor]:

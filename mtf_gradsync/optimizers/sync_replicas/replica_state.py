@@ -1,4 +1,4 @@
-"""What is known of each replica: its step, its contributions, and how long it sat out."""
+"""What is known of each replica: its step, its contributions, and how many steps it skipped."""
 
 from __future__ import annotations
 
