@@ -234,6 +234,10 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return self.opt.apply_gradients(pairs, global_step)
 
     def _make_state(self, grads: Sequence[Any], variables: Sequence[Any]) -> _State:
+        def zeros(grad: tf.Tensor, variable: Any) -> tf.Tensor:
+            wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+            return tf.zeros(variable.shape, self._dtype or wide)
+
         # A parameter server would share them among workers: they stand where this operation does.
         with tf.init_scope():
             here = tf.no_op(name="here")
@@ -241,18 +245,13 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 state = _State(
                     _local(tf.zeros([], tf.int32), "mini_step"),
                     [
-                        _local(tf.zeros(v.shape, self._sum_dtype(g)), v.op.name)
+                        _local(zeros(g, v), v.op.name)
                         for g, v in zip(grads, variables)
                         if g is not None
                     ],
                 )
         self._states.append(state)
         return state
-
-    def _sum_dtype(self, grad: tf.Tensor) -> tf.DType:
-        if self._dtype is not None:
-            return self._dtype
-        return grad.dtype if grad.dtype.size >= 4 else tf.float32
 
 
 @contextlib.contextmanager

@@ -1,12 +1,7 @@
 """Gradients as stages: per shard, summed, clipped, measured. What only wrappers need is inside."""
 
 from mtf_gradsync.gradients.clipping import clip_by_global_norm, clip_by_shard_norm
-from mtf_gradsync.gradients.measures import (
-    global_norm,
-    not_finite,
-    shard_norms,
-    shards_not_finite,
-)
+from mtf_gradsync.gradients.measures import global_norm, not_finite, shard_norms, shards_not_finite
 from mtf_gradsync.gradients.stages import per_shard, sum_shards
 
 __all__ = [

@@ -136,7 +136,7 @@ class CrossShardOptimizer(Wrapper):
                     "on each. Give the variable the shard dims, or leave group_assignment out."
                 )
             assert self._groups is not None  # or there was nothing to go through
-            check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
+            check_groups_cover(self._groups, mtf.Shape(self._shard_dims(variable.shape)).size)
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """See `Wrapper.check`."""
@@ -159,13 +159,9 @@ class CrossShardOptimizer(Wrapper):
                     else "",
                 )
             return loss
-        num_shards = _size(dims)
+        num_shards = mtf.Shape(dims).size
         if self._groups:
             num_shards = check_groups_cover(self._groups, num_shards)
         if self._reduction == Reduction.SUM or num_shards == 1:
             return loss
         return loss * (1.0 / num_shards)
-
-
-def _size(dims: Sequence[mtf.Dimension]) -> int:
-    return mtf.Shape(list(dims)).size

@@ -223,6 +223,7 @@ class _Accumulate(Stage):
     """Adds gradients up, and passes the sums on when an update is due."""
 
     gives = Form.REDUCED
+    wants_whole = True
     reduces_mixed = (
         "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
         "%s), so they are reduced on each of them, and their sums are added up. Do that after "

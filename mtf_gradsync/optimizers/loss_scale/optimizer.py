@@ -13,12 +13,7 @@ from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
-from mtf_gradsync.optimizers.loss_scale.state import (
-    LossScaleState,
-    Rule,
-    after_step,
-    make_state,
-)
+from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy

@@ -70,13 +70,8 @@ class Accumulators:
                 slots.record([accumulator], [variable], tf.get_variable_scope().name)
                 if checkpointed:
                     # Without shard dims too: the checkpoint may come from a mesh with shards.
-                    num_shard_dims = grad.shape.ndims - variable.shape.ndims
-                    note_state(
-                        accumulator,
-                        num_shard_dims=num_shard_dims,
-                        is_share=is_share,
-                        counter=counter,
-                    )
+                    dims = grad.shape.ndims - variable.shape.ndims
+                    note_state(accumulator, num_shard_dims=dims, is_share=is_share, counter=counter)
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
 

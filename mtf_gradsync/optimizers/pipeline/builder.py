@@ -54,6 +54,8 @@ class StepBuilder:
         self._lists: list[list[mtf.Operation]] = [[]]
         self._branches = contextlib.ExitStack()
         self._notes: list[Callable[[], None]] = []
+        # The stages still to come that want gradients whole.
+        self._wants_whole: list[Stage] = []
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
@@ -70,6 +72,8 @@ class StepBuilder:
           The operations of the step.
         """
         self.plan = Plan.of(gradients.graph)
+        stages = [stage for segment in self._segments for stage in segment.stages]
+        self._wants_whole = [stage for stage in stages if stage.wants_whole]
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -79,6 +83,8 @@ class StepBuilder:
                     elif stage.takes is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                     gradients = stage.apply(gradients, self)
+                    if stage in self._wants_whole:
+                        self._wants_whole.remove(stage)
                     if stage.gives is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                 self.passed_on.append(gradients)
@@ -86,7 +92,6 @@ class StepBuilder:
                 gradients = self.reduce(gradients, self._segments[-1].reduction)
             gradients = self._in_dtypes_of_inner(gradients)
             self.passed_on[-1] = gradients
-            stages = [stage for segment in self._segments for stage in segment.stages]
             updates = self._updates(gradients, stages)
             self.add(updates)
             for stage in reversed(stages):
@@ -161,6 +166,8 @@ class StepBuilder:
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
 
+        They are whole, too, on the way to a stage that wants them so.
+
         Args:
           gradients: in any form.
           reduction: how; sharded updates have a way of their own.
@@ -168,9 +175,10 @@ class StepBuilder:
         Returns:
           The set in form `REDUCED` or `PART`, divided by its divisor, in its dtypes.
         """
-        if gradients.form.is_reduced:
+        in_parts = self._partition is not None and not self._wants_whole
+        if gradients.form is (Form.PART if in_parts else Form.REDUCED):
             return gradients
-        if self._partition is None:
+        if self._partition is None or not in_parts:
             return self._finished(self.reduce_whole(gradients, reduction))
         axes, strategy, shape_of = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]

@@ -9,6 +9,7 @@ import gin
 from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import tf
 
+_CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
 Factor = Union[float, Schedule]
 
@@ -44,7 +45,7 @@ def per_update(
       ValueError: backward_passes_per_step is not a whole number of 1 or more.
     """
     passes = backward_passes_per_step
-    _check_passes(passes)
+    check_whole("backward_passes_per_step", passes, more=_CONSTANT)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
@@ -93,11 +94,6 @@ def adafactor_decay_rate_per_update(
       Shazeer and Stern, "Adafactor", 2018, section 7.2
     """
     passes = backward_passes_per_step
-    _check_passes(passes)
+    check_whole("backward_passes_per_step", passes, more=_CONSTANT)
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
-
-
-def _check_passes(passes: Any) -> None:
-    more = "Where it changes, base the schedule on get_update_step."
-    check_whole("backward_passes_per_step", passes, more=more)

@@ -268,6 +268,7 @@ class _AggregateReplicas(Stage):
 
     takes = Form.PER_SHARD
     gives = Form.REDUCED
+    wants_whole = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
