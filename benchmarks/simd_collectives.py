@@ -9,7 +9,7 @@ from typing import Any, Iterator
 from benchmarks import models, report
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.reduce.strategies import fused
+from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
 
 # What stands between a collective and the gradient that it sums.
 _CARRIERS = ("Cast", "Identity", "Reshape", "Split", "SplitV")
@@ -29,6 +29,7 @@ def measure(options: report.Options) -> report.Table:
                     "gradients": len(pending(program)),
                     "gradient bytes": gradient_bytes(program),
                     "CrossReplicaSum": len(sums),
+                    "groups": len({together(op) for op in sums}),
                     "bytes summed": sum(_bytes(op.inputs[0]) for op in sums),
                     "in the whole step": len(_all_sums(program.graph)),
                 }
@@ -39,8 +40,7 @@ def measure(options: report.Options) -> report.Table:
         rows=rows,
         notes=(
             "in the whole step: with those of the forward and backward pass and of the update.",
-            "Gradients with the same mesh axes and dtype share a bucket of up to "
-            f"{fused.SIMD_BUCKET_BYTES // 2**20} MiB.",
+            "groups: sums that are made together, which the compilers of TPUs and GPUs combine.",
         ),
     )
 
@@ -70,6 +70,12 @@ def gradient_collectives(program: models.Program) -> set[tf.Operation]:
         if op.type == "CrossReplicaSum":
             found.add(op)
     return found
+
+
+def together(op: tf.Operation) -> str:
+    """The group of sums that a sum is one of: its own name where it is made alone."""
+    attr = op.node_def.attr
+    return attr[TOGETHER_ATTR].s.decode() if TOGETHER_ATTR in attr else op.name
 
 
 def gradient_bytes(program: models.Program) -> int:

@@ -11,6 +11,9 @@ TINY = Path(__file__).resolve().parents[1] / "train" / "tiny.gin"
 STEPS, SAVE_EVERY, KEEP = 24, 3, 3
 # How long a process of several may be silent before the others give it up.
 SILENCE_S = 15.0
+# For the others, less than `faults.LIMIT_S`: one that is hit before they meet never comes.
+TIMEOUT_S = 25.0
+_WAITS = (f"--silence={SILENCE_S}", f"--timeout={TIMEOUT_S}")
 
 _COMMON = (
     "train.run.mesh_shape = 'batch:2;model:1'",
@@ -72,7 +75,7 @@ def _cluster() -> list[list[str]]:
     ports = free_ports(3)
     spec = f"worker=127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"
     flags = [f"--cluster_spec={spec}", "--job_name=worker", f"--watch_port={ports[2]}"]
-    return [[*flags, f"--task_index={i}", f"--silence={SILENCE_S}"] for i in range(2)]
+    return [[*flags, f"--task_index={i}", *_WAITS] for i in range(2)]
 
 
 _DEVICES_OF_TASKS = tuple(f"/job:worker/task:{i}/device:CPU:0" for i in range(2))
@@ -80,7 +83,7 @@ _DEVICES_OF_TASKS = tuple(f"/job:worker/task:{i}/device:CPU:0" for i in range(2)
 
 def _xla_processes() -> list[list[str]]:
     flags = [f"--coordinator=127.0.0.1:{free_ports(1)[0]}", "--num_processes=2"]
-    return [[*flags, f"--process_id={i}", f"--silence={SILENCE_S}"] for i in range(2)]
+    return [[*flags, f"--process_id={i}", *_WAITS] for i in range(2)]
 
 
 RUNTIMES = {

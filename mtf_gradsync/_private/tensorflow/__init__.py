@@ -26,8 +26,10 @@ from mtf_gradsync._private.tensorflow.sessions import (
 )
 from mtf_gradsync._private.tensorflow.sums import collective_sum, local_devices, write_to_own_memory
 from mtf_gradsync._private.tensorflow.tpu_programs import (
+    TOGETHER_ATTR,
     TPU_PROGRAM_ATTR,
     kernel_devices,
+    summed_together,
     tpu_replicate_context,
     tpu_replicate_metadata,
     tpu_replicated_input,
@@ -48,6 +50,7 @@ from mtf_gradsync._private.tensorflow.xla import (
 
 __all__ = [
     "GATHERS",
+    "TOGETHER_ATTR",
     "TPU_PROGRAM_ATTR",
     "BridgeError",
     "MovingAverageSettings",
@@ -71,6 +74,7 @@ __all__ = [
     "session_interface",
     "set_attr",
     "summary_writers",
+    "summed_together",
     "tpu_replicate_context",
     "tpu_replicate_metadata",
     "tpu_replicated_input",

@@ -10,6 +10,23 @@ from mtf_gradsync._private.libraries import tf
 
 #: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
 TPU_PROGRAM_ATTR = "_tpu_replicate"
+#: The attribute that names the group of sums that an operation is one of.
+TOGETHER_ATTR = "_mtf_gradsync_together"
+
+
+@contextlib.contextmanager
+def summed_together() -> Iterator[None]:
+    """Marks the sums over cores that are made inside as one group, under a name of its own.
+
+    ``Graph._attr_scope`` read on TensorFlow 2.12 to 2.21.
+
+    Yields:
+      Nothing.
+    """
+    graph = tf.get_default_graph()
+    name = graph.unique_name("summed_together").encode()
+    with graph._attr_scope({TOGETHER_ATTR: tf.AttrValue(s=name)}):
+        yield
 
 
 @contextlib.contextmanager

@@ -248,6 +248,7 @@ class _Accumulate(Stage):
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
+            step.write_state(when=lambda: mtf.logical_not(skip))
         accumulators = Accumulators(
             gradients,
             wrapper._slots,

@@ -85,6 +85,7 @@ class Accumulators:
         Returns:
           The gate that all writes of the step are to wait for.
         """
+        step.write_state()
         for variable in self._variables:
             step.plan.write_in_place(variable)
         if bypass is not None:

@@ -10,6 +10,8 @@ from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
 from mtf_gradsync.gradients.stages import SumGradients, per_shard, shard_dims_in
 from mtf_gradsync.gradients.told_apart import mixed_gradients
+from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
+from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
@@ -56,6 +58,9 @@ class StepBuilder:
         self._notes: list[Callable[[], None]] = []
         # The stages still to come that want gradients whole.
         self._wants_whole: list[Stage] = []
+        self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
+        self._reduced_apart: frozenset[mtf.Variable] = frozenset()
+        self._used_apart: list[Strategy] = []
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
@@ -90,7 +95,8 @@ class StepBuilder:
                 self.passed_on.append(gradients)
             if not self._takes_pending:
                 gradients = self.reduce(gradients, self._segments[-1].reduction)
-            gradients = self._in_dtypes_of_inner(gradients)
+            self.write_state()
+            gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
             updates = self._updates(gradients, stages)
             self.add(updates)
@@ -101,6 +107,7 @@ class StepBuilder:
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
+        warn_of_unused(self._segments, self._used_apart)
         return operations
 
     @property
@@ -163,6 +170,29 @@ class StepBuilder:
             gate.hold(writes)
         self.add(writes)
 
+    def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
+        """Writes what strategies keep of the reductions so far, once these are used.
+
+        The builder does it where the update is. A stage that adds reduced gradients up does it
+        there.
+
+        Args:
+          when: makes a boolean scalar, the same on all processors: where it does not hold, the sums
+            are not used and the state stays. None where they are always used.
+        """
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+
+        def writes() -> list[mtf.Operation]:
+            return [mtf.assign(variable, value) for variable, value in kept]
+
+        gate = self.gate([value for _, value in kept])
+        if when is None:
+            self.write(writes(), gate)
+        else:
+            self.beside_when(when(), gate, writes)
+
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
 
@@ -179,26 +209,31 @@ class StepBuilder:
         if gradients.form is (Form.PART if in_parts else Form.REDUCED):
             return gradients
         if self._partition is None or not in_parts:
-            return self._finished(self.reduce_whole(gradients, reduction))
-        axes, strategy, shape_of = self._partition
+            return finished(self.reduce_whole(gradients, reduction), self._opt)
+        axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
+        given = gradients.present
+        gradients = self._apart(gradients, Reduction(strategy, axes.batch_dims, axes, name))
         sources, parts = scatter_gradients(
             gradients.present, gradients.owners, shapes, axes, strategy
         )
+        sources = [s if x is y else x for x, y, s in zip(given, gradients.present, sources)]
         self._note(sources, parts, strategy)
-        return self._finished(gradients.with_present(parts, Form.PART))
+        return finished(gradients.with_present(parts, Form.PART), self._opt)
 
     def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
-        if not gradients.present:
+        given = gradients.present
+        if not given:
             return gradients
+        gradients = self._apart(gradients, reduction)
         dims = [
             [d for d in g.shape.dims if d not in v.shape.dims]
             for g, v in zip(gradients.present, gradients.owners)
         ]
         strategy = reduction.strategy
         sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
-        self._note(gradients.present, sums, strategy)
+        self._note(given, sums, strategy)
         return gradients.with_present(sums, Form.REDUCED)
 
     def value_after(
@@ -248,51 +283,15 @@ class StepBuilder:
             self.per_shard = result
         return result
 
-    def _finished(self, gradients: GradientSet) -> GradientSet:
-        """Reduced gradients, divided and in the dtypes that the inner optimizer is to get."""
-        dtypes, divisor = gradients.dtypes, gradients.divisor
-        if dtypes is None and divisor is None:
+    def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+        """Gradients, those reduced that the strategy has a way of its own for."""
+        if gradients.form.is_reduced or not reduction.is_apart:
             return gradients
-
-        def finish(total: mtf.Tensor, dtype: tf.DType | None) -> mtf.Tensor:
-            if divisor is not None:
-                wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
-                total = mtf.divide(wide, mtf.cast(divisor, wide.dtype))
-            dtype = total.dtype if dtype is None else self._inner_dtype(dtype)
-            return total if total.dtype == dtype else mtf.cast(total, dtype)
-
-        finished = [
-            None if g is None else finish(g, dtypes[i] if dtypes else None)
-            for i, g in enumerate(gradients.grads)
-        ]
-        return gradients.with_grads(finished, divisor=None, dtypes=None)
-
-    def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
-        """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
-        # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the
-        # others cast to float32 themselves.
-        if dtype.size >= 4 or isinstance(self._opt, mtf.optimize.MomentumOptimizer):
-            return dtype
-        return tf.float32
-
-    def _in_dtypes_of_inner(self, gradients: GradientSet) -> GradientSet:
-        """Gradients as Mesh-TF's Momentum takes them: in the dtype of the variable's value."""
-        if not isinstance(self._opt, mtf.optimize.MomentumOptimizer):
-            return gradients
-        pairs = list(zip(gradients.grads, gradients.variables))
-        other = [g is not None and g.dtype != v.activation_dtype for g, v in pairs]
-        if not any(other):
-            return gradients
-        warn_once(
-            "narrow momentum",
-            "mtf.optimize.MomentumOptimizer takes gradients in the dtype of activations, %s, "
-            "and adds them up in it: small ones are lost. "
-            "MeshOptimizer(tf.train.MomentumOptimizer(...)) adds up in float32.",
-            gradients.variables[other.index(True)].activation_dtype.name,
-        )
-        return gradients.with_grads(
-            [mtf.cast(g, v.activation_dtype) if casts else g for (g, v), casts in zip(pairs, other)]
-        )
+        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
+        self._used_apart.append(reduction.strategy)
+        self._reduced_apart |= done.owners
+        self._kept += done.kept
+        return done.gradients
 
     def _updates(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
         """The inner optimizer's update inside of what stages make around it, behind a gate."""

@@ -25,6 +25,11 @@ class Reduction(NamedTuple):
     axes: ReplicaAxes | None = None
     name: str = ""
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the strategy has a way of its own for gradients."""
+        return bool(getattr(self.strategy, "reduces_gradients_apart", False))
+
 
 class Partition(NamedTuple):
     """How updates are sharded: which part of a variable each replica updates.
@@ -33,11 +38,13 @@ class Partition(NamedTuple):
       axes: the replica axes.
       strategy: the reduction strategy.
       shape_of: from a variable to the shape of its parts; None for one that stays whole.
+      name: the wrapper's name.
     """
 
     axes: ReplicaAxes
     strategy: Strategy
     shape_of: Callable[[mtf.Variable], mtf.Shape | None]
+    name: str = ""
 
 
 class Reduced(NamedTuple):

@@ -1,4 +1,4 @@
-"""The default strategy: small tensors cross the mesh together in buckets."""
+"""The default strategy: gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Sequence
 
 import gin
 
+from mtf_gradsync._private.tensorflow import summed_together
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
@@ -25,10 +26,13 @@ PLACEMENT_PACKED_BYTES = 16 * 1024
 
 @gin.configurable(module="mtf_gradsync")
 class FusedAllReduce(Strategy):
-    """Packs tensors of one dtype into buckets and sums each bucket at once.
+    """Reduces tensors together: in one group on SIMD meshes, in buckets on placement meshes.
 
-    On a SIMD mesh each bucket is one CrossReplicaSum. On a placement mesh each bucket is added
-    up on one device, the devices taking turns.
+    On a SIMD mesh each tensor has a CrossReplicaSum of its own, and those of one call are marked as
+    one group. The compilers of TPUs and GPUs combine them without copying them; where XLA does not,
+    on CPUs, the package packs them when it lowers the program. With a size given, and on placement
+    meshes, tensors of one dtype are packed into buckets: on a SIMD mesh each bucket is one
+    CrossReplicaSum, on a placement mesh it is added up on one device, the devices taking turns.
     """
 
     def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
@@ -36,8 +40,8 @@ class FusedAllReduce(Strategy):
 
         Args:
           bucket_bytes: most bytes per processor that a bucket of several tensors holds; larger
-            tensors go alone, 0 packs nothing. None takes a default measured for the kind of
-            mesh.
+            tensors go alone, 0 packs nothing. None packs nothing on a SIMD mesh, where one group
+            does more, and takes a measured default on a placement mesh.
           packed_bytes: the largest tensor, in bytes per processor, that shares a bucket. None
             takes whatever fits where bucket_bytes is given, and a measured default where not.
 
@@ -57,6 +61,9 @@ class FusedAllReduce(Strategy):
         """See `Strategy.all_reduce`."""
         self.check(mesh_impl, groups)
         bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
+        if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
+            with summed_together():
+                return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
         if bucket_bytes is None:
             bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
             if packed_bytes is None and not is_simd(mesh_impl):

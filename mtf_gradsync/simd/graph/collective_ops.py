@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Iterable, NamedTuple, Sequence
 
+from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.facts import Context, GraphFacts
 
@@ -20,6 +21,7 @@ class Collective(NamedTuple):
         ``CollectivePermute``, the cores that its pairs connect.
       pairs: ``CollectivePermute`` only: (source, target) core numbers.
       context: the loops and branches around it.
+      together: name of the group of sums that it is one of; "" for one that is made alone.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Collective(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
     pairs: tuple[tuple[int, int], ...]
     context: Context
+    together: str = ""
 
     def group_of(self, core: int) -> tuple[int, ...]:
         """The group that a core belongs to, itself included."""
@@ -86,7 +89,8 @@ def _read(facts: GraphFacts, name: str) -> Collective:
                 f"split_count is {parts} and its groups are {lists}",
                 "make every group as large as split_count",
             )
-    return Collective(name, node.op, groups, pairs, facts.context[name])
+    together = node.attr[TOGETHER_ATTR].s.decode() if TOGETHER_ATTR in node.attr else ""
+    return Collective(name, node.op, groups, pairs, facts.context[name], together)
 
 
 def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -> None:

@@ -94,6 +94,7 @@ def _row(
         turns=product_of_turns(counts),
         branches=tuple((c.predicate, c.taken) for c in collective.context if isinstance(c, Branch)),
         variables=variables,
+        together=collective.together,
     )
 
 

@@ -27,6 +27,8 @@ class CommunicationRow:
       branches: the conditionals around it: ("predicate", the value that runs it).
       variables: variables that its result reaches without another collective in between; for a
         gradient's sum, the variables that the gradient is for. None where it is not known.
+      together: name of the group of sums that it is made with, which the compilers of TPUs and GPUs
+        combine; "" for one that is made alone.
     """
 
     operation: str
@@ -39,6 +41,7 @@ class CommunicationRow:
     turns: int | None = 1
     branches: tuple[tuple[str, bool], ...] = ()
     variables: tuple[str, ...] | None = None
+    together: str = ""
 
     @property
     def is_conditional(self) -> bool:
@@ -69,12 +72,14 @@ class Total:
 
     Attributes:
       operations: how many operations, each counted once.
+      groups: how many groups of operations that are made together; one made alone is a group, too.
       runs: how often they run in one step; what runs an unknown number of times counts once.
       bytes_per_core: bytes per core in one step; unknown turns count once, unknown sizes as 0.
       is_exact: whether nothing was unknown.
     """
 
     operations: int
+    groups: int
     runs: int
     bytes_per_core: int
     is_exact: bool
@@ -140,6 +145,7 @@ class CommunicationReport:
             ],
             "group": [row.group for row in self.rows],
             "where": [row.where for row in self.rows],
+            "together": [row.together.rpartition("/")[2] for row in self.rows],
             "at": [row.name.rpartition("/")[0] or row.name for row in self.rows],
             "variables": [_names(row.variables) for row in self.rows],
         }
@@ -208,12 +214,17 @@ class CommunicationReport:
 def _total(rows: Sequence[CommunicationRow]) -> Total:
     return Total(
         operations=len(rows),
+        groups=len({(r.together, r.branches) if r.together else r.name for r in rows}),
         runs=sum(1 if r.turns is None else r.turns for r in rows),
         bytes_per_core=sum(
             (r.bytes_per_core or 0) * (1 if r.turns is None else r.turns) for r in rows
         ),
         is_exact=all(r.bytes_per_step is not None for r in rows),
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _names(names: Sequence[str] | None) -> str:
@@ -226,6 +237,7 @@ def _names(names: Sequence[str] | None) -> str:
 def _sentence(total: Total) -> str:
     about = "" if total.is_exact else "at least "
     return (
-        f"{total.operations} operations, {about}{total.runs} runs, "
+        f"{_count(total.operations, 'operation')} in {_count(total.groups, 'group')}, "
+        f"{about}{_count(total.runs, 'run')}, "
         f"{about}{total.bytes_per_core:,} bytes per core"
     )

@@ -18,7 +18,7 @@ _WIDTH = 118
 _PADDING = 2
 # Columns that are cut where a line gets too long, and how they share what room there is.
 _SHARES = {"group": 2, "where": 4, "variables": 4, "at": 5}
-_NOTHING = Total(operations=0, runs=0, bytes_per_core=0, is_exact=True)
+_NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
 
 
 def as_text(comparison: Comparison, rows: bool = False) -> str:
@@ -39,6 +39,8 @@ def as_text(comparison: Comparison, rows: bool = False) -> str:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
         blocks += [_totals([_transfer_lines(s.transfers) for s in steps if s.transfers])]
     blocks += [
+        "ops: collectives or transfers; groups: those that are made together, which the compilers\n"
+        "of TPUs and GPUs combine.\n"
         "bytes: what one core puts into a collective, or a device receives, on average.\n"
         "share: of the bytes of an update step, which takes every branch."
     ]
@@ -92,7 +94,7 @@ def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
     headers = [""]
     for title in _TITLES:
-        headers += [f"{title}\noperations", "\nruns", "\nbytes", "\nshare"]
+        headers += [f"{title}\nops", "\ngroups", "\nruns", "\nbytes", "\nshare"]
     lines = []
     for label in labels:
         line = [label]
@@ -107,6 +109,7 @@ def _cells(total: Total, whole: Total) -> list[str]:
     share = f"{total.bytes_per_core / whole.bytes_per_core:.0%}" if whole.bytes_per_core else "-"
     return [
         f"{total.operations:,}",
+        f"{total.groups:,}",
         f"{about}{total.runs:,}",
         f"{about}{total.bytes_per_core:,}",
         share,
@@ -121,6 +124,7 @@ def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
             "dtype": row.dtype,
             "bytes": "?" if row.bytes_per_core is None else f"{row.bytes_per_core:,}",
             "group": row.group,
+            "together": row.together.rpartition("/")[2],
             "where": row.where,
             "part": step.part[row.name] if step else "",
             "variables": _variables(row.variables),

@@ -34,7 +34,12 @@ def losses(mesh):
 
 
 def gradient_sums(change, make=lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))):
-    """Sums of at least three numbers by dtype, with gradients changed before they are applied."""
+    """Groups of sums of at least three numbers, by dtype and without a group one by one.
+
+    Args:
+      change: makes of the gradients those that are applied.
+      make: makes the optimizer.
+    """
     with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
         loss, variables = losses(mesh)
@@ -44,7 +49,8 @@ def gradient_sums(change, make=lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOp
         for op in operations:
             lowering.lowered_operation(op)
         rows = simd.list_collectives(program, lowering=lowering).rows
-    return collections.Counter(row.dtype for row in rows if np.prod(row.shape) >= 3)
+    groups = {(row.together or row.name, row.dtype) for row in rows if np.prod(row.shape) >= 3}
+    return collections.Counter(dtype for _, dtype in groups)
 
 
 def clipped(grads):

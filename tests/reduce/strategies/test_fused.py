@@ -64,9 +64,12 @@ def test_every_processor_gets_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "collectives"), [(None, 1), (0, len(SHAPES) - 1), (1100, 3)]
+    ("bucket_bytes", "collectives", "groups"),
+    [(None, len(SHAPES) - 1, 1), (0, len(SHAPES) - 1, len(SHAPES) - 1), (1100, 3, 3)],
 )
-def test_simd_has_one_collective_a_bucket_and_no_extra_bytes(bucket_bytes, collectives):
+def test_simd_has_one_group_or_a_collective_a_bucket_and_no_extra_bytes(
+    bucket_bytes, collectives, groups
+):
     data = feed()
     with tf.Graph().as_default():
         inputs = {k: tf.constant(v) for k, v in data.items()}
@@ -77,6 +80,8 @@ def test_simd_has_one_collective_a_bucket_and_no_extra_bytes(bucket_bytes, colle
             mtf.Lowering(graph, {mesh: program.mesh_impl})
         ops = [op for op in program.graph.get_operations() if op.type == "CrossReplicaSum"]
     assert len(ops) == collectives
+    total = simd.list_collectives(program).update_step
+    assert (total.operations, total.groups) == (collectives, groups)
     elements = sum(op.inputs[0].shape.num_elements() for op in ops)
     assert elements == sum(int(np.prod(shape)) for shape in SHAPES)
 
