@@ -92,7 +92,7 @@ def page() -> str:
         for stage in make(plain()).stages():
             kind = type(stage)
             reads = "yes" if kind.after_update is not Stage.after_update else ""
-            takes = stage.takes.value if stage.takes else "as they come"
+            takes = stage.takes.value if stage.takes else "as they are"
             gives = stage.gives.value if stage.gives else "what it took"
             lines.append(f"| {name} | `{kind.__name__}` | {takes} | {gives} | {reads} |")
     return "\n".join(lines) + "\n"

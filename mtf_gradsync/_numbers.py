@@ -19,3 +19,17 @@ def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:
     return (
         isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
     )
+
+
+def check_whole(name: str, value: Any, least: int = 1, more: str = "") -> None:
+    """Raises ValueError where an argument is no whole number of at least `least`.
+
+    Args:
+      name: name of the argument.
+      value: what was given.
+      least: the smallest number that will do.
+      more: a sentence for the end of the error.
+    """
+    if not is_whole(value, least):
+        what = f"{name} must be a whole number of {least} or more, got {value!r}."
+        raise ValueError(f"{what} {more}".rstrip())

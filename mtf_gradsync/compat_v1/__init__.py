@@ -1,7 +1,6 @@
 """The tf.compat.v1 adapter: its optimizers on a mesh, and the wrappers around them without one."""
 
 from mtf_gradsync.compat_v1.accumulation import AllReduceFn, GradientAccumulationOptimizer
-from mtf_gradsync.compat_v1.cross_shard import CrossShardOptimizer, Reduction
 from mtf_gradsync.compat_v1.given import (
     NOT_GIVEN,
     AppliesGradients,
@@ -9,9 +8,10 @@ from mtf_gradsync.compat_v1.given import (
     OptimizerLike,
     given_optimizer,
     is_v1,
+    refuse_with_v1,
 )
 from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
-from mtf_gradsync.compat_v1.sync_replicas import sync_replicas
+from mtf_gradsync.compat_v1.wrappers import CrossShardOptimizer, Reduction, sync_replicas
 
 __all__ = [
     "NOT_GIVEN",
@@ -25,5 +25,6 @@ __all__ = [
     "Reduction",
     "given_optimizer",
     "is_v1",
+    "refuse_with_v1",
     "sync_replicas",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import create_slots, number_of_tpu_shards, optimizers_inside
 from mtf_gradsync.compat_v1.given import OffMesh
@@ -70,11 +70,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 f"got {backward_passes_per_step!r}: its counters are local variables, so that a "
                 "schedule would begin anew with every session."
             )
-        if not is_whole(backward_passes_per_step) or backward_passes_per_step < 1:
-            raise ValueError(
-                "backward_passes_per_step must be a whole number of 1 or more, got "
-                f"{backward_passes_per_step!r}."
-            )
+        check_whole("backward_passes_per_step", backward_passes_per_step)
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
@@ -178,16 +174,14 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                     "variables whose shape is known when the graph is built."
                 )
         shards = number_of_tpu_shards() or 1
-        if shards > 1 and self._passes > 1 and (self._sums_shards() or self._allreduce):
+        inside = optimizers_inside(self.opt)
+        sums_shards = any(isinstance(o, tf.tpu.CrossShardOptimizer) for o in inside)
+        if shards > 1 and self._passes > 1 and (sums_shards or self._allreduce):
             raise ValueError(
                 "In a TPU program every core has the same variables, so that sums of one core's "
                 "gradients have no place there: sum first, by "
                 "CrossShardOptimizer(GradientAccumulationOptimizer(opt, ...))."
             )
-
-    def _sums_shards(self) -> bool:
-        inside = optimizers_inside(self.opt)
-        return any(isinstance(o, tf.tpu.CrossShardOptimizer) for o in inside)
 
     def _micro_step(self, grads: Sequence[Any], variables: list[Any], global_step: Any) -> Any:
         state = self._make_state(grads, variables)
@@ -240,6 +234,10 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return self.opt.apply_gradients(pairs, global_step)
 
     def _make_state(self, grads: Sequence[Any], variables: Sequence[Any]) -> _State:
+        def zeros(grad: tf.Tensor, variable: Any) -> tf.Tensor:
+            wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+            return tf.zeros(variable.shape, self._dtype or wide)
+
         # A parameter server would share them among workers: they stand where this operation does.
         with tf.init_scope():
             here = tf.no_op(name="here")
@@ -247,18 +245,13 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 state = _State(
                     _local(tf.zeros([], tf.int32), "mini_step"),
                     [
-                        _local(tf.zeros(v.shape, self._sum_dtype(g)), v.op.name)
+                        _local(zeros(g, v), v.op.name)
                         for g, v in zip(grads, variables)
                         if g is not None
                     ],
                 )
         self._states.append(state)
         return state
-
-    def _sum_dtype(self, grad: tf.Tensor) -> tf.DType:
-        if self._dtype is not None:
-            return self._dtype
-        return grad.dtype if grad.dtype.size >= 4 else tf.float32
 
 
 @contextlib.contextmanager

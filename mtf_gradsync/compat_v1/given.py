@@ -66,13 +66,7 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
                 "learning_rate out."
             )
         return opt
-    if isinstance(opt, type):
-        if not _is_optimizer(opt):
-            raise ValueError(
-                f"opt must be an optimizer with apply_grads(grads, variables), or a class of "
-                f"such, got the class {opt!r}."
-            )
-    elif not callable(opt):
+    if not callable(opt) or (isinstance(opt, type) and not _is_optimizer(opt)):
         raise ValueError(
             f"opt must be an optimizer with apply_grads(grads, variables), such as one of "
             f"mtf.optimize, or a class or factory of one, got {opt!r}."
@@ -90,6 +84,20 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
             f"{made!r}."
         )
     return made
+
+
+def refuse_with_v1(opt: Any, **arguments: Any) -> None:
+    """Raises ValueError for an argument that an optimizer of tf.compat.v1.train has no use for.
+
+    Args:
+      opt: the optimizer.
+      **arguments: arguments of a wrapper that take mesh optimizers; None where it is not given.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} goes with mesh optimizers; got it with the TensorFlow optimizer {opt!r}."
+            )
 
 
 def _is_optimizer(opt: Any) -> bool:

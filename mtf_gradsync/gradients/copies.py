@@ -186,41 +186,35 @@ def _sum_several_a_processor(
     mine = mesh_impl.slicewise(
         lambda x: tf.reshape(x, [-1]), _split_constant(mesh_impl, group_of, mtf.Shape(list(dims)))
     )
-    partial = []
-    for grad, value in zip(grads, values):
+
+    def by_group(grad: mtf.Tensor, value: Any) -> Any:
         to_front, _ = _permutations(grad.shape, dims)
 
-        def by_group(x: tf.Tensor, numbers: tf.Tensor, to_front: Any = to_front) -> tf.Tensor:
+        def add_up(x: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
             # Narrow floats are added up in float32, as everywhere.
             x = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
             x = tf.transpose(x, to_front)
             x = tf.reshape(x, [-1, *x.shape.as_list()[len(dims) :]])
             return tf.math.unsorted_segment_sum(x, numbers, len(groups))
 
-        partial.append(mesh_impl.slicewise(by_group, value, mine))
-    split_axes = [axis for axis in mesh_axes if axis is not None]
-    if split_axes:
-        partial = strategy.all_reduce(
-            mesh_impl, partial, ProcessorGroups.along(mesh_impl, split_axes)
-        )
-    results = []
-    for grad, total in zip(grads, partial):
+        return mesh_impl.slicewise(add_up, value, mine)
+
+    def of_own_group(grad: mtf.Tensor, totals: Any) -> Any:
         to_front, back = _permutations(grad.shape, dims)
         slice_shape = mesh_impl.slice_shape(grad.shape)
-        front_shape = [slice_shape[i] for i in to_front]
 
-        def pick(
-            x: tf.Tensor,
-            numbers: tf.Tensor,
-            back: Any = back,
-            front_shape: Any = front_shape,
-            dtype: tf.DType = grad.dtype,
-        ) -> tf.Tensor:
-            x = tf.reshape(tf.gather(x, numbers), front_shape)
-            return tf.cast(tf.transpose(x, back), dtype)
+        def pick(x: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+            x = tf.reshape(tf.gather(x, numbers), [slice_shape[i] for i in to_front])
+            return tf.cast(tf.transpose(x, back), grad.dtype)
 
-        results.append(mesh_impl.slicewise(pick, total, mine))
-    return results
+        return mesh_impl.slicewise(pick, totals, mine)
+
+    totals = [by_group(grad, value) for grad, value in zip(grads, values)]
+    split_axes = [axis for axis in mesh_axes if axis is not None]
+    if split_axes:
+        processors = ProcessorGroups.along(mesh_impl, split_axes)
+        totals = strategy.all_reduce(mesh_impl, totals, processors)
+    return [of_own_group(grad, total) for grad, total in zip(grads, totals)]
 
 
 def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list[int], list[int]]:

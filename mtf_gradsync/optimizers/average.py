@@ -19,6 +19,7 @@ from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import unstacked
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import WriteInPlace
 
 AVERAGE = "ExponentialMovingAverage"
 
@@ -110,77 +111,64 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
     return average
 
 
-class _Move(mtf.Operation):
-    """Moves averages towards the values of variables, to all of their bits."""
+class MoveAverages(Stage):
+    """After each update, adds `average -= (1 - decay) * (average - variable)`, of the new values.
 
-    def __init__(
-        self, decay: float, averages: Sequence[mtf.Variable], values: Sequence[mtf.Tensor]
-    ):
-        super().__init__(list(values), name="moving_averages")
-        self._decay, self._averages = decay, list(averages)
+    References:
+      tf.train.ExponentialMovingAverage
+    """
 
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
+    def __init__(self, decay: float, variables: Sequence[mtf.Variable] | None, slots: SlotBook):
+        """Describes the averages.
 
-        def move(variable: Any, average: Any, value: tf.Tensor) -> tf.Operation:
+        Args:
+          decay: of the averages.
+          variables: what is averaged; None for all that get a gradient.
+          slots: where the averages are recorded.
+        """
+        self._decay, self._variables, self._slots = decay, variables, slots
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """See `Stage.after_update`."""
+        variables = step.received[0].owners if self._variables is None else self._variables
+        if not variables:
+            return []
+        averages = [moving_average(variable) for variable in variables]
+        self._slots.record(averages, variables)
+
+        def move(average: Any, value: tf.Tensor) -> tf.Operation:
             # The new value is there only after the gate: this reads what the last step left.
             with tf.control_dependencies([value]):
                 now = tf.convert_to_tensor(average)
             return tf.assign(average, now - (now - tf.cast(value, now.dtype)) * (1 - self._decay))
 
-        moved = [
-            lowering.variables[average].assign_to_slices(
-                move, lowering.tensors[value].to_laid_out_tensor().all_slices
-            )
-            for average, value in zip(self._averages, self.inputs)
-        ]
-        lowering.operations[self] = tf.group(*moved)
+        values = step.value_after(variables, updates)
+        return [WriteInPlace(averages, values, move, "moving_averages")]
 
 
-def move_averages(
-    decay: float | None,
-    variables: Sequence[mtf.Variable],
-    updates: Sequence[mtf.Operation],
-    step: StepBuilder,
-    slots: SlotBook,
-) -> list[mtf.Operation]:
-    """Adds `average -= (1 - decay) * (average - variable)` behind an update.
+class KeepsAverages:
+    """Mixed into wrappers that have a stage `MoveAverages`."""
 
-    Args:
-      decay: of the averages.
-      variables: what is averaged; none for no averages.
-      updates: operations of the update.
-      step: the step that is being built.
-      slots: where the averages are recorded.
+    _slots: SlotBook
 
-    Returns:
-      The operations.
+    def average(self, var: mtf.Variable) -> mtf.Variable | None:
+        """The moving average of a variable; makes nothing.
 
-    References:
-      tf.train.ExponentialMovingAverage
-    """
-    if not variables or decay is None:
-        return []
-    averages = [moving_average(variable) for variable in variables]
-    slots.record(averages, variables)
-    return [_Move(decay, averages, step.value_after(variables, updates))]
+        Args:
+          var: a mesh variable, or its value.
 
-
-class _Average(Stage):
-    def __init__(self, wrapper: AverageOptimizer):
-        self._wrapper = wrapper
-
-    def after_update(
-        self, updates: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        wrapper = self._wrapper
-        given = step.received[0].owners
-        variables = wrapper._averaged if wrapper._averaged is not None else given
-        return move_averages(wrapper._decay, variables, updates, step, wrapper._slots)
+        Returns:
+          An `mtf.Variable`; None if the variable is not averaged, or before gradients were applied.
+          `mtf_gradsync.moving_average` makes one in a graph that only evaluates.
+        """
+        (variable,) = check_variables([var])
+        return self._slots.get(variable, AVERAGE)
 
 
 @gin.configurable(module="mtf_gradsync")
-class AverageOptimizer(Wrapper):
+class AverageOptimizer(KeepsAverages, Wrapper):
     """Applies another optimizer, and keeps moving averages of the variables.
 
     Averages move after each update, from the new values: around or inside
@@ -228,25 +216,11 @@ class AverageOptimizer(Wrapper):
           TypeError: an argument has the wrong type.
         """
         self._decay = decay_of("decay", decay)
-        self._averaged: list[mtf.Variable] | None = None
-        if variables_to_average is not None:
-            self._averaged = check_variables(variables_to_average)
+        given = variables_to_average
+        self._averaged = None if given is None else check_variables(given)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_Average(self)]
-
-    def average(self, var: mtf.Variable) -> mtf.Variable | None:
-        """The moving average of a variable; makes nothing.
-
-        Args:
-          var: a mesh variable, or its value.
-
-        Returns:
-          An `mtf.Variable`; None if the variable is not averaged, or before gradients were applied.
-          `mtf_gradsync.moving_average` makes one in a graph that only evaluates.
-        """
-        (variable,) = check_variables([var])
-        return self._slots.get(variable, AVERAGE)
+        return [MoveAverages(self._decay, self._averaged, self._slots)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients import check_gradients
+from mtf_gradsync.gradients.stages import check_gradients
 
 GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients import check_clip_norm, clip_by_global_norm
+from mtf_gradsync.gradients.clipping import check_clip_norm, clip_by_global_norm
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.wrapper import Wrapper

@@ -10,12 +10,8 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.gradients import (
-    SumCopies,
-    check_group_assignment,
-    check_groups_cover,
-    on_present,
-)
+from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, check_groups_cover
+from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -51,9 +47,14 @@ class _ReduceOverShards(Stage):
 class CrossShardOptimizer(Wrapper):
     """Sums gradients over the shards, then applies another optimizer.
 
-    The mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. Gradients may be pending
-    (what `mtf.gradients` returns), per shard, or of variables that have the shard dims
-    themselves; see `apply_grads`.
+    The mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient that it is given may
+    be
+
+    - pending (what `mtf.gradients` returns) or already summed, of its variable's shape: the
+      all-reduce that it still needs runs here, together with the others';
+    - per shard, of shape `[shard dims...] + var dims`: the shard dims are summed away;
+    - of a variable that has the shard dims itself: every shard gets the sum over its group. Groups
+      for a variable that all shards share are a ValueError.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
@@ -125,32 +126,6 @@ class CrossShardOptimizer(Wrapper):
         """See `Wrapper.stages`."""
         return [_ReduceOverShards(self)]
 
-    def apply_grads(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> list[mtf.Operation]:
-        """Sums gradients over the shards and applies them.
-
-        A gradient may be
-
-        - pending or already summed, of its variable's shape: the all-reduce that it still needs
-          runs here, together with the others';
-        - per shard, of shape `[shard dims...] + var dims`: the shard dims are summed away;
-        - of a variable that has the shard dims itself: every shard gets the sum over its group.
-
-        Args:
-          grads: a gradient or None for each variable.
-          variables: mesh variables.
-
-        Returns:
-          A flat list of mtf operations; empty if every gradient is None.
-
-        Raises:
-          TypeError: an argument has the wrong type.
-          ValueError: a gradient does not fit its variable, lengths differ, or groups are given
-            for a variable that all shards share.
-        """
-        return super().apply_grads(grads, variables)
-
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         for variable in variables if self._groups else ():
             if not self._has_own_copy(variable):
@@ -161,7 +136,7 @@ class CrossShardOptimizer(Wrapper):
                     "on each. Give the variable the shard dims, or leave group_assignment out."
                 )
             assert self._groups is not None  # or there was nothing to go through
-            check_groups_cover(self._groups, _size(self._shard_dims(variable.shape)))
+            check_groups_cover(self._groups, mtf.Shape(self._shard_dims(variable.shape)).size)
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """See `Wrapper.check`."""
@@ -184,13 +159,9 @@ class CrossShardOptimizer(Wrapper):
                     else "",
                 )
             return loss
-        num_shards = _size(dims)
+        num_shards = mtf.Shape(dims).size
         if self._groups:
             num_shards = check_groups_cover(self._groups, num_shards)
         if self._reduction == Reduction.SUM or num_shards == 1:
             return loss
         return loss * (1.0 / num_shards)
-
-
-def _size(dims: Sequence[mtf.Dimension]) -> int:
-    return mtf.Shape(list(dims)).size

@@ -1,12 +1,13 @@
-"""What wrappers offer of the interface of tf.compat.v1.train.Optimizer."""
+"""What wrappers offer of the interface of tf.compat.v1.train.Optimizer, and their old names."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.pipeline import StepBuilder
+from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits
 from mtf_gradsync.step import Plan, advance_step
 
 
@@ -93,3 +94,30 @@ class TrainOptimizerInterface:
         """`compute_gradients` and `apply_gradients` in one."""
         checks.check_step(global_step)
         return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
+
+
+def _deprecated(old: str, *new: str) -> property:
+    """An attribute from before wrappers had traits: whether one of some traits holds."""
+
+    def warn_and_get(self: DeprecatedNames) -> bool:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}.{old} is deprecated: use {name}.traits.{new[0]}.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return any(getattr(self.traits, trait) for trait in new)
+
+    return property(warn_and_get)
+
+
+class DeprecatedNames:
+    """Mixed into wrappers: old names, each with a warning that says the new one."""
+
+    traits: Traits
+
+    skips_updates = _deprecated("skips_updates", "schedules_updates")
+    tells_replicas_apart = _deprecated("tells_replicas_apart", "skips_shards")
+    leaves_out_not_finite = _deprecated(
+        "leaves_out_not_finite", "skips_not_finite", "watches_not_finite"
+    )

@@ -9,11 +9,10 @@ from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
-from mtf_gradsync.gradients import take_without_scale
-from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, resolve_axes
+from mtf_gradsync.gradients.losses import take_without_scale
+from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.deprecated import DeprecatedNames
-from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -40,6 +39,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     Attributes:
       traits: what the wrapper needs of its stack.
+      shown: what of `reported` training shows beside the loss: names, and what they show.
       opt: the inner optimizer.
       axes: `ReplicaAxes`, or None if no mesh was given.
       reducer: the reduction strategy.
@@ -49,6 +49,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     """
 
     traits = Traits()
+    shown: Sequence[tuple[str, str]] = ()
 
     opt: Any
     axes: ReplicaAxes | None
@@ -67,6 +68,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
         layout: Any,
         batch_dims: str | Sequence[str],
         reducer: Strategy | None,
+        needs_mesh_for: str = "",
     ) -> None:
         """Takes the arguments that all wrappers have.
 
@@ -79,10 +81,12 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
           layout: Mesh-TF's layout rules, likewise.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
+          needs_mesh_for: what the wrapper has to know the mesh for, in an error. Where the mesh is
+            not given it is then the one that the program has made for this graph.
 
         Raises:
           TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.
-          ValueError: arguments contradict each other, or the wrapper must not stand around opt.
+          ValueError: arguments contradict each other, or there is no mesh where one is needed.
         """
         kind = type(self).__name__
         self.opt = given_optimizer(opt, learning_rate, kind)
@@ -93,6 +97,8 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
                 "mtf.optimize."
             )
         self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
+        if self.axes is None and needs_mesh_for:
+            self.axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
         if not isinstance(name, str) or not _NAME.match(name):
@@ -144,6 +150,11 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     def reported(self) -> dict[str, mtf.Tensor]:
         """What this wrapper adds to `mtf_gradsync.reported`, by name."""
         return {}
+
+    def progress_fields(self) -> dict[str, mtf.Tensor]:
+        """What of `reported` training shows beside the loss, under the names of `shown`."""
+        values = self.reported() if self.shown else {}
+        return {name: values[tag] for name, tag in self.shown if tag in values}
 
     # The shards, as a shape shows them.
 

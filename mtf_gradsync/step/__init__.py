@@ -4,8 +4,10 @@ from mtf_gradsync.step.after import values_after
 from mtf_gradsync.step.branch import Branch, Conditional
 from mtf_gradsync.step.count import AdvanceStep, advance_step, is_advanced
 from mtf_gradsync.step.gate import Gate, gated_update
+from mtf_gradsync.step.in_place import WriteInPlace
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
+from mtf_gradsync.step.watch import Watch, Watched, WatchHook
 
 __all__ = [
     "AdvanceStep",
@@ -15,6 +17,10 @@ __all__ = [
     "Part",
     "PartLowering",
     "Plan",
+    "Watch",
+    "WatchHook",
+    "Watched",
+    "WriteInPlace",
     "advance_step",
     "gated_update",
     "is_advanced",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal, NamedTuple, Sequence
 
 import gin
@@ -9,22 +10,13 @@ import gin
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
-from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.gradients import mixed_gradients, per_shard
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
-from mtf_gradsync.optimizers.pipeline import (
-    Form,
-    GradientSet,
-    Stage,
-    StepBuilder,
-    Traits,
-)
-from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators
-from mtf_gradsync.optimizers.state.leave_out import LeaveOut
+from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -61,11 +53,15 @@ class GradientAccumulationOptimizer(Wrapper):
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
     """
 
+    shown = (
+        ("micro step", "accumulation/micro_step"),
+        ("update step", "update_step"),
+        ("skipped", "accumulation/skipped"),
+    )
     accumulate: Accumulate
-    # An optimizer may serve several graphs; the last one is what its properties tell of.
-    _counters: _Counters | None
-    _update_step_now: mtf.Tensor | None
-    _progress: dict[str, mtf.Tensor]
+    # Of the graph that gradients were applied in last: variables, and values after a step.
+    _counters: _Counters | None = None
+    _now: _Counters | None = None
 
     def __new__(
         cls,
@@ -99,10 +95,10 @@ class GradientAccumulationOptimizer(Wrapper):
             function from the update step (mtf int32 scalar) to one. A function is asked when an
             update begins: the number never changes in the middle of an accumulation.
           average_aggregated_gradients: divide the sum by the number of micro steps in it.
-          should_skip_update_fn: says which micro steps are left out, from the list of their
+          should_skip_update_fn: says which micro steps to skip, from the list of their
             gradients: `skip_not_finite`, `skip_large_updates(norm)`, or a function of yours that
-            returns a boolean mtf scalar. A micro step that is left out does not count. None
-            leaves out nothing: a NaN then stays in the sum until the update.
+            returns a boolean mtf scalar. A micro step that is skipped does not count. None
+            skips nothing: a NaN then stays in the sum until the update.
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             fresh accumulation, and local sums need no master copy on the host.
@@ -125,11 +121,7 @@ class GradientAccumulationOptimizer(Wrapper):
         """
         opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
-            if should_skip_update_fn is not None:
-                raise ValueError(
-                    "should_skip_update_fn goes with mesh optimizers; got it with the TensorFlow "
-                    f"optimizer {opt!r}."
-                )
+            compat_v1.refuse_with_v1(opt, should_skip_update_fn=should_skip_update_fn)
             counterpart = compat_v1.GradientAccumulationOptimizer(
                 opt,
                 backward_passes_per_step,  # type: ignore[arg-type]  # it refuses functions itself
@@ -154,9 +146,10 @@ class GradientAccumulationOptimizer(Wrapper):
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
         self = super().__new__(cls)
-        self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
-        if accumulate == LOCAL and self.axes is None:
-            self.axes = axes_of_pipeline(cls.__name__, "the shards", batch_dims)
+        needs_mesh_for = "the shards" if accumulate == LOCAL else ""
+        self._wrap(
+            opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for
+        )
         self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
@@ -171,9 +164,6 @@ class GradientAccumulationOptimizer(Wrapper):
         self._check_order()
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
-        self._counters = None
-        self._update_step_now = None
-        self._progress = {}
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
         return self
 
@@ -199,39 +189,27 @@ class GradientAccumulationOptimizer(Wrapper):
     @property
     def update_step_now(self) -> mtf.Tensor | None:
         """`update_step` with the step that it is fetched with; None where all steps update."""
-        return self._update_step_now
+        return self._now and self._now.update_step
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Micro steps left out so far (int32); None before gradients were applied."""
+        """Micro steps skipped so far (int32); None before gradients were applied."""
         return self._counters and self._counters.skipped
-
-    def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Scalars that tell how training goes: micro step, update step, micro steps left out.
-
-        They count the step that they are fetched with.
-        """
-        return dict(self._progress)
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
-        fields = self._progress
-        names = {
-            "update_step": "update step",
-            "accumulation/micro_step": "micro step",
-            "accumulation/skipped": "skipped",
-        }
-        return {tag: fields[name] for tag, name in names.items() if name in fields}
+        now = self._now
+        if now is None:
+            return {}
+        steps = {"update_step": now.update_step, "accumulation/micro_step": now.mini_step}
+        return steps if self._skip_fn is None else {**steps, "accumulation/skipped": now.skipped}
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + list(self._counters or ())
 
-    def _note_counters(self, counters: _Counters, after_step: _Counters) -> None:
-        self._counters, self._update_step_now = counters, after_step.update_step
-        self._progress = {"micro step": after_step.mini_step, "update step": after_step.update_step}
-        if self._skip_fn is not None:
-            self._progress["skipped"] = after_step.skipped
+    def _note_counters(self, before: _Counters, now: _Counters) -> None:
+        self._counters, self._now = before, now
 
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
@@ -245,30 +223,38 @@ class _Accumulate(Stage):
     """Adds gradients up, and passes the sums on when an update is due."""
 
     gives = Form.REDUCED
+    wants_whole = True
+    reduces_mixed = (
+        "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
+        "%s), so they are reduced on each of them, and their sums are added up. Do that after "
+        "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."
+    )
 
     def __init__(self, wrapper: GradientAccumulationOptimizer):
         self._wrapper = wrapper
+        self.takes = Form.PER_SHARD if wrapper.accumulate == LOCAL else None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper, mesh = self._wrapper, gradients.variables[0].mesh
-        counters = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
-        mini_step, update_step, skipped = (c.value for c in counters)
-        for state in counters:
+        wrapper, mesh = self._wrapper, gradients.mesh
+        before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
+        mini_step, update_step, skipped = (c.value for c in before)
+        for state in before:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
-        micro = self._micro_gradients(gradients, step)
+        if wrapper.accumulate == SYNCED:
+            # Whole, even where the updates are sharded: accumulators are laid out like variables.
+            gradients = step.reduce_whole(gradients, wrapper._gradient_reduction())
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
-            skip = says_skip(wrapper._skip_fn, micro.present, wrapper.reducer)
-            micro = micro.with_grads(LeaveOut.apply(micro.grads, skip))
+            skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
+            gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
             step.write_state(when=lambda: mtf.logical_not(skip))
         accumulators = Accumulators(
-            micro.grads,
-            micro.variables,
+            gradients,
             wrapper._slots,
             wrapper._dtype,
             wrapper._checkpointed,
-            counter=counters.mini_step.name,
+            counter=before.mini_step.name,
         )
         count = mini_step + counted
         due = mtf.greater_equal(count, passes_at(wrapper._passes, update_step))
@@ -277,60 +263,22 @@ class _Accumulate(Stage):
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
         updated = mtf.cast(due, tf.int32)
-        after_step = _Counters(
-            count * (1 - updated), update_step + updated, skipped + (1 - counted)
-        )
-        step.when_built(lambda: wrapper._note_counters(counters, after_step))
+        now = _Counters(count * (1 - updated), update_step + updated, skipped + (1 - counted))
+        step.when_built(lambda: wrapper._note_counters(before, now))
         gate = accumulators.add(step)
         counts = step.plan.graph.combine_assignments(
-            [mtf.assign(c, value) for c, value in zip(counters, after_step)]
+            [mtf.assign(variable, value) for variable, value in zip(before, now)]
         )
         step.write(counts, gate)
-        sums = accumulators.take_when(due, step, gate, counts_every_step=True)
-        return gradients.with_grads(
-            sums,
-            Form.PENDING,
-            divisor=count if wrapper._average else None,
-            dtypes=tuple(accumulators.dtypes),
-        )
-
-    def _micro_gradients(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """The gradients to add up: one a shard, or reduced over the mesh now."""
-        wrapper = self._wrapper
-        reduction = wrapper._gradient_reduction()
-        if wrapper.accumulate == SYNCED:
-            return step.reduce_whole(gradients, reduction)
-        axes, grads = wrapper.axes, gradients.grads
-        assert axes is not None  # what "local" has found
-        own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
-        mixed = mixed_gradients(own, axes)
-        if mixed:
-            warn_once(
-                "gradients summed on each micro step",
-                "%s: the program itself needs the sums of the gradients of %s on every micro step "
-                "(for %s), so they are reduced on each of them, and their sums are added up. Do "
-                "that after accumulation: ClipByGlobalNormOptimizer inside it clips the sum.",
-                wrapper.name,
-                [gradients.variables[i].name for i in mixed],
-                ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values())),
-            )
-        local = [None if i in mixed else g for i, g in enumerate(grads)]
-        shards = per_shard(local, axes, wrapper.reducer)
-        if not mixed:
-            step.per_shard = gradients.with_grads(shards, Form.PER_SHARD)
-        summed = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
-        summed = step.reduce_whole(summed, reduction)
-        return gradients.with_grads(
-            [w if i in mixed else g for i, (g, w) in enumerate(zip(shards, summed.grads))],
-            Form.PER_SHARD,
-        )
+        divisor = count if wrapper._average else None
+        return accumulators.take_when(due, step, gate, counts_every_step=True, divisor=divisor)
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """The number of updates made so far, for schedules of the inner optimizer.
 
     It can be had before the wrapper exists, and is the same counter, in any variable scope. With
-    one pass an update and nothing to leave out the wrapper counts nothing: it stays 0, and the
+    one pass an update and nothing to skip the wrapper counts nothing: it stays 0, and the
     global step counts updates.
 
     Args:
@@ -345,12 +293,9 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
 
 def _floating(dtype: Any) -> tf.DType:
-    try:
-        result = tf.as_dtype(dtype)
-    except TypeError:
-        result = None
-    if result is None or not result.is_floating:
-        raise ValueError(
-            f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
-        )
-    return result
+    with contextlib.suppress(TypeError):
+        if tf.as_dtype(dtype).is_floating:
+            return tf.as_dtype(dtype)
+    raise ValueError(
+        f"accumulator_dtype must be a floating dtype such as tf.float32, got {dtype!r}."
+    )

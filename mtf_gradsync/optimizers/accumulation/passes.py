@@ -6,9 +6,8 @@ from typing import Any, Callable, Union
 
 import numpy as np
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients import StageOperation
 from mtf_gradsync.step import Plan
 
 Passes = Union[int, Callable[[Any], Any]]
@@ -16,43 +15,29 @@ Passes = Union[int, Callable[[Any], Any]]
 
 def check_passes(passes: Any) -> None:
     """Raises ValueError if passes is neither a whole number of at least 1 nor a function."""
-    if callable(passes) and not isinstance(passes, type):
-        return
-    if not is_whole(passes):
-        raise ValueError(
-            "backward_passes_per_step must be a whole number of 1 or more, or a function from "
-            f"the update step to one, got {passes!r}."
-        )
+    if isinstance(passes, type) or not callable(passes):
+        more = "Or give a function from the update step to one."
+        check_whole("backward_passes_per_step", passes, more=more)
 
 
-class _Schedule(StageOperation):
-    """Evaluates a function of TensorFlow scalars on every processor."""
+def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Tensor:
+    """A function of TensorFlow scalars, evaluated on every processor."""
 
-    def __init__(self, step: mtf.Tensor, fn: Callable[[tf.Tensor], Any]):
-        self._fn = fn
-        super().__init__([step], [step.shape], "passes_schedule", [tf.int32])
+    def evaluate(step: tf.Tensor) -> tf.Tensor:
+        try:
+            result = tf.convert_to_tensor(passes(step))
+        except Exception as error:
+            raise ValueError(
+                f"backward_passes_per_step {passes!r} failed for the update step as an mtf scalar "
+                f"and as a tf scalar: {error}"
+            ) from error
+        if not result.dtype.is_integer or result.shape.rank not in (0, None):
+            raise ValueError(
+                f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
+            )
+        return tf.reshape(tf.cast(result, tf.int32), [])
 
-    def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
-        mesh_impl = lowering.mesh_impl(self)
-        value = lowering.tensors[self.inputs[0]]
-
-        def evaluate(step: tf.Tensor) -> tf.Tensor:
-            try:
-                passes = tf.convert_to_tensor(self._fn(step))
-            except Exception as error:
-                raise ValueError(
-                    f"backward_passes_per_step {self._fn!r} failed for the update step as an mtf "
-                    f"scalar and as a tf scalar: {error}"
-                ) from error
-            if not passes.dtype.is_integer or passes.shape.rank not in (0, None):
-                raise ValueError(
-                    f"backward_passes_per_step {self._fn!r} must return a whole number, got "
-                    f"{passes!r}."
-                )
-            return tf.reshape(tf.cast(passes, tf.int32), [])
-
-        self.set_outputs(lowering, [mesh_impl.slicewise(evaluate, value)])
+    return mtf.cwise(evaluate, [update_step], tf.int32, name="passes_schedule")
 
 
 class _Probe:
@@ -111,4 +96,4 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
         _check_constant(passes, result)
         check_passes(result)
         return int(result)
-    return _Schedule(update_step, passes).outputs[0]
+    return _evaluated(passes, update_step)

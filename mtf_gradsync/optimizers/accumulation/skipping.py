@@ -1,4 +1,4 @@
-"""Which micro steps are left out of an accumulation."""
+"""Which micro steps an accumulation skips."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_skip_fn(fn: Any) -> None:
 
 
 def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Asks whether to leave a micro step out.
+    """Asks whether to skip a micro step.
 
     Args:
       fn: a checked function.

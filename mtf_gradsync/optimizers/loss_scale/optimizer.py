@@ -1,4 +1,4 @@
-"""LossScaleOptimizer: scales the loss, and leaves out steps that are not finite."""
+"""LossScaleOptimizer: scales the loss, and skips steps that are not finite."""
 
 from __future__ import annotations
 
@@ -6,33 +6,18 @@ from typing import Any, Literal, Sequence
 
 import gin
 
-from mtf_gradsync._numbers import is_number, is_whole
+from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients import ScaledLosses, global_norm, not_finite, unscaled_gradients
+from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
+from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.loss_scale.hook import LossScaleHook
-from mtf_gradsync.optimizers.loss_scale.not_finite import (
-    NotFinite,
-    TellNotFinite,
-    places_variable,
-)
-from mtf_gradsync.optimizers.loss_scale.state import (
-    LossScaleState,
-    Rule,
-    after_step,
-    make_state,
-)
-from mtf_gradsync.optimizers.pipeline import (
-    GradientSet,
-    Stage,
-    StepBuilder,
-    Traits,
-    traits_of,
-)
+from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
+from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
+from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, values_after
+from mtf_gradsync.step import Gate, Plan, WatchHook, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales whose reciprocals are far from float32's limits, too.
@@ -44,10 +29,10 @@ class LossScaleOptimizer(Wrapper):
     """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
 
     Gradients of narrow floats (float16) then do not become zero where they are small. A step with
-    a gradient that is not finite, on any shard, is left out whole: variables and slots keep their
-    bits, and a global step that is handed to `apply_gradients` does not advance. A dynamic scale is
-    divided by `multiplier` then, and multiplied by it after `growth_steps` updates without such a
-    step.
+    a gradient that is not finite, on any shard, is skipped as a whole: variables and slots keep
+    their bits, and a global step that is given to `apply_gradients` does not advance. A dynamic
+    scale is divided by `multiplier` then, and multiplied by it after `growth_steps` updates without
+    such a step.
 
     The loss keeps its value; what is scaled is the gradient that `mtf.gradients` begins with. So
     it works with gradients of `compute_gradients`, which come without the scale, and with those of
@@ -55,10 +40,10 @@ class LossScaleOptimizer(Wrapper):
     are float32 after that.
 
     Stand it outside of what sums and clips: `LossScaleOptimizer(CrossShardOptimizer(opt))`. Inside
-    `GradientAccumulationOptimizer` it decides once an update, and an update is left out with all of
-    its micro steps. Around optimizers that leave out what is not finite by themselves
+    `GradientAccumulationOptimizer` it decides once an update, and an update is skipped with all of
+    its micro steps. Around optimizers that skip what is not finite by themselves
     (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it moves the scale, and they
-    leave out.
+    skip.
 
     State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`.
 
@@ -68,6 +53,7 @@ class LossScaleOptimizer(Wrapper):
     """
 
     traits = Traits(watches_not_finite=True)
+    shown = (("loss scale", "loss_scale/scale"), ("left out", "loss_scale/skipped"))
 
     def __init__(
         self,
@@ -91,7 +77,7 @@ class LossScaleOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
           loss_scale: "dynamic", or a number greater than 0 that stays. With a fixed scale, steps
-            are left out just the same.
+            are skipped just the same.
           initial_scale: what a dynamic scale begins with.
           growth_steps: updates in a row without a gradient that is not finite, after which a
             dynamic scale grows.
@@ -113,9 +99,8 @@ class LossScaleOptimizer(Wrapper):
           ValueError: an argument is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        self._rule = _rule(
-            loss_scale, initial_scale, growth_steps, multiplier, min_scale, max_scale
-        )
+        scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
+        self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
         # Of the graph that gradients were applied in last: variables, and values after a step.
@@ -142,16 +127,16 @@ class LossScaleOptimizer(Wrapper):
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Steps left out so far (int32); None before gradients were computed or applied."""
+        """Steps skipped so far (int32); None before gradients were computed or applied."""
         return self._state and self._state.skipped
 
     @property
     def told(self) -> TellNotFinite | None:
-        """What tells of steps that were left out; None before gradients were applied."""
+        """What tells of skipped steps; None before gradients were applied."""
         return self._told
 
-    def make_session_run_hook(self) -> LossScaleHook:
-        """Makes a hook that logs which gradients of which shards a step was left out for.
+    def make_session_run_hook(self) -> WatchHook:
+        """Makes a hook that logs which gradients of which shards a step was skipped for.
 
         On placement meshes the step itself prints that, and the hook does nothing.
 
@@ -159,15 +144,16 @@ class LossScaleOptimizer(Wrapper):
           A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
           before.
         """
-        return LossScaleHook(self)
 
-    def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Scale and steps left out, with the step that they are fetched with."""
-        now = self._values_now()
-        if now is None:
-            return {}
-        fields = {"left out": now.skipped}
-        return {"loss scale": now.scale, **fields} if self._rule.is_dynamic else fields
+        def told() -> TellNotFinite:
+            if self._told is None:
+                raise ValueError(
+                    "LossScaleOptimizer.apply_gradients (or apply_grads) has to be called before "
+                    "its hook is used."
+                )
+            return self._told
+
+        return WatchHook(told)
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
@@ -270,7 +256,7 @@ class _SkipNotFinite(Stage):
         step: StepBuilder,
     ) -> None:
         """Names what is not finite, where something is not."""
-        wrapper, mesh = self._wrapper, finite.mesh
+        wrapper = self._wrapper
         axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
         wrapper._told = None
 
@@ -281,37 +267,25 @@ class _SkipNotFinite(Stage):
                 found.append(mtf.anonymize(of_shards.outputs[0]))
             of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
             found.append(mtf.anonymize(of_sums.outputs[0]))
-            rows = sum(x.shape.size for x in found) // len(names)
-            variable = places_variable(mesh, f"{wrapper.name}/not_finite", rows, len(names))
-            wrapper._told = TellNotFinite(found, variable, before.skipped, names, wrapper.name)
+            wrapper._told = TellNotFinite(found, before.skipped, names, wrapper.name)
             return [wrapper._told]
 
         step.beside_when(mtf.logical_not(finite), gate, tell)
 
 
-def _rule(
-    loss_scale: Any,
-    initial_scale: Any,
-    growth_steps: Any,
-    multiplier: Any,
-    min_scale: Any,
-    max_scale: Any,
-) -> Rule:
+def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:
     """Checks the arguments that say how a scale moves."""
-    is_dynamic = loss_scale == DYNAMIC if isinstance(loss_scale, str) else False
-    if not is_dynamic and not _is_positive(loss_scale):
-        raise ValueError(
-            f"loss_scale must be {DYNAMIC!r} or a number greater than 0 that float32 can hold, as "
-            f"{_LEAST:g} to {_MOST:g}, got {loss_scale!r}."
-        )
-    scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
-    for name, value in scales.items():
+    is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
+    initial, least, most = scales.values()
+    given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}
+    for name, value in given.items():
         if not _is_positive(value):
+            what = f"{DYNAMIC!r} or a number greater" if name == "loss_scale" else "greater"
             raise ValueError(
-                f"{name} must be greater than 0 and one that float32 can hold, as {_LEAST:g} to "
+                f"{name} must be {what} than 0 and one that float32 can hold, as {_LEAST:g} to "
                 f"{_MOST:g}, got {value!r}."
             )
-    if is_dynamic and not min_scale <= initial_scale <= max_scale:
+    if is_dynamic and not least <= initial <= most:
         raise ValueError(
             "initial_scale must lie between min_scale and max_scale, got "
             + ", ".join(f"{name}={value!r}" for name, value in scales.items())
@@ -319,13 +293,11 @@ def _rule(
         )
     if not _is_positive(multiplier) or not multiplier > 1:
         raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
-    if not is_whole(growth_steps):
-        raise ValueError(f"growth_steps must be a whole number of 1 or more, got {growth_steps!r}.")
-    initial = float(initial_scale if is_dynamic else loss_scale)
+    check_whole("growth_steps", growth_steps)
+    initial = float(initial if is_dynamic else loss_scale)
     return Rule(
-        is_dynamic, initial, int(growth_steps), float(multiplier), float(min_scale),
-        float(max_scale),
-    )  # fmt: skip
+        is_dynamic, initial, int(growth_steps), float(multiplier), float(least), float(most)
+    )
 
 
 def _is_positive(value: Any) -> bool:

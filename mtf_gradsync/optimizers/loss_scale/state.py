@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.optimizers.state.variables import scalar_state, unstacked
+from mtf_gradsync.optimizers.state.variables import scalar_state
 
 
 class Rule(NamedTuple):
@@ -36,7 +34,7 @@ class LossScaleState(NamedTuple):
     Attributes:
       scale: float32, what the loss is multiplied by; None where it is fixed.
       good_steps: int32, updates in a row with finite gradients since it moved; None likewise.
-      skipped: int32, steps left out so far.
+      skipped: int32, steps skipped so far.
     """
 
     scale: Any
@@ -62,16 +60,7 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
     """
     scale = good_steps = None
     if rule.is_dynamic:
-        with root_scope():
-            scale = mtf.get_variable(
-                mesh,
-                f"{name}/scale",
-                mtf.Shape([]),
-                unstacked(tf.float32),
-                initializer=tf.constant_initializer(rule.initial),
-                trainable=False,
-            ).operation
-        note_state(scale, start=rule.initial)
+        scale = scalar_state(mesh, f"{name}/scale", tf.float32, stacked=False, start=rule.initial)
         good_steps = scalar_state(mesh, f"{name}/good_steps", stacked=False)
     return LossScaleState(scale, good_steps, scalar_state(mesh, f"{name}/skipped", stacked=False))
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._scopes import root_scope
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients import pending_over_shards
 from mtf_gradsync.gradients.apart import ReduceApart
+from mtf_gradsync.gradients.told_apart import pending_over_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment
-from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.optimizers.state.variables import state_variable
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.state import GradientOfCores, StateMaker
 
@@ -45,9 +43,7 @@ class _Maker(StateMaker):
                 "optimizers of one graph names, or variables, of their own."
             )
         whole = mtf.Shape([*shard_dims, *shape.dims])
-        with root_scope():
-            made = state_variable(mesh, name, whole, dtype, stacked=False, start=start)
-        note_state(made, num_shard_dims=len(shard_dims), start=start)
+        made = named_state(mesh, name, whole, dtype, start=start, num_shard_dims=len(shard_dims))
         self._slots.record([made], self._gradients.variables)
         self.made.append(made)
         return made

@@ -7,9 +7,11 @@ from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.gradients.parts import scatter_gradients
+from mtf_gradsync.gradients.stages import SumGradients, per_shard, shard_dims_in
+from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
+from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
@@ -23,7 +25,7 @@ class StepBuilder:
 
     Attributes:
       plan: the plan of the mtf graph.
-      received: for each wrapper of the stack, the gradients that came to it.
+      received: for each wrapper of the stack, the gradients that it was given.
       passed_on: for each wrapper, the gradients that it passed on.
       per_shard: gradients of all shards, where a stage has recovered them; None elsewhere.
       reduced: the first reduction; None before.
@@ -54,6 +56,8 @@ class StepBuilder:
         self._lists: list[list[mtf.Operation]] = [[]]
         self._branches = contextlib.ExitStack()
         self._notes: list[Callable[[], None]] = []
+        # The stages still to come that want gradients whole.
+        self._wants_whole: list[Stage] = []
         self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self._reduced_apart: frozenset[mtf.Variable] = frozenset()
         self._used_apart: list[Strategy] = []
@@ -73,20 +77,27 @@ class StepBuilder:
           The operations of the step.
         """
         self.plan = Plan.of(gradients.graph)
+        stages = [stage for segment in self._segments for stage in segment.stages]
+        self._wants_whole = [stage for stage in stages if stage.wants_whole]
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
                 for stage in segment.stages:
-                    gradients = self._convert(gradients, stage.takes, segment.reduction)
+                    if stage.takes is Form.PER_SHARD:
+                        gradients = self._per_shard(gradients, segment.reduction, stage)
+                    elif stage.takes is Form.REDUCED:
+                        gradients = self.reduce(gradients, segment.reduction)
                     gradients = stage.apply(gradients, self)
-                    gradients = self._convert(gradients, stage.gives, segment.reduction)
+                    if stage in self._wants_whole:
+                        self._wants_whole.remove(stage)
+                    if stage.gives is Form.REDUCED:
+                        gradients = self.reduce(gradients, segment.reduction)
                 self.passed_on.append(gradients)
             if not self._takes_pending:
                 gradients = self.reduce(gradients, self._segments[-1].reduction)
             self.write_state()
-            gradients = self._in_dtypes_of_inner(gradients)
+            gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
-            stages = [stage for segment in self._segments for stage in segment.stages]
             updates = self._updates(gradients, stages)
             self.add(updates)
             for stage in reversed(stages):
@@ -185,6 +196,8 @@ class StepBuilder:
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
 
+        They are whole, too, on the way to a stage that wants them so.
+
         Args:
           gradients: in any form.
           reduction: how; sharded updates have a way of their own.
@@ -192,10 +205,11 @@ class StepBuilder:
         Returns:
           The set in form `REDUCED` or `PART`, divided by its divisor, in its dtypes.
         """
-        if gradients.form.is_reduced:
+        in_parts = self._partition is not None and not self._wants_whole
+        if gradients.form is (Form.PART if in_parts else Form.REDUCED):
             return gradients
-        if self._partition is None:
-            return self._finished(self.reduce_whole(gradients, reduction))
+        if self._partition is None or not in_parts:
+            return finished(self.reduce_whole(gradients, reduction), self._opt)
         axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
         given = gradients.present
@@ -205,7 +219,7 @@ class StepBuilder:
         )
         sources = [s if x is y else x for x, y, s in zip(given, gradients.present, sources)]
         self._note(sources, parts, strategy)
-        return self._finished(_replaced(gradients, parts, Form.PART))
+        return finished(gradients.with_present(parts, Form.PART), self._opt)
 
     def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
@@ -220,7 +234,7 @@ class StepBuilder:
         strategy = reduction.strategy
         sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
         self._note(given, sums, strategy)
-        return _replaced(gradients, sums, Form.REDUCED)
+        return gradients.with_present(sums, Form.REDUCED)
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
@@ -247,10 +261,27 @@ class StepBuilder:
         self._lists.pop()
         self.add(Conditional(due, gate, branch, behind, as_call).updates)
 
-    def _convert(
-        self, gradients: GradientSet, form: Form | None, reduction: Reduction
-    ) -> GradientSet:
-        return self.reduce(gradients, reduction) if form is Form.REDUCED else gradients
+    def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
+        """Each shard's own gradients; where the shards are mixed, what the stage wants instead."""
+        grads, axes = gradients.grads, reduction.axes
+        assert axes is not None  # wrappers with such stages know the mesh
+        own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
+        mixed = mixed_gradients(own, axes)
+        reduced: list[mtf.Tensor | None] = [None] * len(grads)
+        if mixed and stage.reduces_mixed:
+            names = [gradients.variables[i].name for i in mixed]
+            found = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+            warn_once(stage.reduces_mixed, stage.reduces_mixed, reduction.name, names, found)
+            some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
+            reduced = list(self.reduce_whole(some, reduction).grads)
+        apart = [None if r is not None else g for r, g in zip(reduced, grads)]
+        shards = per_shard(apart, axes, reduction.strategy, accept_summed=True)
+        result = gradients.with_grads(
+            [s if r is None else r for r, s in zip(reduced, shards)], Form.PER_SHARD
+        )
+        if not mixed and not gradients.form.is_reduced:
+            self.per_shard = result
+        return result
 
     def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Gradients, those reduced that the strategy has a way of its own for."""
@@ -261,52 +292,6 @@ class StepBuilder:
         self._reduced_apart |= done.owners
         self._kept += done.kept
         return done.gradients
-
-    def _finished(self, gradients: GradientSet) -> GradientSet:
-        """Reduced gradients, divided and in the dtypes that the inner optimizer is to get."""
-        dtypes, divisor = gradients.dtypes, gradients.divisor
-        if dtypes is None and divisor is None:
-            return gradients
-
-        def finish(total: mtf.Tensor, dtype: tf.DType | None) -> mtf.Tensor:
-            if divisor is not None:
-                wide = total if total.dtype.size >= 4 else mtf.cast(total, tf.float32)
-                total = mtf.divide(wide, mtf.cast(divisor, wide.dtype))
-            dtype = total.dtype if dtype is None else self._inner_dtype(dtype)
-            return total if total.dtype == dtype else mtf.cast(total, dtype)
-
-        finished = [
-            None if g is None else finish(g, dtypes[i] if dtypes else None)
-            for i, g in enumerate(gradients.grads)
-        ]
-        return gradients.with_grads(finished, divisor=None, dtypes=None)
-
-    def _inner_dtype(self, dtype: tf.DType) -> tf.DType:
-        """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
-        # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the
-        # others cast to float32 themselves.
-        if dtype.size >= 4 or isinstance(self._opt, mtf.optimize.MomentumOptimizer):
-            return dtype
-        return tf.float32
-
-    def _in_dtypes_of_inner(self, gradients: GradientSet) -> GradientSet:
-        """Gradients as Mesh-TF's Momentum takes them: in the dtype of the variable's value."""
-        if not isinstance(self._opt, mtf.optimize.MomentumOptimizer):
-            return gradients
-        pairs = list(zip(gradients.grads, gradients.variables))
-        other = [g is not None and g.dtype != v.activation_dtype for g, v in pairs]
-        if not any(other):
-            return gradients
-        warn_once(
-            "narrow momentum",
-            "mtf.optimize.MomentumOptimizer takes gradients in the dtype of activations, %s, "
-            "and adds them up in it: small ones are lost. "
-            "MeshOptimizer(tf.train.MomentumOptimizer(...)) adds up in float32.",
-            gradients.variables[other.index(True)].activation_dtype.name,
-        )
-        return gradients.with_grads(
-            [mtf.cast(g, v.activation_dtype) if casts else g for (g, v), casts in zip(pairs, other)]
-        )
 
     def _updates(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
         """The inner optimizer's update inside of what stages make around it, behind a gate."""
@@ -337,7 +322,3 @@ class StepBuilder:
     ) -> None:
         if self.reduced is None:
             self.reduced = Reduced(list(parts), list(sums), self.plan.open_branch, strategy)
-
-
-def _replaced(gradients: GradientSet, present: Sequence[mtf.Tensor], form: Form) -> GradientSet:
-    return gradients.with_grads(on_present(gradients.grads, lambda _: present), form)

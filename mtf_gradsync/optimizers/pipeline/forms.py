@@ -7,6 +7,7 @@ import enum
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.step import Branch, Plan
 
 
@@ -83,3 +84,9 @@ class GradientSet:
         """
         form = form or self.form
         return dataclasses.replace(self, grads=tuple(grads), form=form, **others)
+
+    def with_present(
+        self, present: Sequence[mtf.Tensor], form: Form | None = None, **others: Any
+    ) -> GradientSet:
+        """`with_grads`, of one for each gradient of `present`."""
+        return self.with_grads(on_present(self.grads, lambda _: present), form, **others)

@@ -20,12 +20,19 @@ class Stage:
 
     Attributes:
       takes: the form of gradients that `apply` wants; `REDUCED` stands for `PART`, too, where the
-        updates of the stack are sharded. None for gradients as they come.
+        updates of the stack are sharded. None for gradients as they are.
       gives: the form that gradients are to have after the stage; None for what `apply` returns.
+      wants_whole: whether parts of reduced gradients are of no use to the stage: it adds them up in
+        accumulators that are laid out like variables.
+      reduces_mixed: of a stage that takes `PER_SHARD`: a warning for gradients in which the shards
+        are mixed, which are then reduced instead. None to take equal shares of them. The warning is
+        filled with the wrapper's name, the variables and the operations that mix the shards.
     """
 
     takes: Form | None = None
     gives: Form | None = None
+    wants_whole = False
+    reduces_mixed: str | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Does the stage's work.

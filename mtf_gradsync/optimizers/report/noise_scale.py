@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple, Sequence
 
@@ -67,7 +68,7 @@ def gradient_noise_scale(
     Raises:
       TypeError: opt is no wrapper.
       ValueError: an argument is out of range; gradients were not applied before, or were not summed
-        over several shards, or shards cannot be told apart or leave theirs out.
+        over several shards, or shards are mixed or skipped.
 
     References:
       McCandlish et al., "An empirical model of large-batch training", 2018, appendix A.1
@@ -84,9 +85,7 @@ def gradient_noise_scale(
             scalar_state(mesh, f"{name}/{field}", tf.float32, stacked=False)
             for field in ("trace", "squared_norm")
         ]
-        made: list[mtf.Operation] = []
-
-        def smooth() -> list[mtf.Operation]:
+        with branch.opened() if branch else contextlib.nullcontext():
             own, clipped = norms_of_shards(reduced.parts, axes, reduced.strategy)
             parts = own if clipped is None else clipped
             if parts is None:
@@ -96,18 +95,14 @@ def gradient_noise_scale(
                 )
             whole = norm_of_reduced(reduced.sums, None, reduced.strategy)
             estimates = _estimates(parts, whole, axes.num_shards, batch_size)
-            made.extend(
+            made = [
                 mtf.assign(average, _moved(average.value, new, estimates, decay))
                 for average, new in zip(averages, estimates)
-            )
-            if branch is None:
-                Gate(plan, estimates).hold(made)
-            return made
-
+            ]
         if branch is None:
-            smooth()
+            Gate(plan, estimates).hold(made)
         else:
-            branch.add(smooth)
+            branch.updates.extend(made)
         trace, squared_norm = values_after(averages, made)
         # 0 / 0 is NaN: before the first step there is none.
         value = mtf.cwise(tf.divide, [trace, squared_norm])

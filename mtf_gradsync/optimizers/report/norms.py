@@ -1,39 +1,30 @@
-"""Norms of gradients at a place of a stack of wrappers."""
+"""Norms of gradients at a place of a stack of wrappers, on the steps that have them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Callable, Sequence
 
-from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients import (
-    clipping_of,
-    global_norm,
-    mixed_gradients,
-    per_shard,
-    shard_dims_in,
-    shard_norms,
-    summed_elsewhere,
-)
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.clipping import clipping_of
+from mtf_gradsync.gradients.measures import global_norm, shard_norms
+from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
+from mtf_gradsync.gradients.told_apart import mixed_gradients, summed_elsewhere
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch
+from mtf_gradsync.step import Branch, WriteInPlace, values_after
 
 _logger = logging.getLogger("mtf_gradsync")
 
 
 def in_branch(branch: Branch | None, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
     """What a function makes, in a branch of the step or, for None, on every step."""
-    if branch is None:
+    with branch.opened() if branch else contextlib.nullcontext():
         return make()
-    made = []
-
-    def build() -> list[mtf.Operation]:
-        made.append(make())
-        return []
-
-    branch.add(build)
-    return made[0]
 
 
 def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
@@ -64,7 +55,7 @@ def norms_of_shards(
 
     Returns:
       Norms before and after clipping by shard, each `[shards...]`; None as the second where they
-      were not clipped. None as both where shards cannot be told apart, or only by sums of the size
+      were not clipped. None as both where shards are mixed, or recovered only by sums of the size
       of gradients.
     """
     clipping = clipping_of(grads)
@@ -93,3 +84,35 @@ def _on_all(values: Sequence[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return [mtf.anonymize(values[0])]
     together = mtf.anonymize(mtf.stack(list(values), "reported"))
     return mtf.unstack(together, together.shape.dims[0])
+
+
+def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
+    """Scalars of a branch as they were when it last ran.
+
+    They are kept in a small variable that is in no checkpoint.
+
+    Args:
+      values: scalars made in the branch, at least one, the same on all processors.
+      branch: the branch; its graph is not lowered yet.
+      name: name of the variable, whole.
+
+    Returns:
+      A float32 scalar for each, NaN before the branch has run in this session.
+    """
+    dim = mtf.Dimension("reported", len(values) + 1)
+    mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
+    variable = named_state(mesh, name, shape, tf.float32, checkpointed=False)
+    branch.plan.write_in_place(variable)
+    with branch.opened():
+        # The last says that the branch has run.
+        one = mtf.constant(mesh, 1.0, mtf.Shape([]), tf.float32)
+        together = mtf.stack([*(mtf.cast(x, tf.float32) for x in values), one], shape.dims[0].name)
+        write = WriteInPlace([variable], [together], tf.assign, "keep_reported")
+    branch.updates.append(write)
+    (held,) = values_after([variable], [write])
+    *known, has_run = mtf.unstack(held, shape.dims[0])
+    return [mtf.cwise(_or_nan, [value, has_run]) for value in known]
+
+
+def _or_nan(value: tf.Tensor, has_run: tf.Tensor) -> tf.Tensor:
+    return tf.where_v2(has_run > 0, value, np.float32(np.nan))

@@ -9,7 +9,6 @@ from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.report import norms
-from mtf_gradsync.optimizers.report.kept import kept
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Branch
 
@@ -27,12 +26,12 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     - `gradient_norm/before_clipping`: norm of the summed gradients before they were clipped by it.
     - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of what it adds to the sum
       (of a mean over the batch, 1/num_shards of its own gradient), before clipping. Left out where
-      shards cannot be told apart, or only by communication of the size of gradients.
+      shards are mixed, or recovered only by communication of the size of gradients.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, where
       that made the gradients that were applied.
     - `update_step`: updates made.
     - `accumulation/micro_step`: micro steps in the sum so far. `accumulation/skipped`: micro steps
-      left out so far.
+      skipped so far.
     - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
       replica made and steps on which it made none, so far.
       `sync_replicas/waiting_contributions`: contributions since the last update.
@@ -107,7 +106,7 @@ def _add_norms(
     norm = norms.norm_of_reduced(applied.present, applied.branch, inner.reducer)
     add_whole("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
-        held = kept(list(found.values()), branch, f"{inner.name}/reported")
+        held = norms.kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
 

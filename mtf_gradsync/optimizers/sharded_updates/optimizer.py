@@ -7,10 +7,11 @@ from typing import Any, Callable, Sequence
 
 import gin
 
+from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers.pipeline import (
     Form,
@@ -100,12 +101,11 @@ class ShardedUpdateOptimizer(Wrapper):
             is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-            raise ValueError(f"min_size must be a whole number of 0 or more, got {min_size!r}.")
-        self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
+        check_whole("min_size", min_size, 0)
+        self._wrap(
+            opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
+        )
         self._check_order()
-        if self.axes is None:
-            self.axes = axes_of_pipeline(type(self).__name__, "the replicas", batch_dims)
         if self.axes.num_shards == 1:
             raise ValueError(
                 "ShardedUpdateOptimizer splits updates over the replicas of a batch, but the mesh "
@@ -131,7 +131,7 @@ class ShardedUpdateOptimizer(Wrapper):
         Returns:
           The shape; None for a variable that stays whole.
         """
-        shape = self._shape_of_part(var.shape)
+        shape = shape_of_part(var.shape, self.axes, self._kept(), self._min_size)
         return None if shape == var.shape else shape
 
     def _is_made_once(self) -> bool:
@@ -143,13 +143,6 @@ class ShardedUpdateOptimizer(Wrapper):
         key = mesh_key(self.axes.mesh_shape, self.axes.layout)
         impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
         return bool(impls) and all(map(shares_all, impls))
-
-    def _is_cut(self, shape: mtf.Shape) -> bool:
-        """Whether the layout splits a shape over the replica axes."""
-        return len(self.axes.free_shard_dims(shape)) < len(self.axes.shard_dims)
-
-    def _shape_of_part(self, shape: mtf.Shape) -> mtf.Shape:
-        return shape_of_part(shape, self.axes, self._kept(), self._min_size)
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
@@ -180,7 +173,8 @@ class ShardedUpdateOptimizer(Wrapper):
         slots = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # A slot of its variable's shape lies in parts already, if the variable is cut.
         names = [v.name for v in parts]
-        factored = [s for s in slots if owner_of(s.name, names) and not self._is_cut(s.shape)]
+        is_whole = {s for s in slots if self.axes.free_shard_dims(s.shape) == self.axes.shard_dims}
+        factored = [s for s in slots if owner_of(s.name, names) and s in is_whole]
         first = keep_in_parts(
             factored, updates, lambda shape: split_twice(shape, self.axes, self._min_size)
         )

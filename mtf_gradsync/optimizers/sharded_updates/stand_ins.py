@@ -48,12 +48,11 @@ def assign_whole(
       ValueError: what is assigned does not have the shape of the part.
     """
     found = [u for u in updates if isinstance(u, mtf.Assign)]
-    sent: list[mtf.Tensor] = []
-    shapes: list[mtf.Shape] = []
-    targets: list[tuple[mtf.Assign, int]] = []
+    # By the assignment and the place in it: what is sent, and the shape of the whole.
+    sent: dict[tuple[mtf.Assign, int], tuple[mtf.Tensor, mtf.Shape]] = {}
     for update in found:
-        for position, (variable, value) in enumerate(zip(update.variables, update.inputs)):
-            whole = variable.whole if isinstance(variable, PartOfVariable) else variable
+        for place, (variable, value) in enumerate(zip(update.variables, update.inputs)):
+            whole = _whole(variable)
             if whole not in parts:
                 continue
             shape = parts[whole].shape
@@ -66,15 +65,17 @@ def assign_whole(
                 )
             if update.assign_fn in _CASTING and value.dtype != whole.slice_dtype:
                 value = mtf.cast(value, whole.slice_dtype)
-            sent.append(value)
-            shapes.append(whole.shape)
-            targets.append((update, position))
+            sent[update, place] = value, whole.shape
     if not sent:
         return
-    gathered = dict(zip(targets, GatherParts(sent, shapes).outputs))
+    values, shapes = zip(*sent.values())
+    gathered = dict(zip(sent, GatherParts(values, shapes).outputs))
     for update in found:
-        variables = [v.whole if isinstance(v, PartOfVariable) else v for v in update.variables]
-        values = [gathered.get((update, i), value) for i, value in enumerate(update.inputs)]
-        reassign(update, variables, values)
+        new = [gathered.get((update, i), value) for i, value in enumerate(update.inputs)]
+        reassign(update, list(map(_whole, update.variables)), new)
     # Behind what they assign.
     Plan.of(found[0].graph).arrange(found)
+
+
+def _whole(variable: mtf.Variable) -> mtf.Variable:
+    return variable.whole if isinstance(variable, PartOfVariable) else variable

@@ -17,8 +17,7 @@ from typing import Any, Mapping, NamedTuple
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.notes import STATE_COLLECTION, StateNote
-from mtf_gradsync.optimizers.state.resharding import reshard
+from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote, reshard
 
 _logger = logging.getLogger(__name__)
 

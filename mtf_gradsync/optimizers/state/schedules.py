@@ -6,9 +6,10 @@ from typing import Any, Callable, Sequence, Union
 
 import gin
 
-from mtf_gradsync._numbers import is_number, is_whole
+from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import tf
 
+_CONSTANT = "Where it changes, base the schedule on get_update_step."
 Schedule = Callable[..., Any]
 Factor = Union[float, Schedule]
 
@@ -22,7 +23,7 @@ def per_update(
 
     Under `GradientAccumulationOptimizer` with a constant K and nothing skipped, update
     `step // K` is the one that micro step `step` belongs to. Where K changes or micro steps are
-    left out, base the schedule on `get_update_step` instead.
+    skipped, base the schedule on `get_update_step` instead.
 
     In gin, with parentheses:
 
@@ -43,7 +44,8 @@ def per_update(
       TypeError: schedule is neither a function, a number nor a list of them.
       ValueError: backward_passes_per_step is not a whole number of 1 or more.
     """
-    passes = _check_passes(backward_passes_per_step)
+    passes = backward_passes_per_step
+    check_whole("backward_passes_per_step", passes, more=_CONSTANT)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
@@ -91,15 +93,7 @@ def adafactor_decay_rate_per_update(
     References:
       Shazeer and Stern, "Adafactor", 2018, section 7.2
     """
-    passes = _check_passes(backward_passes_per_step)
+    passes = backward_passes_per_step
+    check_whole("backward_passes_per_step", passes, more=_CONSTANT)
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)
-
-
-def _check_passes(passes: Any) -> int:
-    if not is_whole(passes):
-        raise ValueError(
-            "backward_passes_per_step must be a whole number of 1 or more, got "
-            f"{passes!r}. Where it changes, base the schedule on get_update_step."
-        )
-    return passes

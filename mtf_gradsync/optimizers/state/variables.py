@@ -101,10 +101,40 @@ def scalar_state(
     Returns:
       An `mtf.Variable`.
     """
+    return named_state(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked, start=start)
+
+
+def named_state(
+    mesh: mtf.Mesh,
+    name: str,
+    shape: mtf.Shape,
+    dtype: tf.DType = tf.int32,
+    checkpointed: bool = True,
+    stacked: bool = False,
+    start: float | str = 0,
+    **note: Any,
+) -> mtf.Variable:
+    """A variable of a wrapper's state that has the same name in any variable scope.
+
+    Args:
+      mesh: the mesh.
+      name: its whole name.
+      shape: its shape.
+      dtype: its dtype.
+      checkpointed: as for `state_variable`.
+      stacked: as for `state_variable`.
+      start: a number that it begins with, or zero; and what it begins with after a checkpoint that
+        does not have it, see `StateNote`.
+      **note: other fields of `StateNote`, how it is read from checkpoints of other runs.
+
+    Returns:
+      An `mtf.Variable`.
+    """
+    initial = 0 if isinstance(start, str) else start
     with root_scope():
-        result = state_variable(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked)
+        result = state_variable(mesh, name, shape, dtype, checkpointed, stacked, initial)
     if checkpointed:
-        note_state(result, start=start)
+        note_state(result, start=start, **note)
     return result
 
 

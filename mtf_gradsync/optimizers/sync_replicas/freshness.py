@@ -12,35 +12,19 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 
 
-def check_contributes(contributes: Any, axes: ReplicaAxes) -> None:
-    """Checks a mask of replicas; creates nothing.
+def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
+    """Checks an argument that has a value for each replica; creates nothing.
 
     Args:
-      contributes: the argument of SyncReplicasOptimizer.
+      name: name of the argument.
+      kind: what it has for each: "boolean" (or whole numbers, 0 for False) or "whole number".
+      value: what was given, None for nothing.
       axes: the replica axes.
 
     Raises:
-      TypeError: it is neither a tensor nor a list of booleans (or of whole numbers, 0 for False).
+      TypeError: it is neither a tensor nor a list of that kind.
       ValueError: it does not have one entry for each replica.
     """
-    _check("contributes", "boolean", contributes, axes)
-
-
-def check_local_steps(local_steps: Any, axes: ReplicaAxes) -> None:
-    """Checks the update steps that the replicas' gradients are for; creates nothing.
-
-    Args:
-      local_steps: the argument of SyncReplicasOptimizer.
-      axes: the replica axes.
-
-    Raises:
-      TypeError: it is neither a tensor nor a list of whole numbers.
-      ValueError: it does not have one entry for each replica.
-    """
-    _check("local_steps", "whole number", local_steps, axes)
-
-
-def _check(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
     if value is None:
         return
     dims = list(axes.shard_dims)
@@ -82,7 +66,7 @@ def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAx
     """The update step that each replica's gradient of this step is for.
 
     Args:
-      local_steps: what `check_local_steps` accepts.
+      local_steps: what `check_of_replicas` accepts.
       variable: `local_step` of `ReplicaState`, for None.
       axes: the replica axes.
 
@@ -108,7 +92,7 @@ def fresh_replicas(
       shards: gradients per shard, at least one.
       steps: the update step that each replica's are for, as `steps_of_gradients` returns it.
       update_step: updates made.
-      contributes: what `check_contributes` accepts.
+      contributes: what `check_of_replicas` accepts.
       axes: the replica axes.
       strategy: how sums cross the mesh.
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.sync_replicas.no_update import Watch
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
+from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
+from mtf_gradsync.step import WatchHook
 
 
 class NothingToQueue(tf.train.QueueRunner):
@@ -37,13 +41,13 @@ class NothingToQueue(tf.train.QueueRunner):
         return []
 
 
-class SyncReplicasHook(tf.train.SessionRunHook):
+class SyncReplicasHook(WatchHook):
     """Checks that a session can train, and on SIMD meshes that updates do come.
 
     Made by `SyncReplicasOptimizer.make_session_run_hook`.
     """
 
-    def __init__(self, optimizer: Any, is_chief: bool, num_tokens: int):
+    def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
         """Remembers what to check.
 
         Args:
@@ -51,10 +55,8 @@ class SyncReplicasHook(tf.train.SessionRunHook):
           is_chief: whether to check the tokens.
           num_tokens: as for `get_init_tokens_op`.
         """
-        self._optimizer = optimizer
-        self._is_chief = is_chief
-        self._num_tokens = num_tokens
-        self._watch: Watch | None = None
+        super().__init__(lambda: optimizer.steps_without_update)
+        self._optimizer, self._is_chief, self._num_tokens = optimizer, is_chief, num_tokens
         self._not_ready: Any = None
 
     def begin(self) -> None:
@@ -63,17 +65,12 @@ class SyncReplicasHook(tf.train.SessionRunHook):
         Raises:
           ValueError: gradients were not applied before, or num_tokens are too few.
         """
-        if self._optimizer.state is None:
-            raise ValueError(
-                "SyncReplicasOptimizer.apply_gradients (or apply_grads) has to be called before "
-                "its hook is used."
-            )
+        self._optimizer._check_applied("its hook is used")
         if self._is_chief:
             self._optimizer.get_init_tokens_op(self._num_tokens)
         with tf.control_dependencies(None):
             self._not_ready = tf.report_uninitialized_variables(tf.global_variables())
-            steps = self._optimizer.steps_without_update
-            self._watch = steps.watch() if steps and steps.takes_a_hook else None
+        super().begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """See `tf.train.SessionRunHook.after_create_session`.
@@ -81,21 +78,87 @@ class SyncReplicasHook(tf.train.SessionRunHook):
         Raises:
           RuntimeError: variables are not initialized.
         """
-        del coord
         missing = [name.decode() for name in session.run(self._not_ready)]
         if missing:
             raise RuntimeError(
                 "The model is not ready for SyncReplicasOptimizer: these variables are not "
                 f"initialized: {', '.join(missing)}."
             )
+        super().after_create_session(session, coord)
 
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        """See `tf.train.SessionRunHook.after_run`.
+
+class SessionInterface:
+    """What `tf.compat.v1.train.SyncReplicasOptimizer` offers to a session; mixed into ours."""
+
+    axes: ReplicaAxes
+    state: ReplicaState | None
+    _to_aggregate: int
+    _steps_without_update: StepsWithoutUpdate | None = None
+
+    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
+        """Makes a hook for the session.
+
+        When the session is there, it checks that the variables are initialized. On SIMD meshes it
+        reads after each run whether more than max_steps_without_update steps went by without an
+        update, and raises `NoUpdateError` then.
+
+        Args:
+          is_chief: whether num_tokens is checked.
+          num_tokens: as for `get_init_tokens_op`.
+
+        Returns:
+          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
+          before, or tokens are too few.
+        """
+        return SyncReplicasHook(self, is_chief, num_tokens)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> tf.Operation:
+        """An operation that does nothing: replicas in lock step need no tokens to begin.
+
+        A token lets a replica of TensorFlow's optimizer begin its next step. On a mesh all
+        replicas take every step together, and get their token, the new local step, with the
+        update.
+
+        Args:
+          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. Checked as TensorFlow's
+            optimizer does.
+
+        Returns:
+          A tf operation.
 
         Raises:
-          NoUpdateError: too many steps went by without an update.
+          ValueError: gradients were not applied before, or num_tokens is less than
+            replicas_to_aggregate - total_num_replicas.
         """
-        del run_values
-        error = self._watch.error(run_context.session) if self._watch else None
-        if error:
-            raise error
+        self._check_applied("get_init_tokens_op")
+        needed = self._to_aggregate - self.axes.num_shards
+        if not is_whole(num_tokens, -1):
+            raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
+        if num_tokens != -1 and num_tokens < needed:
+            raise ValueError(
+                f"Too few tokens to finish the first step: num_tokens={num_tokens}, and "
+                f"replicas_to_aggregate - total_num_replicas is {needed}."
+            )
+        return tf.no_op(name="init_tokens")
+
+    def get_chief_queue_runner(self) -> tf.train.QueueRunner:
+        """A queue runner without threads: the update is part of the training step.
+
+        Raises:
+          ValueError: gradients were not applied before.
+        """
+        self._check_applied("get_chief_queue_runner")
+        return NothingToQueue()
+
+    @property
+    def steps_without_update(self) -> StepsWithoutUpdate | None:
+        """The check of max_steps_without_update; None without any, or before there is a step."""
+        return self._steps_without_update
+
+    def _check_applied(self, before: str) -> None:
+        """Raises ValueError where gradients were not applied before something is asked for."""
+        if self.state is None:
+            raise ValueError(
+                "SyncReplicasOptimizer.apply_gradients (or apply_grads) has to be called before "
+                f"{before}."
+            )

@@ -7,8 +7,8 @@ from typing import Any, Iterable, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState, shared_value
+from mtf_gradsync.step import Watched
 
 
 class NoUpdateError(RuntimeError):
@@ -37,15 +37,11 @@ def _beginning(limit: int) -> str:
     )
 
 
-class StepsWithoutUpdate(mtf.Operation):
+class StepsWithoutUpdate(Watched):
     """Sees to it that not too many steps go by without an update.
 
     On a placement mesh the step fails, after all of its writes. A TPU program cannot fail by
     itself: there a `Watch` looks at the variables, which the session hook does.
-
-    Attributes:
-      limit: the largest number of steps in a row without an update.
-      takes_a_hook: whether it was lowered where steps do not fail by themselves.
     """
 
     def __init__(
@@ -59,21 +55,14 @@ class StepsWithoutUpdate(mtf.Operation):
           step: operations of the step, lowered before this one, which it waits for.
           limit: the largest number of steps in a row without an update.
         """
-        super().__init__([now.waiting, now.missed], name="max_steps_without_update")
-        self.limit = limit
-        self.takes_a_hook = False
-        self._state = state
-        self._step = list(step)
-        # Of each lowering, a slice of the variables `waiting` and `missed`.
-        self._slices: list[tuple[Any, Any]] = []
+        variables = [state.waiting, state.missed]
+        super().__init__([now.waiting, now.missed], variables, "max_steps_without_update")
+        self._limit, self._step = limit, list(step)
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        variables = (lowering.variables[v] for v in (self._state.waiting, self._state.missed))
-        waiting, missed = (v.laid_out_tensor.all_slices[0] for v in variables)
-        self._slices.append((waiting, missed))
-        if is_simd(lowering.mesh_impl(self)):
-            self.takes_a_hook = True
+        self.note_lowering(lowering)
+        if self.takes_a_hook:
             lowering.operations[self] = tf.no_op()
             return
         waiting, missed = (shared_value(lowering, x) for x in self.inputs)
@@ -81,43 +70,15 @@ class StepsWithoutUpdate(mtf.Operation):
         with tf.control_dependencies([lowering.operations[op] for op in self._step]):
             absent = tf.where_v2(tf.greater(tf.reshape(missed, [-1]), 0))
             lowering.operations[self] = tf.Assert(
-                tf.less_equal(waiting, self.limit),
-                [_beginning(self.limit), tf.reshape(absent, [-1])],
+                tf.less_equal(waiting, self._limit),
+                [_beginning(self._limit), tf.reshape(absent, [-1])],
                 summarize=1000,
             )
 
-    def watch(self) -> Watch:
-        """Adds to the default graph what tells an error by this check from others.
-
-        Returns:
-          What to ask after a step.
-        """
-        return Watch(self.limit, [(w.read_value(), m.read_value()) for w, m in self._slices])
-
-
-class Watch:
-    """Tells of a session whether its last step has waited too long for an update.
-
-    Made by `StepsWithoutUpdate.watch`, while operations can still be added.
-    """
-
-    def __init__(self, limit: int, reads: Sequence[tuple[tf.Tensor, tf.Tensor]]):
-        """Remembers what to read.
-
-        Args:
-          limit: the largest number of steps in a row without an update.
-          reads: for each lowering `waiting`, a scalar, and `missed`, one number for each replica.
-        """
-        self._limit = limit
-        self._reads = list(reads)
-
-    def error(self, session: Any) -> NoUpdateError | None:
-        """What to raise after a step, or in place of the error that it failed with; or None.
-
-        Args:
-          session: what ran the step, a tf.Session or a session of `mtf_gradsync.simd`.
-        """
-        for waiting, missed in session.run(self._reads):
-            if waiting > self._limit:
-                return NoUpdateError(self._limit, np.flatnonzero(np.reshape(missed, -1)))
-        return None
+    def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> NoUpdateError | None:
+        """The error, where the step has waited too long; see `Watched.find`."""
+        del before
+        waiting, missed = now
+        if waiting <= self._limit:
+            return None
+        return NoUpdateError(self._limit, np.flatnonzero(np.reshape(missed, -1)))

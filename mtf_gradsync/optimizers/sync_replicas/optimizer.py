@@ -7,18 +7,17 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync import compat_v1
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.gradients import check_told_apart, per_shard
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.gradients.told_apart import check_told_apart
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
-from mtf_gradsync.optimizers.average import AVERAGE, check_averages, move_averages
+from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
-from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, Bypass
-from mtf_gradsync.optimizers.state.leave_out import LeaveOut
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, Bypass, without_skipped
 from mtf_gradsync.optimizers.sync_replicas import freshness
-from mtf_gradsync.optimizers.sync_replicas.hooks import NothingToQueue, SyncReplicasHook
+from mtf_gradsync.optimizers.sync_replicas.hooks import SessionInterface
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
 from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     ReplicaState,
@@ -31,7 +30,7 @@ from mtf_gradsync.reduce import Strategy
 
 
 @gin.configurable(module="mtf_gradsync")
-class SyncReplicasOptimizer(Wrapper):
+class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
     """Averages gradients of fresh replicas and applies them once enough have come.
 
     The replicas are the shards of the mesh, in lock step. A replica contributes unless its
@@ -48,15 +47,21 @@ class SyncReplicasOptimizer(Wrapper):
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
     `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
 
+    Attributes:
+      state: the replicas' mesh variables; None before gradients were applied.
+
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
     """
 
+    shown = (
+        ("update step", "update_step"),
+        ("made", "sync_replicas/contributions"),
+        ("dropped", "sync_replicas/dropped"),
+    )
     axes: ReplicaAxes
-    # Of the graph that gradients were applied in last: variables, and values after a step.
-    _state: ReplicaState | None
-    _now: ReplicaState | None
-    _steps_without_update: StepsWithoutUpdate | None
+    state: ReplicaState | None = None
+    _now: ReplicaState | None = None  # their values after a step
 
     def __new__(
         cls,
@@ -88,7 +93,7 @@ class SyncReplicasOptimizer(Wrapper):
             `tf.compat.v1.train` the result is `tf.compat.v1.train.SyncReplicasOptimizer`, and
             arguments that tell of the mesh have no effect.
           replicas_to_aggregate: contributions that an update takes, 1 or more. Fewer than there
-            are replicas leave room for ones that sit out; more make several steps an update.
+            are replicas leave room for ones that skip a step; more make several steps an update.
           total_num_replicas: number of shards; None takes the mesh's.
           variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
           variables_to_average: what is averaged; only with variable_averages.
@@ -103,9 +108,9 @@ class SyncReplicasOptimizer(Wrapper):
           max_steps_without_update: largest number of steps in a row without an update; one more
             raises an error that lists the replicas that did not contribute. On SIMD meshes it
             takes the hook of `make_session_run_hook`.
-          accept_summed: take gradients, too, in which the replicas cannot be told apart (they were
-            clipped by a norm of all, say), in place of an error. A replica that is left out is in
-            such a gradient all the same, and its NaN drops all replicas.
+          accept_summed: take gradients, too, in which the replicas are mixed (they were clipped by
+            a norm of all, say), in place of an error. A replica that is skipped is in such a
+            gradient all the same, and its NaN drops all replicas.
           learning_rate: only with a class or factory as opt.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
@@ -118,21 +123,17 @@ class SyncReplicasOptimizer(Wrapper):
           ValueError: an argument is out of range, or there is no mesh.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
-        _check_count("replicas_to_aggregate", replicas_to_aggregate)
+        check_whole("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
-            _check_count("max_steps_without_update", max_steps_without_update)
+            check_whole("max_steps_without_update", max_steps_without_update)
         opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
-            for what, value in (
-                ("contributes", contributes),
-                ("local_steps", local_steps),
-                ("max_steps_without_update", max_steps_without_update),
-            ):
-                if value is not None:
-                    raise ValueError(
-                        f"{what} goes with mesh optimizers; got it with the TensorFlow optimizer "
-                        f"{opt!r}."
-                    )
+            compat_v1.refuse_with_v1(
+                opt,
+                contributes=contributes,
+                local_steps=local_steps,
+                max_steps_without_update=max_steps_without_update,
+            )
             return compat_v1.sync_replicas(
                 opt,
                 replicas_to_aggregate,
@@ -144,16 +145,16 @@ class SyncReplicasOptimizer(Wrapper):
             )
         decay, averaged = check_averages(variable_averages, variables_to_average)
         self = super().__new__(cls)
-        self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
-        if self.axes is None:
-            self.axes = axes_of_pipeline(cls.__name__, "the replicas", batch_dims)
+        self._wrap(
+            opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
+        )
         if total_num_replicas not in (None, self.axes.num_shards):
             raise ValueError(
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
                 f"for {self.axes!r}, got {total_num_replicas!r}."
             )
-        freshness.check_contributes(contributes, self.axes)
-        freshness.check_local_steps(local_steps, self.axes)
+        freshness.check_of_replicas("contributes", "boolean", contributes, self.axes)
+        freshness.check_of_replicas("local_steps", "whole number", local_steps, self.axes)
         del use_locking
         self._to_aggregate = int(replicas_to_aggregate)
         self._decay, self._averaged = decay, averaged
@@ -168,19 +169,14 @@ class SyncReplicasOptimizer(Wrapper):
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
         )
         self._check_order()
-        self._state = None
-        self._now = None
-        self._steps_without_update = None
         return self
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_AggregateReplicas(self)]
-
-    @property
-    def state(self) -> ReplicaState | None:
-        """The replicas' mesh variables; None before gradients were applied."""
-        return self._state
+        return [
+            _AggregateReplicas(self),
+            MoveAverages(self._decay or 0, self._averaged, self._slots),
+        ]
 
     def apply_gradients(
         self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
@@ -213,104 +209,14 @@ class SyncReplicasOptimizer(Wrapper):
             return []
         return super().apply_gradients(pairs, global_step, name)
 
-    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
-        """Makes a hook for the session.
-
-        When the session is there, it checks that the variables are initialized. On SIMD meshes it
-        reads after each run whether more than max_steps_without_update steps went by without an
-        update, and raises `NoUpdateError` then.
-
-        Args:
-          is_chief: whether num_tokens is checked.
-          num_tokens: as for `get_init_tokens_op`.
-
-        Returns:
-          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
-          before, or tokens are too few.
-        """
-        return SyncReplicasHook(self, is_chief, num_tokens)
-
-    def get_init_tokens_op(self, num_tokens: int = -1) -> tf.Operation:
-        """An operation that does nothing: replicas in lock step need no tokens to begin.
-
-        A token lets a replica of TensorFlow's optimizer begin its next step. On a mesh all
-        replicas take every step together, and get their token, the new local step, with the
-        update.
-
-        Args:
-          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. Checked as TensorFlow's
-            optimizer does.
-
-        Returns:
-          A tf operation.
-
-        Raises:
-          ValueError: gradients were not applied before, or num_tokens is less than
-            replicas_to_aggregate - total_num_replicas.
-        """
-        self._check_applied("get_init_tokens_op")
-        needed = self._to_aggregate - self.axes.num_shards
-        if not is_whole(num_tokens, -1):
-            raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
-        if num_tokens != -1 and num_tokens < needed:
-            raise ValueError(
-                f"Too few tokens to finish the first step: num_tokens={num_tokens}, and "
-                f"replicas_to_aggregate - total_num_replicas is {needed}."
-            )
-        return tf.no_op(name="init_tokens")
-
-    def get_chief_queue_runner(self) -> tf.train.QueueRunner:
-        """A queue runner without threads: the update is part of the training step.
-
-        Raises:
-          ValueError: gradients were not applied before.
-        """
-        self._check_applied("get_chief_queue_runner")
-        return NothingToQueue()
-
-    @property
-    def steps_without_update(self) -> StepsWithoutUpdate | None:
-        """The check of max_steps_without_update; None without any, or before gradients came."""
-        return self._steps_without_update
-
-    def _check_applied(self, method: str) -> None:
-        if self._state is None:
-            raise ValueError(
-                f"{method} has to be called after apply_gradients (or apply_grads) of "
-                f"{type(self).__name__}."
-            )
-
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
         return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
 
-    def average(self, var: mtf.Variable) -> mtf.Variable | None:
-        """The moving average of a variable; makes nothing.
-
-        Args:
-          var: a mesh variable, or its value.
-
-        Returns:
-          An `mtf.Variable`; None if the variable is not averaged, or before gradients were applied.
-          `mtf_gradsync.moving_average` makes one in a graph that only evaluates.
-        """
-        (variable,) = checks.check_variables([var])
-        return self._slots.get(variable, AVERAGE) if variable in self._averaged else None
-
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """Updates made, with the step that it is fetched with; None before gradients came."""
+        """Updates made, with the step that it is fetched with; None before there is one."""
         return self._now and self._now.update_step
-
-    def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Update step, and contributions made and dropped of each replica.
-
-        They count the step that they are fetched with.
-        """
-        now = self._now
-        if now is None:
-            return {}
-        return {"update step": now.update_step, "made": now.made, "dropped": now.dropped}
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
@@ -327,7 +233,7 @@ class SyncReplicasOptimizer(Wrapper):
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        return super().variables() + list(self._state or ())
+        return super().variables() + list(self.state or ())
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """See `Wrapper.check`."""
@@ -353,49 +259,37 @@ class SyncReplicasOptimizer(Wrapper):
                 "the variables that gradients are applied to; make an optimizer for each graph."
             )
 
-    def _note_states(self, before: ReplicaState, now: ReplicaState) -> None:
-        self._state, self._now = before, now
-
-    def _summarize(self, now: ReplicaState) -> None:
-        mtf.scalar_summary(f"summary/{self.name}/update_step", now.update_step)
-        ReplicaSummaries(f"summary/{self.name}/made", now.made)
-        ReplicaSummaries(f"summary/{self.name}/dropped", now.dropped)
+    def _note(self, before: ReplicaState, now: ReplicaState) -> None:
+        self.state, self._now = before, now
 
 
 class _AggregateReplicas(Stage):
     """Adds up what fresh replicas contribute, and passes the average on when enough have."""
 
+    takes = Form.PER_SHARD
     gives = Form.REDUCED
+    wants_whole = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper = self._wrapper
-        axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.variables[0].mesh
+        axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.mesh
         before = step.plan.state(
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
         )
-        shards = gradients.with_grads(
-            per_shard(gradients.grads, axes, reducer, accept_summed=True), Form.PER_SHARD
-        )
-        if wrapper.traits.needs_shards:
-            step.per_shard = shards
         steps = freshness.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
         fresh = freshness.fresh_replicas(
-            shards.present, steps, before.update_step, wrapper._contributes, axes, reducer
+            gradients.present, steps, before.update_step, wrapper._contributes, axes, reducer
         )
         skipped = mtf.logical_not(fresh)
         # Where one step can be enough, accumulators are for the steps that are not.
         one_step = wrapper._to_aggregate <= axes.num_shards
         if not one_step:
-            shards = shards.with_grads(LeaveOut.apply(shards.grads, skipped))
+            gradients = without_skipped(gradients, skipped)
         accumulators = Accumulators(
-            shards.grads,
-            shards.variables,
-            wrapper._slots,
-            is_share=True,
-            counter=before.count.name,
+            gradients, wrapper._slots, is_share=True, counter=before.count.name
         )
         # The only thing but gradients that is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
@@ -408,20 +302,13 @@ class _AggregateReplicas(Stage):
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
         self._before, self._now = before, now
-        wrapper._summarize(now)
-        step.when_built(lambda: wrapper._note_states(before, now))
-        sums = accumulators.take_when(due, step, gate, counts_every_step=False)
+        mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
+        ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
+        ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
+        step.when_built(lambda: wrapper._note(before, now))
         # The terms are 1/num_shards of what replicas contribute.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
-        return gradients.with_grads(
-            sums, Form.PENDING, divisor=divisor, dtypes=tuple(accumulators.dtypes)
-        )
-
-    def after_update(
-        self, updates: Sequence[mtf.Operation], step: StepBuilder
-    ) -> list[mtf.Operation]:
-        wrapper = self._wrapper
-        return move_averages(wrapper._decay, wrapper._averaged, updates, step, wrapper._slots)
+        return accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
 
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
@@ -433,8 +320,3 @@ class _AggregateReplicas(Stage):
         check = StepsWithoutUpdate(self._before, self._now, operations, wrapper._max_steps)
         wrapper._steps_without_update = check
         return [check]
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not is_whole(value):
-        raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}.")

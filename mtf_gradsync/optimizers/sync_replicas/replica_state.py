@@ -1,13 +1,11 @@
-"""What is known of each replica: its step, its contributions, and how long it sat out."""
+"""What is known of each replica: its step, its contributions, and how many steps it skipped."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.optimizers.state.variables import scalar_state, state_variable
+from mtf_gradsync.optimizers.state.variables import named_state
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
@@ -48,27 +46,24 @@ def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -
       added up or moved, and every replica starts with the step of the last update; after a
       checkpoint without them that is the global step.
     """
-    shape = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
-    fills = {"local_step": f"{name}/update_step", "missed": 0}
+    of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     # Without a wrapper every step was an update.
     starts = {"local_step": f"{name}/update_step", "update_step": "global_step"}
-    fields = {}
-    for field in ReplicaState._fields:
-        # Of a stacked variable nobody could tell where it is, and `Watch` reads some of these.
-        if field not in _OF_REPLICAS:
-            start = starts.get(field, 0)
-            fields[field] = scalar_state(mesh, f"{name}/{field}", stacked=False, start=start)
-            continue
-        with root_scope():
-            variable = state_variable(mesh, f"{name}/{field}", shape, tf.int32, stacked=False)
-        note_state(
-            variable,
+    fills: dict[str, float | str] = {"local_step": f"{name}/update_step", "missed": 0}
+
+    def make(field: str) -> mtf.Variable:
+        # Not stacked: of a stacked variable nobody could tell where it is, to watch it.
+        shape = of_replicas if field in _OF_REPLICAS else mtf.Shape([])
+        return named_state(
+            mesh,
+            f"{name}/{field}",
+            shape,
+            start=starts.get(field, 0),
             num_shard_dims=shape.ndims,
             fill=fills.get(field),
-            start=starts.get(field, 0),
         )
-        fields[field] = variable
-    return ReplicaState(**fields)
+
+    return ReplicaState(*map(make, ReplicaState._fields))
 
 
 def after_step(

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.state.notes import STATE_COLLECTION
+from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 from mtf_gradsync.train.checkpoints.leftovers import remove_leftovers
 from mtf_gradsync.train.checkpoints.manifest import (

@@ -7,12 +7,12 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.runners.runner import (
-    LeftOut,
     Runner,
     Start,
-    Waits,
     checkpointer,
     fetches_of,
+    watch_skips,
+    watch_waits,
 )
 from mtf_gradsync.train.train_graph import TrainGraph
 
@@ -47,8 +47,8 @@ class PlacementMeshRunner(Runner):
         masters_to_slices = mtf.MtfRestoreHook(graph.lowering)
         self._checkpoints = checkpointer(graph, model_dir, start, keep_checkpoint_max)
         self._fetches, self._batches = fetches_of(graph), batches
-        self._waits = Waits(graph.optimizers)
-        self._left_out = LeftOut(graph.optimizers)
+        self._waits = watch_waits(graph.optimizers)
+        self._skips = watch_skips(graph.optimizers)
         self._global_step = tf.train.get_global_step()
         self._start, self._hooks = start, [masters_to_slices, *hooks]
         self._config, self._target = config, target
@@ -85,11 +85,11 @@ class PlacementMeshRunner(Runner):
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""
-        return self._raw(self._waits.error)
+        return self._raw(self._waits.ask)
 
     def left_out(self) -> str | None:
         """See `Runner`."""
-        return self._raw(self._left_out.message)
+        return self._raw(self._skips.ask)
 
     def should_stop(self) -> bool:
         """See `Runner`."""

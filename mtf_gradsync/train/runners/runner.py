@@ -6,9 +6,10 @@ import abc
 import contextlib
 import os
 import shutil
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer, traits_of
+from mtf_gradsync.step import Watched
 from mtf_gradsync.train.checkpoints.initial import completed
 from mtf_gradsync.train.checkpoints.saving import Checkpointer
 from mtf_gradsync.train.train_graph import TrainGraph
@@ -137,38 +138,34 @@ def checkpointer(
     )
 
 
-class Waits:
-    """Knows when an optimizer waits too long for its replicas."""
+class Watches:
+    """Asks optimizers after a step what it came to."""
 
-    def __init__(self, optimizers: Sequence[Any]):
-        """Adds what it reads to the default graph."""
-        waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
-        steps = [opt.steps_without_update for opt in waiting]
-        self._watches = [one.watch() for one in steps if one]
+    def __init__(self, watched: Iterable[Watched | None]):
+        """Adds what it reads to the default graph.
 
-    def error(self, session: Any) -> Exception | None:
-        """What to raise after a step, or None.
+        Args:
+          watched: operations of optimizers; None is passed over.
+        """
+        self._watches = [one.watch() for one in watched if one]
+
+    def ask(self, session: Any) -> Any:
+        """See `Watch.ask`.
 
         Args:
           session: a ``tf.Session`` or a session of `mtf_gradsync.simd`.
         """
-        errors = (watch.error(session) for watch in self._watches)
-        return next((error for error in errors if error), None)
+        found = [watch.ask(session) for watch in self._watches]
+        return next((one for one in found if one), None)
 
 
-class LeftOut:
-    """Knows why an optimizer has left out a step, where the step does not print that itself."""
+def watch_waits(optimizers: Sequence[Any]) -> Watches:
+    """What gives an error where an optimizer waits too long for its replicas."""
+    waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
+    return Watches(opt.steps_without_update for opt in waiting)
 
-    def __init__(self, optimizers: Sequence[Any]):
-        """Adds what it reads to the default graph."""
-        scaled = [opt.told for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
-        self._told = [told.watch() for told in scaled if told is not None and told.takes_a_hook]
 
-    def message(self, session: Any) -> str | None:
-        """A line for the log, None for none.
-
-        Args:
-          session: a ``tf.Session`` or a session of `mtf_gradsync.simd`.
-        """
-        lines = [told.message(session) for told in self._told]
-        return next((line for line in lines if line), None)
+def watch_skips(optimizers: Sequence[Any]) -> Watches:
+    """What gives a line for the log where a step was skipped, and does not print that itself."""
+    told = [opt.told for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
+    return Watches(one for one in told if one and one.takes_a_hook)

@@ -11,12 +11,12 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import (
-    LeftOut,
     Runner,
     Start,
-    Waits,
     checkpointer,
     fetches_of,
+    watch_skips,
+    watch_waits,
 )
 from mtf_gradsync.train.train_graph import TrainGraph
 
@@ -53,8 +53,8 @@ class SimdProgramRunner(Runner):
         self._graph, self._program, self._runtime = graph, program, runtime
         self._start = start
         self._checkpoints = checkpointer(graph, model_dir, start, keep_checkpoint_max)
-        self._waits = Waits(graph.optimizers)
-        self._left_out = LeftOut(graph.optimizers)
+        self._waits = watch_waits(graph.optimizers)
+        self._skips = watch_skips(graph.optimizers)
         self._fetches, self._batches = fetches_of(graph), batches
         self._tables = tf.tables_initializer()
         self._global_step = tf.train.get_global_step()
@@ -78,7 +78,7 @@ class SimdProgramRunner(Runner):
             if path:
                 self._session.restore(path)
         self._session.run(self._tables)
-        self._left_out.message(self._session)
+        self._skips.ask(self._session)
         self.first_step = int(self._session.run(self._global_step))
         if not self.is_alone:
             self._session.steps = self.first_step
@@ -128,11 +128,11 @@ class SimdProgramRunner(Runner):
 
     def waits_too_long(self) -> Exception | None:
         """See `Runner`."""
-        return self._waits.error(self._session)
+        return self._waits.ask(self._session)
 
     def left_out(self) -> str | None:
         """See `Runner`."""
-        return self._left_out.message(self._session)
+        return self._skips.ask(self._session)
 
     def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: self._session.read(name) for name in names}

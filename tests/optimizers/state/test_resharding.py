@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state import notes, resharding
+from mtf_gradsync.optimizers.state import resharding
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps
@@ -240,8 +240,8 @@ def test_another_variable_shape_is_still_an_error(written):
     shape = [4, models.INPUTS, models.HIDDEN + 1]
     with tf.Graph().as_default() as graph:
         tf.get_variable("w1/gradient_accumulator", shape)
-        note = notes.StateNote("w1/gradient_accumulator", num_shard_dims=1)
-        tf.add_to_collection(notes.STATE_COLLECTION, note)
+        note = resharding.StateNote("w1/gradient_accumulator", num_shard_dims=1)
+        tf.add_to_collection(resharding.STATE_COLLECTION, note)
         saver = gs.ReshardingSaver()
         with tf.Session(graph=graph) as session:
             with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* and \[4, 6, 9\] here"):

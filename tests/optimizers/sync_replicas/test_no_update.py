@@ -77,13 +77,13 @@ def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
     with opened(mesh_kind) as built:
         for mask in MASKS[:2]:
             built.step(mask)
-            assert built.watch.error(built.session) is None
+            assert built.watch.ask(built.session) is None
         if mesh_kind == "simd":
             built.step(MASKS[2])
         else:
             with pytest.raises(tf.errors.InvalidArgumentError):
                 built.step(MASKS[2])
-        error = built.watch.error(built.session)
+        error = built.watch.ask(built.session)
     assert isinstance(error, NoUpdateError)
     assert (error.limit, error.replicas) == (LIMIT, [0, 2])
     assert f"max_steps_without_update={LIMIT} steps" in str(error)
@@ -103,10 +103,10 @@ def test_the_hook_raises_it_on_a_simd_mesh():
 
 def test_steps_that_fail_otherwise_are_not_taken_for_it():
     with opened("placement") as built:
-        assert built.watch.error(built.session) is None
+        assert built.watch.ask(built.session) is None
         with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
             built.step(MASKS[0][:3])
-        assert built.watch.error(built.session) is None
+        assert built.watch.ask(built.session) is None
 
 
 def test_it_has_no_variables_of_its_own():

@@ -1,0 +1,247 @@
+"""What is measured of all gradients together: norms, and whether they are finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stages import shard_dims_in
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.reduce.sums.algorithms import ordered_add_n
+
+
+def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
+    return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
+
+
+# From slices of gradients, and for each of them the dims to sum over, to one number in a dtype.
+Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
+
+
+def _sum_of_squares(
+    slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
+) -> tf.Tensor:
+    values = [tf.cast(x, dtype) for x in slices]
+    if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
+        # One operation for each in place of two; the half comes and goes without rounding.
+        return 2.0 * ordered_add_n([tf.nn.l2_loss(x) for x in values])
+    sums = [tf.reduce_sum(tf.square(x), dims) for x, dims in zip(values, over)]
+    return ordered_add_n([_flat(x) for x in sums])
+
+
+def _any_not_finite(
+    slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
+) -> tf.Tensor:
+    """1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
+    finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
+    together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
+    return tf.cast(tf.logical_not(together), dtype)
+
+
+def _flat(x: tf.Tensor) -> tf.Tensor:
+    """As a vector; a scalar stays one, which saves an operation for each gradient."""
+    return x if x.shape.rank < 2 else tf.reshape(x, [-1])
+
+
+class SumOverGradients(StageOperation):
+    """Sums something over all gradients: of each shard, or one sum for all."""
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        shard_dims: Sequence[mtf.Dimension],
+        axes: ReplicaAxes | None,
+        strategy: Strategy,
+        measure: Measure = _sum_of_squares,
+    ):
+        self._measure = measure
+        self._shard_dims = list(shard_dims)
+        self._axes = axes
+        self._strategy = strategy
+        batch_dims = ["batch"] if axes is None else axes.batch_dims
+        PendingSums.want(grads, True, batch_dims, strategy)
+        super().__init__(
+            grads,
+            [mtf.Shape(self._shard_dims)],
+            name="sum_over_gradients",
+            dtypes=[_norm_dtype(grads)],
+        )
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        if self._axes is not None:
+            self._axes.check_mesh_impl(mesh_impl)
+        output = self.outputs[0]
+        slice_shape = mesh_impl.slice_shape(output.shape)
+        shard_axes = set(mesh_impl.tensor_layout(output.shape))
+        values = whole_values(lowering, self.inputs)
+        # Processors that hold different parts of a gradient add up their squares; those that
+        # hold copies must not.
+        by_axes: dict[tuple[int, ...], list[tuple[Any, list[int]]]] = {}
+        names = {d.name for d in self._shard_dims if math.prod(slice_shape) > 1}
+        for grad, value in zip(self.inputs, values):
+            split = set(mesh_impl.tensor_layout(grad.shape)) - {None} - shard_axes
+            over = [i for i, d in enumerate(grad.shape.dims) if d.name not in names]
+            by_axes.setdefault(tuple(sorted(split)), []).append((value, over))
+        sums = []
+        for mesh_axes, members in by_axes.items():
+            laid_out, overs = zip(*members)
+
+            def add_up(*slices: tf.Tensor, overs: Any = overs) -> tf.Tensor:
+                return tf.reshape(self._measure(slices, overs, output.dtype), slice_shape)
+
+            sums.append(PartialSum(mesh_impl.slicewise(add_up, *laid_out), mesh_axes))
+        parts = reduce_partial_sums(mesh_impl, sums, self._strategy)
+        total = mesh_impl.slicewise(lambda *xs: ordered_add_n(xs), *parts)
+        self.set_outputs(lowering, [total])
+
+
+class NotFinite(StageOperation):
+    """For each gradient, of each shard, whether it has a NaN or an infinity.
+
+    Looks at what each processor has: a pending gradient stays pending.
+    """
+
+    takes_pending = True
+
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        axes: ReplicaAxes | None,
+        strategy: Strategy,
+        only_apart: bool = False,
+    ):
+        """Adds the operation.
+
+        Args:
+          grads: gradients, pending, per shard or whole, at least one.
+          axes: the replica axes; None for no shards.
+          strategy: how sums cross the mesh.
+          only_apart: pass over gradients that all shards share.
+
+        Outputs:
+          A float32 tensor `[shards..., gradients]`, greater than 0 where one is not finite.
+        """
+        self._strategy, self._only_apart = strategy, only_apart
+        self._shard_dims = list(axes.shard_dims) if axes else []
+        names = axes.batch_dims if axes else ("batch",)
+        PendingSums.want(grads, False, names, strategy)
+        shape = mtf.Shape([*self._shard_dims, mtf.Dimension("gradients", len(grads))])
+        super().__init__(grads, [shape], "not_finite", [tf.float32])
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl, (output,) = lowering.mesh_impl(self), self.outputs
+        slice_shape = mesh_impl.slice_shape(output.shape)
+        parts = [partial_sum(lowering, grad) for grad in self.inputs]
+        own = set(mesh_impl.tensor_layout(output.shape)) - {None}
+        counts = [
+            not self._only_apart
+            or bool(own.intersection([*part.mesh_axes, *mesh_impl.tensor_layout(grad.shape)]))
+            for grad, part in zip(self.inputs, parts)
+        ]
+
+        def look(*slices: tf.Tensor) -> tf.Tensor:
+            finite = [tf.reduce_all(tf.math.is_finite(x)) for x in slices]
+            found = 1.0 - tf.cast(tf.stack(finite), tf.float32)
+            return tf.reshape(found * tf.constant(counts, tf.float32), slice_shape)
+
+        found = mesh_impl.slicewise(look, *[part.value for part in parts])
+        others = tuple(axis for axis in range(mesh_impl.shape.ndims) if axis not in own)
+        (found,) = reduce_partial_sums(mesh_impl, [PartialSum(found, others)], self._strategy)
+        self.set_outputs(lowering, [found])
+
+
+def _measured(
+    grads: Sequence[mtf.Tensor],
+    reducer: Strategy | None,
+    measure: Measure = _sum_of_squares,
+    shard_dims: Sequence[mtf.Dimension] = (),
+    axes: ReplicaAxes | None = None,
+) -> mtf.Tensor:
+    strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    return SumOverGradients(list(grads), shard_dims, axes, strategy, measure).outputs[0]
+
+
+def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+    """The root of the sum of the squares of all entries of all gradients.
+
+    Args:
+      grads: gradients, at least one; pending ones are summed first. Shard dims count as any
+        others.
+      reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+
+    Returns:
+      An mtf scalar, float32, or float64 if a gradient is.
+    """
+    return mtf.sqrt(_measured(grads, reducer))
+
+
+def shard_norms(
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
+) -> mtf.Tensor:
+    """The norm of each shard's gradients.
+
+    Args:
+      grads: gradients per shard (`[shard dims...] + var dims`), at least one.
+      axes: the replica axes.
+      reducer: as for `global_norm`.
+
+    Returns:
+      An mtf tensor of shape `[shard dims...]`, float32, or float64 if a gradient is.
+
+    Raises:
+      ValueError: gradients have different shard dims.
+    """
+    shard_dims = common_shard_dims(grads, axes)
+    return mtf.sqrt(_measured(grads, reducer, _sum_of_squares, shard_dims, axes))
+
+
+def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
+    """Whether a gradient has a NaN or an infinity.
+
+    Args:
+      grads: as for `global_norm`.
+      reducer: as for `global_norm`.
+
+    Returns:
+      A float mtf scalar, the same on all processors: 0 where all entries are finite, else more.
+    """
+    return _measured(grads, reducer, _any_not_finite)
+
+
+def shards_not_finite(
+    grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
+) -> mtf.Tensor:
+    """Which shards have gradients with a NaN or an infinity.
+
+    Args:
+      grads: gradients per shard (`[shard dims...] + var dims`), at least one.
+      axes: the replica axes.
+      reducer: as for `global_norm`.
+
+    Returns:
+      A float mtf tensor of shape `[shard dims...]`: 0 where all entries are finite, else more.
+    """
+    return _measured(grads, reducer, _any_not_finite, axes.shard_dims, axes)
+
+
+def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
+    """The shard dims that gradients have or get; empty for no gradients."""
+    shard_dims: list[mtf.Dimension] = []
+    for grad in grads:
+        found = {d.name: d for d in shard_dims_in(grad.shape, axes)}
+        dims = [found.get(d.name, d) for d in axes.shard_dims]
+        if shard_dims not in ([], dims):
+            raise ValueError(
+                f"Gradients have different shard dims: {mtf.Shape(shard_dims)} and "
+                f"{mtf.Shape(dims)} (of {grad.name}); give each the same."
+            )
+        shard_dims = dims
+    return shard_dims

@@ -1,0 +1,43 @@
+"""Writes that Mesh-TensorFlow's own assignments cannot make: to the slices themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+
+
+class WriteInPlace(mtf.Operation):
+    """Writes variables slice by slice, each from the same processor's slice of a value."""
+
+    def __init__(
+        self,
+        variables: Sequence[mtf.Variable],
+        values: Sequence[mtf.Tensor],
+        write: Callable[[Any, tf.Tensor], Any],
+        name: str,
+    ):
+        """Adds the operation.
+
+        Args:
+          variables: mesh variables.
+          values: for each a tensor that is laid out like it.
+          write: from a variable of TensorFlow and a value to the assignment.
+          name: name of the operation.
+        """
+        super().__init__(list(values), name=name)
+        self._variables, self._write = list(variables), write
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+
+        def write(variable: Any, slice_variable: Any, value: tf.Tensor) -> Any:
+            return self._write(slice_variable, value)
+
+        writes = [
+            lowering.variables[variable].assign_to_slices(
+                write, lowering.tensors[value].to_laid_out_tensor().all_slices
+            )
+            for variable, value in zip(self._variables, self.inputs)
+        ]
+        lowering.operations[self] = tf.group(*writes)
