@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import tempfile
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from mtf_gradsync.estimator.meshes import outside_programs
 from mtf_gradsync.estimator.predictions import chosen, examples
 from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, Runtime, check_runtime
 from mtf_gradsync.estimator.writing import listen, write_summary, writers
+from mtf_gradsync.optimizers.state.averaged import averaged_checkpoint, check_averages_kept
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
 
 _logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Estimator:
         predict_batch_size: int | None = None,
         eval_on_tpu: bool = True,
         export_to_tpu: bool = True,
+        evaluate_with_averages: bool = False,
     ):
         """Takes a model_fn; nothing is built before `train`, `evaluate` or `predict`.
 
@@ -78,6 +81,9 @@ class Estimator:
           predict_batch_size: likewise for predictions.
           eval_on_tpu: of TPUEstimator; evaluation runs where training does.
           export_to_tpu: of TPUEstimator; what is exported runs on a host.
+          evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
+            moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
+            the variables; those without one keep their values. Training goes on with the variables.
 
         Raises:
           TypeError: model_fn is no function.
@@ -101,6 +107,7 @@ class Estimator:
         if configured != self.model_dir:
             self.config = _with_model_dir(self.config, self.model_dir)
         self.params = params
+        self._with_averages = evaluate_with_averages
         tpu_config = getattr(self.config, "tpu_config", None)
         self._is_for_tpu = tpu_config is not None or use_tpu
         self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
@@ -137,7 +144,7 @@ class Estimator:
 
         Raises:
           ValueError: both of steps and max_steps are given, or the spec has no way to save for
-            saving_listeners.
+            saving_listeners, or no averages are kept to evaluate with.
         """
         _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
@@ -147,6 +154,8 @@ class Estimator:
             return self
         with self._graph():
             spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.TRAIN)
+            if self._with_averages:
+                check_averages_kept()
             step = tf.train.get_global_step()
             every = self._setting("log_step_count_steps")
             all_hooks = [*input_hooks, *(hooks or ()), tf.train.NanTensorHook(spec.loss)]
@@ -162,7 +171,9 @@ class Estimator:
             listen(all_hooks, saving_listeners)
             if runs.is_program and self._setting("save_summary_steps"):
                 write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
-            sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
+            sessions = runs.sessions(
+                spec, scaffold, lambda: contextlib.nullcontext(self.latest_checkpoint())
+            )
             made_a_step = False
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 while not session.should_stop():
@@ -197,7 +208,8 @@ class Estimator:
           The mean loss as "loss", the metrics, and "global_step", by name.
 
         Raises:
-          ValueError: there is no checkpoint, or no input.
+          ValueError: there is no checkpoint, or it has no averages to evaluate with, or there is no
+            input.
         """
         _check_positive(steps=steps)
         path = self._checkpoint(checkpoint_path)
@@ -223,7 +235,7 @@ class Estimator:
                 all_hooks.append(HostCallHook(spec.host_call))
             losses: list[Any] = []
             result: dict[str, Any] = {}
-            sessions = runs.sessions(spec, scaffold, lambda: path)
+            sessions = runs.sessions(spec, scaffold, lambda: self._evaluated(path))
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 global_step = _without_hooks(session, step)
                 try:
@@ -265,15 +277,15 @@ class Estimator:
           Predictions by name, or arrays where the model predicts a single tensor.
 
         Raises:
-          ValueError: there is no checkpoint, no such key, or predictions of a batch differ in
-            length.
+          ValueError: there is no checkpoint, or it has no averages, no such key, or predictions of
+            a batch differ in length.
         """
         path = self._checkpoint(checkpoint_path)
         with self._graph():
             spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.PREDICT)
             predictions = chosen(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
-            sessions = runs.sessions(spec, scaffold, lambda: path)
+            sessions = runs.sessions(spec, scaffold, lambda: self._evaluated(path))
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
         # Not within the graph: whoever takes the predictions may build one in between.
         with monitored as session:
@@ -302,7 +314,7 @@ class Estimator:
           The directory.
 
         Raises:
-          ValueError: there is no checkpoint.
+          ValueError: there is no checkpoint, or it has no averages.
         """
         path = self._checkpoint(checkpoint_path)
         with self._graph():
@@ -311,7 +323,8 @@ class Estimator:
             inputs = received.receiver_tensors
             inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
             directory = new_directory(export_dir_base)
-            write_saved_model(directory, spec, scaffold, inputs, path)
+            with self._evaluated(path) as restored:
+                write_saved_model(directory, spec, scaffold, inputs, restored)
         return directory
 
     # What they have in common.
@@ -393,6 +406,12 @@ class Estimator:
                 "checkpoint_path."
             )
         return path
+
+    def _evaluated(self, path: str) -> ContextManager[str]:
+        """What is restored of a checkpoint into the default graph."""
+        if not self._with_averages:
+            return contextlib.nullcontext(path)
+        return averaged_checkpoint(path, tf.global_variables())
 
     def _step_saved(self) -> int:
         path = self.latest_checkpoint()

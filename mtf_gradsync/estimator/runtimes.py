@@ -68,12 +68,12 @@ class OnDevices:
         return contextlib.nullcontext()
 
     def sessions(
-        self, spec: Any, scaffold: Any, find_checkpoint: Callable[[], str | None]
+        self, spec: Any, scaffold: Any, checkpoint: Callable[[], ContextManager[str | None]]
     ) -> tf.train.SessionCreator:
         """Makes sessions that begin with a checkpoint, where there is one."""
         del spec
         config = self._config or session_config(num_cpu_devices=_cpu_devices())
-        return DeviceSessionCreator(tf.get_default_graph(), config, scaffold, find_checkpoint)
+        return DeviceSessionCreator(tf.get_default_graph(), config, scaffold, checkpoint)
 
 
 class OnCores:
@@ -95,7 +95,7 @@ class OnCores:
             yield program.tpu_context
 
     def sessions(
-        self, spec: Any, scaffold: Any, find_checkpoint: Callable[[], str | None]
+        self, spec: Any, scaffold: Any, checkpoint: Callable[[], ContextManager[str | None]]
     ) -> tf.train.SessionCreator:
         """Makes sessions that begin with a checkpoint, where there is one."""
         program = self._program
@@ -106,7 +106,7 @@ class OnCores:
                 return xla.session(program, spec)
             return program.session(spec)
 
-        return ProgramSessionCreator(program.graph, make, scaffold, find_checkpoint)
+        return ProgramSessionCreator(program.graph, make, scaffold, checkpoint)
 
     def traffic(self, spec: Any) -> dict[str, float]:
         """Bytes that a core puts into collectives in a step, by name."""

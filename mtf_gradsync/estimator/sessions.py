@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, ContextManager
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
@@ -76,7 +76,7 @@ class DeviceSessionCreator(tf.train.SessionCreator):
         graph: tf.Graph,
         config: tf.ConfigProto,
         scaffold: tf.train.Scaffold | None,
-        find_checkpoint: Callable[[], str | None],
+        checkpoint: Callable[[], ContextManager[str | None]],
     ):
         """Takes what a session is made of.
 
@@ -84,21 +84,22 @@ class DeviceSessionCreator(tf.train.SessionCreator):
           graph: the graph.
           config: of the sessions.
           scaffold: the spec's, or None.
-          find_checkpoint: the path to begin with, None for initial values; asked for each session.
+          checkpoint: gives the path to begin with, None for initial values; asked for each
+            session, and entered while that begins.
         """
         self._graph = graph
         self._config = config
         self._scaffold = scaffold or tf.train.Scaffold()
-        self._find_checkpoint = find_checkpoint
+        self._checkpoint = checkpoint
 
     def create_session(self) -> tf.Session:
         """Makes a session."""
-        path = self._find_checkpoint()
-        chief = tf.train.ChiefSessionCreator(
-            self._scaffold, config=self._config, checkpoint_filename_with_path=path
-        )
-        with self._graph.as_default():
-            session = chief.create_session()
+        with self._checkpoint() as path:
+            chief = tf.train.ChiefSessionCreator(
+                self._scaffold, config=self._config, checkpoint_filename_with_path=path
+            )
+            with self._graph.as_default():
+                session = chief.create_session()
         _recover_older(self._scaffold.saver, path)
         return session
 
@@ -111,7 +112,7 @@ class ProgramSessionCreator(tf.train.SessionCreator):
         graph: tf.Graph,
         make: Callable[[], Any],
         scaffold: tf.train.Scaffold | None,
-        find_checkpoint: Callable[[], str | None],
+        checkpoint: Callable[[], ContextManager[str | None]],
     ):
         """Takes what a session is made of.
 
@@ -119,12 +120,12 @@ class ProgramSessionCreator(tf.train.SessionCreator):
           graph: the program's graph.
           make: makes a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, variables initialized.
           scaffold: the spec's, or None.
-          find_checkpoint: the path to begin with, None for initial values.
+          checkpoint: as for `DeviceSessionCreator`.
         """
         self._graph = graph
         self._make = make
         self._scaffold = scaffold or tf.train.Scaffold()
-        self._find_checkpoint = find_checkpoint
+        self._checkpoint = checkpoint
 
     def create_session(self) -> ProgramSession:
         """Makes a session; hooks copy the masters to the slices after it."""
@@ -138,9 +139,10 @@ class ProgramSessionCreator(tf.train.SessionCreator):
                 begin = tf.train.Scaffold.default_local_init_op()
         session = ProgramSession(self._graph, self._make())
         try:
-            path = self._find_checkpoint()
+            with self._checkpoint() as path:
+                if path:
+                    saver.restore(session, path)
             if path:
-                saver.restore(session, path)
                 _recover_older(saver, path)
             elif scaffold.init_fn:
                 scaffold.init_fn(session)

@@ -12,6 +12,7 @@ import gin
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train.checkpoints.choice import Choice, choose_checkpoint, latest_checkpoint
 from mtf_gradsync.train.checkpoints.configuration import check_configuration, described
@@ -20,7 +21,7 @@ from mtf_gradsync.train.checkpoints.leftovers import only_run_in, remove_leftove
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.errors import TrainingError
+from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
 from mtf_gradsync.train.files import check_drawing, write_text, writing_to
@@ -127,7 +128,7 @@ def run(
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
     # Evaluation has a session of its own: on a server it would share variables with training.
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
-    evaluation = HeldOut(here, directory, session, say)
+    evaluation = HeldOut(here, directory, session, say, config.evaluate_with_averages)
     checkpoint_dir = part.checkpoint_dir or model_dir
     asked = _Asked(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
@@ -216,6 +217,13 @@ def _check_schedule(config: RunConfig) -> None:
         check_callable("hooks", hook, "[@MyHook]")
 
 
+def _check_averages_kept() -> None:
+    try:
+        check_averages_kept()
+    except NoAveragesError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResult:
     """Makes the steps that are missing after a checkpoint's, or all where there is none."""
     config, job, directory, say = asked.config, asked.job, asked.directory, asked.say
@@ -227,6 +235,8 @@ def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResul
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
         graph, program, make_runner = _training_graph(job, batches, asked.runtime)
+        if config.evaluate_with_averages:
+            _check_averages_kept()
         start = Start()
         if choice.path:
             found = check_configuration(choice.path, tf.global_variables(), accept_differences)
