@@ -14,7 +14,7 @@ As a module, with that folder on ``sys.path``:
 mtf_gradsync's docs/portable.md describes the folder.
 """
 
-from .files import StepError
+from .errors import StepError
 from .step import Fetched, Step
 
 __all__ = ["Fetched", "Step", "StepError"]
