@@ -71,8 +71,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--temperature and --keep_top_k must not be negative")
     with loaded_config(args, [str(config_file)]):
         # Not above: these take seconds, which `--help` need not.
+        from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.checkpoints.choice import latest_checkpoint
         from mtf_gradsync.train.evaluation.sample import sample_after
         from mtf_gradsync.train.job import resolve_job
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.state.averaged import NoAveragesError, averaged_checkpoint
-from mtf_gradsync.train.checkpoints.configuration import check_has
-from mtf_gradsync.train.checkpoints.damage import UNREADABLE
+from mtf_gradsync.optimizers.state.averaged import NoAveragesError
+from mtf_gradsync.runtimes.checkpoints.configuration import check_has
+from mtf_gradsync.runtimes.checkpoints.damage import UNREADABLE
+from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.train.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.train.evaluation.graph import EvalGraph, build_eval_graph
 from mtf_gradsync.train.model import ModelSettings
@@ -100,11 +100,8 @@ class Evaluator:
         """
         check_has(path, self._variables, model_dir)
         try:
-            with contextlib.ExitStack() as until_restored:
-                restored = path
-                if self._with_averages:
-                    averaged = averaged_checkpoint(path, self._variables)
-                    restored = until_restored.enter_context(averaged)
+            start = Start(path, with_averages=self._with_averages)
+            with self._session.graph.as_default(), start.restorable() as restored:
                 self._saver.restore(self._session, restored)
         except NoAveragesError as error:
             raise ConfigError(str(error)) from error
