@@ -1,8 +1,8 @@
 """Runs a training step that mtf_gradsync exported, on the devices that jax has here.
 
-It needs numpy and jax, neither TensorFlow nor mtf_gradsync; a copy of it lies in every folder that
-was exported, and mtf_gradsync's own sessions compile and run programs with it. As a command, in that
-folder:
+It needs numpy and jax, neither TensorFlow nor mtf_gradsync. A copy of it lies in every folder that
+was exported; mtf_gradsync's own sessions compile and run programs with it, too. As a command, in
+such a folder:
 
     python run.py --steps 100 --inputs batches.npz
 
