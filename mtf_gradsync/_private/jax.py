@@ -1,5 +1,7 @@
 """What this package uses of jax without a public name, one function each.
 
+What compiling and running takes is in `mtf_gradsync.xla.runner`, which exported steps need, too.
+
 All were read on jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1. Where later versions have a
 public name it comes first. jax belongs to an extra of the package, so each function imports what
 it needs itself.
@@ -7,12 +9,8 @@ it needs itself.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-from typing import Any, ContextManager, Mapping, NamedTuple, Sequence
-
-import numpy as np
+from typing import Any, NamedTuple, Sequence
 
 
 class MemoryBytes(NamedTuple):
@@ -33,47 +31,6 @@ class MemoryBytes(NamedTuple):
     code: int
 
 
-def compile_stablehlo(
-    module: str, devices: Sequence[Any], options: Mapping[str, Any], load: bool
-) -> Any:
-    """Compiles a program that jax did not make, one replica of it for each device.
-
-    Args:
-      module: text of an MLIR module of StableHLO.
-      devices: devices that exist (load), or that a topology describes.
-      options: options of XLA's compiler by name, beyond its defaults.
-      load: whether to make it ready to run.
-
-    Returns:
-      The executable, for the other functions of this file.
-
-    Raises:
-      RuntimeError: when XLA refuses the program.
-    """
-    client = devices[0].client
-    compile_options = _compile_options(devices, options)
-    if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
-        return client.compile(module, compile_options)
-    if load:
-        return client.compile_and_load(module, list(devices), compile_options)
-    from jaxlib import xla_client
-
-    return client.compile(_parsed(module), xla_client.DeviceList(tuple(devices)), compile_options)
-
-
-def _compile_options(devices: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    try:
-        from jax.extend.backend import get_compile_options
-    except ImportError:  # in older versions
-        from jax._src.compiler import get_compile_options
-    return get_compile_options(
-        num_replicas=len(devices),
-        num_partitions=1,
-        device_assignment=np.array([[device.id] for device in devices]),
-        env_options_overrides=dict(options) or None,
-    )
-
-
 def writes_over_arguments_well() -> bool:
     """Whether results may be written over arguments.
 
@@ -84,27 +41,6 @@ def writes_over_arguments_well() -> bool:
     import jaxlib
 
     return tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) >= (0, 5)
-
-
-def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """An executable as bytes that `loaded_executable` takes.
-
-    Raises:
-      RuntimeError: where the platform cannot do it.
-    """
-    return devices[0].client.serialize_executable(executable)
-
-
-def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
-    """The inverse of `serialized_executable`, for the same version of jaxlib and devices.
-
-    Raises:
-      RuntimeError: when these bytes are not such an executable.
-    """
-    client, options = devices[0].client, _compile_options(devices, {})
-    if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
-        return client.deserialize_executable(serialized, options)
-    return client.deserialize_executable(serialized, list(devices), options)
 
 
 def compiled_hlo(executable: Any) -> bytes:
@@ -128,100 +64,6 @@ def cost_numbers(executable: Any) -> dict[str, float]:
     """The compiler's estimate of a step on one device: "flops", "bytes accessed" and so on."""
     numbers = executable.cost_analysis()
     return dict(numbers[0] if isinstance(numbers, list) else numbers)
-
-
-class OnDevices:
-    """One value for each core of a program: an array on each device of this process."""
-
-    def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
-        """Takes the value as a program is given it, or as it returns it.
-
-        Args:
-          arrays: single-device jax arrays, in the order of this process's devices; or
-          joined: one jax array over all devices of the program.
-        """
-        self._arrays = None if arrays is None else list(arrays)
-        self._joined = joined
-
-    @property
-    def arrays(self) -> list[Any]:
-        """Single-device jax arrays, in the order of this process's devices."""
-        if self._arrays is None:
-            # addressable_data would give the first of what is called the same on all devices.
-            self._arrays = [shard.data for shard in self._joined.addressable_shards]
-        return self._arrays
-
-    @property
-    def as_it_came(self) -> Any:
-        """The joined array where there is one, the list of arrays otherwise."""
-        return self._arrays if self._joined is None else self._joined
-
-    def joined(self, sharding: Any) -> Any:
-        """The same as one jax array.
-
-        Args:
-          sharding: over all devices of the program. Values differ from device to device whatever
-            it is called: it only tells jax that each device holds an array of the full shape.
-        """
-        import jax
-
-        if self._joined is None:
-            self._joined = jax.make_array_from_single_device_arrays(
-                self.arrays[0].shape, sharding, self.arrays
-            )
-        return self._joined
-
-
-class LoadedProgram:
-    """An executable with what is known of how this version of jaxlib wants to be called."""
-
-    def __init__(self, executable: Any, devices: Sequence[Any]):
-        import jax
-
-        self._executable = executable
-        self._sharding = jax.sharding.NamedSharding(
-            jax.sharding.Mesh(np.array(devices), ("core",)), jax.sharding.PartitionSpec()
-        )
-        # jaxlib 0.4 takes the arrays of the devices as they are; joining them takes time.
-        self._joins = hasattr(devices[0].client, "compile_and_load") or any(
-            d.process_index != devices[0].process_index for d in devices
-        )
-        # They make one joined array of each result, without one for each device, in a quarter of
-        # the time that jax's public way takes.
-        self._handlers: list[Any] = []
-
-    def hlo(self) -> bytes:
-        """The compiled program, as `compiled_hlo` gives it."""
-        return compiled_hlo(self._executable)
-
-    def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
-        """Runs it once; returns at once, with results that may not be there yet.
-
-        Args:
-          arguments: for each parameter. Those that results are written over are gone.
-
-        Returns:
-          For each result.
-        """
-        given = [a.joined(self._sharding) if self._joins else a.as_it_came for a in arguments]
-        results = self._executable.execute_sharded(given)
-        if self._handlers:
-            return [OnDevices(joined=r) for r in results.consume_with_handlers(self._handlers)]
-        found = results.disassemble_into_single_device_arrays()
-        with contextlib.suppress(AttributeError, TypeError):  # a jaxlib that has none
-            self._handlers = [self._handler(arrays[0].aval) for arrays in found]
-        return [OnDevices(arrays) for arrays in found]
-
-    def _handler(self, aval: Any) -> Any:
-        from jaxlib import xla_client
-
-        make = functools.partial(
-            xla_client.array_result_handler, aval, self._sharding, committed=True
-        )
-        try:
-            return make(_skip_checks=True)
-        except TypeError:  # from jaxlib 0.11 on there are no checks
-            return make()
 
 
 def hlo_text(hlo: bytes) -> str:
@@ -273,12 +115,30 @@ def stablehlo_to_hlo(module: str) -> bytes:
     return computation.as_serialized_hlo_module_proto()
 
 
-def _parsed(text: str) -> Any:
+def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
+    """Compiles a program for devices that a topology describes; it cannot be run.
+
+    Args:
+      module: text of an MLIR module of StableHLO.
+      devices: the topology's.
+      options: of the compiler, for these devices.
+
+    Returns:
+      The executable, for the other functions of this file.
+
+    Raises:
+      RuntimeError: when XLA refuses the program.
+    """
+    client = devices[0].client
+    if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
+        return client.compile(module, options)
     from jax.interpreters import mlir
+    from jaxlib import xla_client
     from jaxlib.mlir import ir
 
     with mlir.make_ir_context():
-        return ir.Module.parse(text)
+        parsed = ir.Module.parse(module)
+    return client.compile(parsed, xla_client.DeviceList(tuple(devices)), options)
 
 
 def backends_are_initialized() -> bool:
@@ -286,47 +146,6 @@ def backends_are_initialized() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
-
-
-def put_on_devices(values: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
-    """Copies one value to each device.
-
-    Args:
-      values: for each device of this process; 64-bit numbers stay what they are.
-      devices: the devices of this process.
-
-    Returns:
-      The values on the devices.
-    """
-    import jax
-
-    values = [_with_types_of_jax(np.asarray(v)) for v in values]
-    client = devices[0].client
-    if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
-        return OnDevices([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
-    with enabled_x64():
-        return OnDevices([jax.device_put(v, d) for v, d in zip(values, devices)])
-
-
-def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """The same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
-    import jax.numpy as jnp
-
-    if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
-        return value.view(np.uint16).view(jnp.bfloat16)
-    return value
-
-
-def enabled_x64() -> ContextManager[None]:
-    """Keeps jax from narrowing 64-bit numbers, for a while and this thread."""
-    import jax
-
-    enable_x64: Any = getattr(jax, "enable_x64", None)
-    if enable_x64 is None:
-        from jax import experimental
-
-        enable_x64 = experimental.enable_x64
-    return enable_x64(True)
 
 
 class Cluster(NamedTuple):

@@ -12,7 +12,7 @@ from mtf_gradsync.estimator import summaries as summaries_lib
 from mtf_gradsync.estimator.meshes import model_mesh, outside_programs
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.optimizers import reported
-from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+from mtf_gradsync.runtimes.checkpoints.saving import RunSaver
 from mtf_gradsync.step import is_advanced
 
 _Modes = tf.estimator.ModeKeys
@@ -100,7 +100,7 @@ class SpecBuilder:
 
         Checkpoints are written as config says: the slices are copied to the masters first, and back
         after one was restored. Checkpoints of a run without the wrapper, or of another mesh, are
-        read too (`ReshardingSaver`).
+        read too (`ReshardingSaver`); one of another model is an error that names what differs.
 
         Args:
           loss: an mtf tensor; the mean is taken of one with several elements.
@@ -262,33 +262,16 @@ class SpecBuilder:
 
     def _make_saver(self, lowering: mtf.Lowering) -> tf.train.Saver:
         config = self._config
-        saver = _Saver(
-            tf.global_variables(),
+        # Estimator makes a saving hook of its own where the spec has none, and that knows of no
+        # slices.
+        saver = RunSaver(
+            lowering,
             sharded=True,
             max_to_keep=getattr(config, "keep_checkpoint_max", None) or 0,
             keep_checkpoint_every_n_hours=getattr(config, "keep_checkpoint_every_n_hours", 10000),
-            save_relative_paths=True,
         )
-        saver.to_masters = lowering.copy_slices_to_masters()
         tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
         return saver
-
-
-class _Saver(ReshardingSaver):
-    """Copies the slices to the masters before it saves, whichever hook asks for it.
-
-    Estimator makes a hook of its own where the spec has none, and that knows of no slices.
-
-    Attributes:
-      to_masters: the operation that copies.
-    """
-
-    to_masters: tf.Operation | None = None
-
-    def save(self, sess: Any, *args: Any, **kwargs: Any) -> str | None:
-        """See `tf.train.Saver.save`."""
-        sess.run(self.to_masters)
-        return super().save(sess, *args, **kwargs)
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:

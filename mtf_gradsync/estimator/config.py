@@ -35,3 +35,11 @@ def run_config(
     if tpu_config is None:
         return tf.estimator.RunConfig(model_dir=model_dir, **settings)
     return tf.estimator.tpu.RunConfig(model_dir=model_dir, tpu_config=tpu_config, **settings)
+
+
+def with_model_dir(config: Any, model_dir: str) -> Any:
+    """A config for another directory."""
+    if hasattr(config, "replace"):
+        return config.replace(model_dir=model_dir)
+    config.model_dir = model_dir
+    return config

@@ -8,17 +8,20 @@ import os
 import tempfile
 from typing import Any, Callable, Iterator, Sequence
 
-import numpy as np
-
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.estimator.building import ModelFn
+from mtf_gradsync.estimator.config import with_model_dir
+from mtf_gradsync.estimator.evaluation import Evaluation
 from mtf_gradsync.estimator.exporting import new_directory, write_saved_model
-from mtf_gradsync.estimator.host import HostCallHook, Metrics
-from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels, give
-from mtf_gradsync.estimator.meshes import outside_programs
+from mtf_gradsync.estimator.host import HostCallHook
 from mtf_gradsync.estimator.predictions import chosen, examples
-from mtf_gradsync.estimator.runtimes import OnCores, OnDevices, Runtime, check_runtime
-from mtf_gradsync.estimator.writing import listen, write_summary, writers
-from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+from mtf_gradsync.estimator.runtimes import check_runtime
+from mtf_gradsync.estimator.summaries import traffic_of_program
+from mtf_gradsync.estimator.writing import training_hooks, write_summary
+from mtf_gradsync.optimizers.state.averaged import check_averages_kept
+from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, newest
+from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.places import OnCores, OnDevices, RuntimeName
 
 _logger = logging.getLogger(__name__)
 _Modes = tf.estimator.ModeKeys
@@ -49,13 +52,15 @@ class Estimator:
         params: Any = None,
         *,
         use_tpu: bool = False,
-        runtime: Runtime | None = None,
+        runtime: RuntimeName | None = None,
         num_cores: int | None = None,
         train_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
         eval_on_tpu: bool = True,
         export_to_tpu: bool = True,
+        evaluate_with_averages: bool = False,
+        skip_damaged_checkpoint: bool = False,
     ):
         """Takes a model_fn; nothing is built before `train`, `evaluate` or `predict`.
 
@@ -78,6 +83,11 @@ class Estimator:
           predict_batch_size: likewise for predictions.
           eval_on_tpu: of TPUEstimator; evaluation runs where training does.
           export_to_tpu: of TPUEstimator; what is exported runs on a host.
+          evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
+            moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
+            the variables; those without one keep their values. Training goes on with the variables.
+          skip_damaged_checkpoint: whether training goes on from an older checkpoint where the
+            newest is damaged, whose files are put aside then; otherwise that is an error.
 
         Raises:
           TypeError: model_fn is no function.
@@ -86,7 +96,6 @@ class Estimator:
         del eval_on_tpu, export_to_tpu
         if not callable(model_fn):
             raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
-        self._model_fn = model_fn
         self.config = copy.copy(config) if config is not None else tf.estimator.RunConfig()
         configured = getattr(self.config, "model_dir", None)
         if model_dir and configured and os.fspath(model_dir) != os.fspath(configured):
@@ -99,21 +108,23 @@ class Estimator:
         directory: Any = model_dir or configured
         self.model_dir: str = os.fspath(directory)
         if configured != self.model_dir:
-            self.config = _with_model_dir(self.config, self.model_dir)
+            self.config = with_model_dir(self.config, self.model_dir)
         self.params = params
+        self._with_averages = evaluate_with_averages
+        self._skip_damaged = skip_damaged_checkpoint
         tpu_config = getattr(self.config, "tpu_config", None)
-        self._is_for_tpu = tpu_config is not None or use_tpu
         self._num_cores = num_cores or getattr(tpu_config, "num_shards", None)
         self.runtime = check_runtime(runtime, use_tpu, self._num_cores)
-        self._batch_sizes = {
+        batch_sizes = {
             _Modes.TRAIN: train_batch_size,
             _Modes.EVAL: eval_batch_size,
             _Modes.PREDICT: predict_batch_size,
         }
+        self._model = ModelFn(model_fn, tpu_config is not None or use_tpu, batch_sizes)
 
     def latest_checkpoint(self) -> str | None:
         """The newest checkpoint of model_dir, or None."""
-        return tf.train.latest_checkpoint(self.model_dir)
+        return newest(self.model_dir).path
 
     def train(
         self,
@@ -137,32 +148,31 @@ class Estimator:
 
         Raises:
           ValueError: both of steps and max_steps are given, or the spec has no way to save for
-            saving_listeners.
+            saving_listeners, or no averages are kept to evaluate with; or the newest checkpoint is
+            damaged, or of another model or inner optimizer.
         """
         _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
             raise ValueError(f"Give steps or max_steps, not both: got {steps} and {max_steps}.")
-        if max_steps is not None and self._step_saved() >= max_steps:
+        step_saved = self._step_saved()
+        if max_steps is not None and step_saved >= max_steps:
             _logger.info("The checkpoint has %d steps already.", max_steps)
             return self
         with self._graph():
-            spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.TRAIN)
-            step = tf.train.get_global_step()
-            every = self._setting("log_step_count_steps")
-            all_hooks = [*input_hooks, *(hooks or ()), tf.train.NanTensorHook(spec.loss)]
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.TRAIN)
+            if self._with_averages:
+                check_averages_kept()
+            program = place.program
+            all_hooks = [*input_hooks, *(hooks or ())]
             if steps is not None or max_steps is not None:
                 all_hooks.append(tf.train.StopAtStepHook(steps, max_steps))
-            if every:
-                shown = {"loss": spec.loss, "step": step}
-                all_hooks.append(tf.train.LoggingTensorHook(shown, every_n_iter=every))
-            all_hooks += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
-            if getattr(spec, "host_call", None):
-                all_hooks.append(HostCallHook(spec.host_call))
-            all_hooks += writers(self.config, all_hooks, scaffold, spec.loss, runs.is_program)
-            listen(all_hooks, saving_listeners)
-            if runs.is_program and self._setting("save_summary_steps"):
-                write_summary(self.model_dir, runs.traffic(spec), self._step_saved())
-            sessions = runs.sessions(spec, scaffold, self.latest_checkpoint)
+            all_hooks += training_hooks(
+                self.config, all_hooks, spec, scaffold, program is not None, saving_listeners
+            )
+            if program is not None and self._setting("save_summary_steps"):
+                write_summary(self.model_dir, traffic_of_program(program, spec), step_saved)
+            # Asked again where a worker was lost: by then there may be a newer one.
+            sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
             made_a_step = False
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
                 while not session.should_stop():
@@ -197,49 +207,20 @@ class Estimator:
           The mean loss as "loss", the metrics, and "global_step", by name.
 
         Raises:
-          ValueError: there is no checkpoint, or no input.
+          ValueError: there is no checkpoint, or it has no averages to evaluate with, or there is no
+            input.
         """
         _check_positive(steps=steps)
-        path = self._checkpoint(checkpoint_path)
+        start = self._restored(checkpoint_path)
         with self._graph():
-            spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.EVAL)
-            metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
-            if metric_ops and runs.is_program:
-                raise ValueError(
-                    "eval_metric_ops would be part of the program of a core; give eval_metrics, in "
-                    "a TPUEstimatorSpec, which run on the host."
-                )
-            eval_metrics = getattr(spec, "eval_metrics", None)
-            metrics = Metrics(eval_metrics) if eval_metrics else None
-            fetches = {
-                "loss": spec.loss,
-                "tensors": metrics.tensors if metrics else (),
-                "updates": [update for _, update in metric_ops.values()],
-            }
-            values = {name: value for name, (value, _) in metric_ops.items()}
-            step = tf.train.get_global_step()
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.EVAL)
+            evaluation = Evaluation(spec, place.program is not None)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.evaluation_hooks]
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
-            losses: list[Any] = []
-            result: dict[str, Any] = {}
-            sessions = runs.sessions(spec, scaffold, lambda: path)
+            sessions = place.sessions(spec, scaffold, lambda: start)
             with tf.train.MonitoredSession(sessions, all_hooks) as session:
-                global_step = _without_hooks(session, step)
-                try:
-                    while not session.should_stop() and (steps is None or len(losses) < steps):
-                        fetched = session.run(fetches)
-                        losses.append(fetched["loss"])
-                        if metrics:
-                            metrics.add(fetched["tensors"])
-                except (tf.errors.OutOfRangeError, StopIteration):
-                    pass
-                if values and losses:
-                    result.update(_without_hooks(session, values))
-            if not losses:
-                raise ValueError("The input of the evaluation is empty.")
-        result.update(metrics.result() if metrics else {})
-        result.update(loss=np.float32(np.mean(losses)), global_step=int(global_step))
+                result = evaluation.run(session, steps)
         directory = os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
         write_summary(directory, result, result["global_step"])
         return result
@@ -265,15 +246,15 @@ class Estimator:
           Predictions by name, or arrays where the model predicts a single tensor.
 
         Raises:
-          ValueError: there is no checkpoint, no such key, or predictions of a batch differ in
-            length.
+          ValueError: there is no checkpoint, or it has no averages, no such key, or predictions of
+            a batch differ in length.
         """
-        path = self._checkpoint(checkpoint_path)
+        start = self._restored(checkpoint_path)
         with self._graph():
-            spec, scaffold, runs, input_hooks = self._build(input_fn, _Modes.PREDICT)
+            place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT)
             predictions = chosen(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
-            sessions = runs.sessions(spec, scaffold, lambda: path)
+            sessions = place.sessions(spec, scaffold, lambda: start)
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
         # Not within the graph: whoever takes the predictions may build one in between.
         with monitored as session:
@@ -302,16 +283,20 @@ class Estimator:
           The directory.
 
         Raises:
-          ValueError: there is no checkpoint.
+          ValueError: there is no checkpoint, or it has no averages.
         """
-        path = self._checkpoint(checkpoint_path)
+        start = self._restored(checkpoint_path)
         with self._graph():
             received = serving_input_receiver_fn()
-            spec, scaffold = self._spec(received.features, None, _Modes.PREDICT, self._params(None))
+            spec, scaffold = self._model.spec(
+                received.features, None, _Modes.PREDICT, self.params, self.config
+            )
             inputs = received.receiver_tensors
             inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
             directory = new_directory(export_dir_base)
-            write_saved_model(directory, spec, scaffold, inputs, path)
+            with start.restorable() as restored:
+                assert restored is not None  # as a checkpoint is there
+                write_saved_model(directory, spec, scaffold, inputs, restored)
         return directory
 
     # What they have in common.
@@ -325,94 +310,39 @@ class Estimator:
                 tf.set_random_seed(seed)
         return graph.as_default()
 
-    def _build(self, input_fn: Callable[..., Any], mode: str) -> tuple[Any, Any, Any, list[Any]]:
-        """Builds a step; returns the spec, its scaffold, where it runs, and its input's hooks."""
-        runs: OnDevices | OnCores
-        if self.runtime == "placement_mesh":
-            runs = OnDevices(self._setting("session_config"))
-        else:
-            assert self._num_cores is not None  # check_runtime has asked for it
-            runs = OnCores(self.runtime, self._num_cores)
-        # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
-        scope = tf.get_variable_scope()
-        with tf.variable_scope(scope, use_resource=runs.is_program or scope.use_resource):
-            tf.train.get_or_create_global_step()
-        params = self._params(mode, runs.is_program)
-        features, labels, input_hooks = features_and_labels(input_fn, mode, params, self.config)
-        with runs.building() as context:
-            if context is not None:
-                give(params, context=context)
-            spec, scaffold = self._spec(features, labels, mode, params)
-        has_saver = scaffold is not None and scaffold.saver is not None
-        if mode == _Modes.TRAIN and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
-            keep = self._setting("keep_checkpoint_max") or 0
-            saver = ReshardingSaver(sharded=True, max_to_keep=keep, save_relative_paths=True)
-            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
-        return spec, scaffold, runs, input_hooks
-
-    def _spec(self, features: Any, labels: Any, mode: str, params: Any) -> tuple[Any, Any]:
-        """Calls the model_fn; returns its spec and the spec's scaffold."""
-        tf.train.get_or_create_global_step()
-        spec = call_with_known(
-            self._model_fn,
-            features=features,
-            labels=labels,
-            mode=mode,
-            params=params,
-            config=self.config,
-        )
-        if not hasattr(spec, "train_op"):
-            raise TypeError(
-                "model_fn must return an EstimatorSpec or a TPUEstimatorSpec, got "
-                f"{type(spec).__name__}."
-            )
-        scaffold_fn = getattr(spec, "scaffold_fn", None)
-        with outside_programs():
-            scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
-        return spec, scaffold
+    def _build(
+        self, input_fn: Callable[..., Any], mode: str
+    ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
+        """Builds a step; returns where it runs, the spec, its scaffold, and its input's hooks."""
+        place: OnDevices | OnCores = OnDevices(self._setting("session_config"))
+        if self.runtime != "placement_mesh":
+            place = OnCores(self.runtime, f"all:{self._num_cores}")
+        built = self._model.build(input_fn, mode, place, self.params, self.config)
+        return (place, *built)
 
     def _setting(self, name: str) -> Any:
         return getattr(self.config, name, None)
 
-    def _params(self, mode: str | None, is_program: bool = False) -> Any:
-        """The params of a call, with what TPUEstimator adds to them."""
-        params = copy.deepcopy(self.params) if self.params is not None else {}
-        batch_size = self._batch_sizes.get(mode)
-        if batch_size is not None:
-            give(params, batch_size=batch_size)
-        # Estimator alone, without a TPU's config, adds nothing.
-        if is_program or self._is_for_tpu:
-            give(params, use_tpu=is_program)
-        return params
-
-    def _checkpoint(self, path: str | None) -> str:
+    def _restored(self, path: str | None) -> Start:
+        """What an evaluation begins with."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(
                 f"There is no checkpoint in model_dir {self.model_dir!r}: train first, or give "
                 "checkpoint_path."
             )
-        return path
+        return Start(path, with_averages=self._with_averages)
 
     def _step_saved(self) -> int:
-        path = self.latest_checkpoint()
-        return int(tf.train.load_variable(path, "global_step")) if path else 0
+        """Steps made before a training; the newest checkpoint is checked where it is the run's."""
+        start = newest(self.model_dir)
+        if "://" in self.model_dir or (start.path and not start.kept):
+            return int(tf.train.load_variable(start.path, "global_step")) if start.path else 0
+        setting = "Estimator(skip_damaged_checkpoint=True)"
+        return choose_checkpoint(self.model_dir, self._skip_damaged, _logger.warning, setting).step
 
 
 def _check_positive(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number <= 0:
             raise ValueError(f"{name} must be more than 0, or None; got {number!r}.")
-
-
-def _with_model_dir(config: Any, model_dir: str) -> Any:
-    """A config for another directory."""
-    if hasattr(config, "replace"):
-        return config.replace(model_dir=model_dir)
-    config.model_dir = model_dir
-    return config
-
-
-def _without_hooks(session: Any, fetches: Any) -> Any:
-    # The argument's name is prescribed.
-    return session.run_step_fn(lambda step_context: step_context.session.run(fetches))

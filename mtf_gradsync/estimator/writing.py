@@ -1,4 +1,4 @@
-"""Hooks that write checkpoints and summaries of a run."""
+"""The hooks of a training: those that write checkpoints and summaries among them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,50 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import restored_lowering
 from mtf_gradsync._private.tensorflow import add_saving_listeners
+from mtf_gradsync.estimator.host import HostCallHook
 
 
-def writers(
-    config: Any, hooks: Sequence[Any], scaffold: Any, loss: tf.Tensor, is_program: bool
+def training_hooks(
+    config: Any,
+    given: Sequence[Any],
+    spec: Any,
+    scaffold: tf.train.Scaffold | None,
+    is_program: bool,
+    listeners: Sequence[Any] | None,
 ) -> list[Any]:
-    """Hooks that write what no other hook writes: checkpoints and summaries.
+    """The hooks of a training besides those that are given: the spec's, and those that write.
 
     Args:
       config: the run's; has a model_dir.
-      hooks: the others.
+      given: the others.
+      spec: of the training.
       scaffold: the spec's, or None.
-      loss: of a step.
       is_program: whether the step is a SIMD program.
+      listeners: added to the hook that saves checkpoints.
 
     Returns:
       The hooks.
+
+    Raises:
+      ValueError: there are listeners, and no hook that saves.
     """
+    made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
+    every = getattr(config, "log_step_count_steps", None)
+    if every:
+        shown = {"loss": spec.loss, "step": tf.train.get_global_step()}
+        made.append(tf.train.LoggingTensorHook(shown, every_n_iter=every))
+    made += [*spec.training_hooks, *getattr(spec, "training_chief_hooks", ())]
+    if getattr(spec, "host_call", None):
+        made.append(HostCallHook(spec.host_call))
+    made += _writers(config, [*given, *made], scaffold, spec.loss, is_program)
+    _listen([*given, *made], listeners)
+    return made
+
+
+def _writers(
+    config: Any, hooks: Sequence[Any], scaffold: Any, loss: tf.Tensor, is_program: bool
+) -> list[Any]:
+    """Hooks that write what no other hook writes: checkpoints and summaries."""
     made: list[Any] = []
     steps = getattr(config, "save_checkpoints_steps", None)
     seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
@@ -59,7 +86,7 @@ def writers(
     return made
 
 
-def listen(hooks: Sequence[Any], listeners: Sequence[Any] | None) -> None:
+def _listen(hooks: Sequence[Any], listeners: Sequence[Any] | None) -> None:
     """Adds listeners to the first hook that saves checkpoints."""
     if not listeners:
         return

@@ -14,14 +14,13 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.checks import check_variables
 from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.state.averaged import AVERAGE
 from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import unstacked
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import WriteInPlace
-
-AVERAGE = "ExponentialMovingAverage"
 
 
 def check_averages(

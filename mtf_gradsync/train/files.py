@@ -6,12 +6,10 @@ import contextlib
 import errno
 import importlib.util
 import io
-import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Iterator
 
+from mtf_gradsync.runtimes.files import write_bytes
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -46,25 +44,6 @@ def writing_to(directory: Path) -> Iterator[None]:
             f"checkpoints in {directory} are as they were; once it can be written to, the same "
             "command goes on from the newest."
         ) from error
-
-
-def free_name(path: Path) -> Path:
-    """The path, or one like it that nothing has yet."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that a reader or a killed writer never leaves half of it."""
-    _replace(path, text.encode("utf-8"))
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file, as `write_text` does."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def check_installed(library: str, work: str) -> None:
@@ -119,18 +98,4 @@ def write_figure(path: Path, figure: Any) -> None:
     """Writes a figure as a PNG file, as `write_text` does."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
-    _replace(path, content.getvalue())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes private files; results are for everyone whom the directory is for.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_bytes(path, content.getvalue())

@@ -7,6 +7,7 @@ from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.train.config.bindings import RunConfig, VariableFilter
 from mtf_gradsync.train.config.checks import check_callable, check_count, check_vocabulary
 from mtf_gradsync.train.config.mesh import resolve_mesh
@@ -136,30 +137,43 @@ def resolve_job(config: RunConfig) -> TrainingJob:
     )
 
 
-def build_simd(
-    job: TrainingJob, features: dict[str, tf.Tensor] | None = None
-) -> tuple[TrainGraph, simd.Program]:
-    """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
+def build_on(
+    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
+) -> TrainGraph:
+    """Adds a job's training step to the default graph, for the place where it will run.
 
-    The step counter stands outside the program.
+    The step counter stands outside a program.
 
     Args:
+      place: devices of the job's placement mesh, or cores of its mesh.
       job: what to build.
       features: int tensors ``[batch_size, length]`` by feature name; None for placeholders.
 
     Returns:
-      The graph's handles and the program.
+      The graph's handles.
     """
-    programs = []
 
     @contextlib.contextmanager
     def block() -> Iterator[Any]:
-        with simd.tpu_program(job.model.mesh.shape, job.model.mesh.layout) as program:
-            programs.append(program)
-            yield program.mesh_impl
+        with place.building() as program:
+            yield None if program is None else program.mesh_impl
 
-    graph = job.build(features or placeholders(job), block)
-    return graph, programs[0]
+    return job.build(features or placeholders(job), block)
+
+
+def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
+    """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
+
+    Args:
+      job: what to build; its features are placeholders.
+
+    Returns:
+      The graph's handles and the program.
+    """
+    place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
+    graph = build_on(place, job)
+    assert place.program is not None  # just built
+    return graph, place.program
 
 
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:

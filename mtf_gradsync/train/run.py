@@ -12,19 +12,23 @@ import gin
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
+from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, latest_checkpoint
+from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, described
+from mtf_gradsync.runtimes.checkpoints.initial import initialize_from
+from mtf_gradsync.runtimes.checkpoints.leftovers import only_run_in, remove_leftovers
+from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.files import write_text
+from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.session import session_config
-from mtf_gradsync.train.checkpoints.choice import Choice, choose_checkpoint, latest_checkpoint
-from mtf_gradsync.train.checkpoints.configuration import check_configuration, described
-from mtf_gradsync.train.checkpoints.initial import initialize_from
-from mtf_gradsync.train.checkpoints.leftovers import only_run_in, remove_leftovers
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
-from mtf_gradsync.train.errors import TrainingError
+from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
-from mtf_gradsync.train.files import check_drawing, write_text, writing_to
-from mtf_gradsync.train.job import TrainingJob, build_simd, resolve_job
+from mtf_gradsync.train.files import check_drawing, writing_to
+from mtf_gradsync.train.job import TrainingJob, build_on, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.metrics.recorder import Recorder
@@ -33,7 +37,7 @@ from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_f
 from mtf_gradsync.train.report.page import Ended, check_pages_installed, write_page
 from mtf_gradsync.train.report.traffic import list_traffic
 from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
-from mtf_gradsync.train.runners.runner import Runner, Start
+from mtf_gradsync.train.runners.runner import Runner
 from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
 from mtf_gradsync.train.runtime import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph
@@ -127,18 +131,18 @@ def run(
     session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
     # Evaluation has a session of its own: on a server it would share variables with training.
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
-    evaluation = HeldOut(here, directory, session, say)
+    evaluation = HeldOut(here, directory, session, say, config.evaluate_with_averages)
     checkpoint_dir = part.checkpoint_dir or model_dir
     asked = _Asked(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
-        choice = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
+        start = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
         if config.eval_dataset_fn is not None:
             evaluation.prepare(
                 config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
             )
         try:
-            result = _train(asked, choice, accepted.differences)
+            result = _train(asked, start, accepted.differences)
         except (TrainingError, OSError) as error:
             # Perhaps nothing can be written any more.
             with contextlib.suppress(OSError):
@@ -216,10 +220,17 @@ def _check_schedule(config: RunConfig) -> None:
         check_callable("hooks", hook, "[@MyHook]")
 
 
-def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResult:
+def _check_averages_kept() -> None:
+    try:
+        check_averages_kept()
+    except NoAveragesError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
     """Makes the steps that are missing after a checkpoint's, or all where there is none."""
     config, job, directory, say = asked.config, asked.job, asked.directory, asked.say
-    step = choice.step
+    step = start.step
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
@@ -227,13 +238,14 @@ def _train(asked: _Asked, choice: Choice, accept_differences: bool) -> LoopResul
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
         graph, program, make_runner = _training_graph(job, batches, asked.runtime)
-        start = Start()
-        if choice.path:
-            found = check_configuration(choice.path, tf.global_variables(), accept_differences)
+        if config.evaluate_with_averages:
+            _check_averages_kept()
+        if start.path:
+            found = check_configuration(start.path, tf.global_variables(), accept_differences)
             if any(found):
-                say(f"going on from {choice.path}, of another configuration:\n{described(found)}")
-            new = tuple(name for name in found.new if name not in found.adapted)
-            start = Start(choice.path, choice.kept, new)
+                say(f"going on from {start.path}, of another configuration:\n{described(found)}")
+            new = (name for name in found.new if name not in found.adapted)
+            start = start._replace(new=tuple(new))
         elif config.init_checkpoint:
             count = initialize_from(config.init_checkpoint)
             say(f"{count} variables begin as in {config.init_checkpoint}")
@@ -293,26 +305,16 @@ def _training_graph(
 ]:
     """Builds the training step for a runtime; returns it, its program, what makes the runner."""
     features = batches.placeholders()
-    if runtime.name == "placement_mesh":
-        graph = job.build(features)
+    cores = None
+    if runtime.name != "placement_mesh":
+        cores = OnCores(runtime.name, job.model.mesh.shape, job.model.mesh.layout)
+    graph = build_on(cores or OnDevices(), job, features)
 
-        def on_devices(
-            model_dir: str, start: Start, config: RunConfig, session: tf.ConfigProto
-        ) -> Runner:
-            hooks = [hook() for hook in config.hooks]
-            keep = config.keep_checkpoint_max
-            return PlacementMeshRunner(
-                graph, batches, model_dir, start, keep, session, hooks, runtime.target
-            )
+    def runner(model_dir: str, start: Start, config: RunConfig, session: tf.ConfigProto) -> Runner:
+        given = graph, batches, model_dir, start, config.keep_checkpoint_max
+        if cores is not None:
+            return SimdProgramRunner(*given, cores)
+        hooks = [hook() for hook in config.hooks]
+        return PlacementMeshRunner(*given, OnDevices(session, runtime.target), hooks)
 
-        return graph, None, on_devices
-    graph, program = build_simd(job, features)
-
-    def on_cores(
-        model_dir: str, start: Start, config: RunConfig, session: tf.ConfigProto
-    ) -> Runner:
-        del session
-        keep = config.keep_checkpoint_max
-        return SimdProgramRunner(graph, program, batches, runtime.name, model_dir, start, keep)
-
-    return graph, program, on_cores
+    return graph, None if cores is None else cores.program, runner

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from mtf_gradsync import xla
+from mtf_gradsync.runtimes import places
 from mtf_gradsync.train.config.bindings import RunConfig, RuntimeName
 from mtf_gradsync.train.errors import ConfigError
 
@@ -28,7 +29,7 @@ class Runtime(NamedTuple):
       target: the server that steps run on; "" is this process.
     """
 
-    name: Literal["xla", "cpu_replicas", "placement_mesh"]
+    name: places.RuntimeName
     reason: str
     target: str = ""
 

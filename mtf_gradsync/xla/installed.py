@@ -9,11 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mtf_gradsync._private import jax as private
-
 _OLDEST_JAX = "0.4.30"
 # The newest that the tests have run on. A newer one is tried before it is used.
 _NEWEST_KNOWN_JAX = "0.12.0.1"
+_TRIAL = str(Path(__file__).with_name("trial.py"))
 _TRIAL_SECONDS = 120
 _EXTRAS = {"libtpu": "tpu"}
 
@@ -77,7 +76,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=None)
 def _why_unfit(jax: str, jaxlib: str) -> str:
     """What a small program says of versions that nobody has tested, in a process of its own."""
-    trial = [sys.executable, str(Path(__file__).with_name("trial.py")), private.__file__]
+    trial = [sys.executable, _TRIAL]
     try:
         done = subprocess.run(
             trial,

@@ -1,17 +1,12 @@
 """Runs a small program on two CPU devices, in the way this package hands programs to jax.
 
-It runs as a script, without TensorFlow: an exit code of 0 says that this jax can be used; otherwise
-the last line says what it ended in.
-
-usage: trial.py PRIVATE_JAX
+It runs as a script, without TensorFlow, beside the runner: an exit code of 0 says that this jax can
+be used; otherwise the last line says what it ended in.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from typing import Any
 
 import numpy as np
 
@@ -27,24 +22,23 @@ func.func public @main(%x: tensor<4xf32>, %y: tensor<4xi64>) -> (tensor<4xf32>, 
 """
 
 
-def main(private: Any) -> None:
+def main() -> None:
     """Compiles the program, runs it, keeps it as bytes, and runs these.
-
-    Args:
-      private: the module `mtf_gradsync._private.jax`.
 
     Raises:
       Exception: whatever this jax cannot do.
     """
     import jax
+    from runner import devices as device_tools  # type: ignore[import-not-found]  # beside this file
+    from runner import program as programs
 
     devices = jax.devices("cpu")[:2]
-    executable = private.compile_stablehlo(_PROGRAM, devices, {}, load=True)
-    kept = private.serialized_executable(executable, devices)
-    for each in (executable, private.loaded_executable(kept, devices)):
-        program = private.LoadedProgram(each, devices)
-        x = private.put_on_devices([np.ones(4, np.float32)] * 2, devices)
-        y = private.put_on_devices([np.full(4, 1 << 40)] * 2, devices)
+    executable = programs.compiled(_PROGRAM, devices)
+    kept = programs.serialized_executable(executable, devices)
+    for each in (executable, programs.loaded_executable(kept, devices)):
+        program = programs.LoadedProgram(each, devices)
+        x = device_tools.put([np.ones(4, np.float32)] * 2, devices)
+        y = device_tools.put([np.full(4, 1 << 40)] * 2, devices)
         for power in range(1, 4):  # the first time results come in another way
             x, y = program.run([x, y])
             for array, expected in ((x, 2**power), (y, 1 << 40)):
@@ -55,10 +49,4 @@ def main(private: Any) -> None:
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["private_jax"] = module
-    spec.loader.exec_module(module)
-    main(module)
+    main()

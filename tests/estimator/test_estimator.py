@@ -63,10 +63,16 @@ def tpu_run_config(model_dir, **settings):
     )
 
 
-def ours(directory, optimizer="cross_shard", runtime="placement_mesh", fn=digits.with_loss_seen):
+def ours(
+    directory,
+    optimizer="cross_shard",
+    runtime="placement_mesh",
+    fn=digits.with_loss_seen,
+    **settings,
+):
     return estimator.Estimator(
         fn, str(directory), config(), {"optimizer": optimizer},
-        runtime=runtime, num_cores=digits.CORES,
+        runtime=runtime, num_cores=digits.CORES, **settings,
     )  # fmt: skip
 
 
@@ -195,6 +201,44 @@ def test_a_run_in_two_pieces_is_the_same_run(runtime, tmp_path):
         np.testing.assert_array_equal(value, two[name], err_msg=name)
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_averages_stand_in_place_of_the_variables(runtime, tmp_path):
+    losses = train(ours(tmp_path / "without", "average", runtime), 3)
+    runs = ours(tmp_path / "with", "average", runtime, evaluate_with_averages=True)
+    assert train(runs, 3) == losses
+    end, without = variables(tmp_path / "with"), variables(tmp_path / "without")
+    assert end.keys() == without.keys()
+    for name, value in without.items():
+        np.testing.assert_array_equal(value, end[name], err_msg=name)
+
+    averages = {name: end[f"{name}/ExponentialMovingAverage"] for name in VARIABLES}
+    images, labels = zip(*batches(digits.input_fn("eval")))
+    logits = [forward(averages, x) for x in images]
+    wanted = np.mean([cross_entropy(x, y) for x, y in zip(logits, labels)])
+    assert (
+        abs(wanted - np.mean([cross_entropy(forward(end, x), y) for x, y in zip(images, labels)]))
+        > 1e-3
+    )
+    np.testing.assert_allclose(runs.evaluate(digits.input_fn)["loss"], wanted, rtol=TOLERANCE)
+    predicted = [one["logits"] for one in runs.predict(digits.input_fn)]
+    np.testing.assert_allclose(predicted, np.concatenate(logits), rtol=TOLERANCE, atol=TOLERANCE)
+    if runtime == "placement_mesh":
+        served = exported(runs, tmp_path / "exported", images[0])
+        np.testing.assert_allclose(served, logits[0], rtol=TOLERANCE, atol=TOLERANCE)
+    # It goes on from the variables.
+    again = train(ours(tmp_path / "without", "average", runtime), 1, digits.skipping(3))
+    assert train(runs, 1, digits.skipping(3)) == again
+
+
+def test_there_have_to_be_averages_to_evaluate_with(tmp_path):
+    runs = ours(tmp_path, evaluate_with_averages=True)
+    with pytest.raises(ValueError, match=r"wrap it in mtf_gradsync\.AverageOptimizer"):
+        train(runs, 1)
+    train(ours(tmp_path), 1)
+    with pytest.raises(ValueError, match=r"model\.ckpt-1 has no moving averages"):
+        runs.evaluate(digits.input_fn)
+
+
 @with_estimator
 def test_estimator_and_tpu_estimator_do_the_same(tmp_path):
     wanted = ours(tmp_path / "ours")
@@ -223,6 +267,21 @@ def test_estimator_and_tpu_estimator_do_the_same(tmp_path):
         assert scalars["traffic/bytes_of_update_step", 3] >= 4 * (64 * 8 + 8 * 10) / 2
 
 
+def exported(runs, directory, images):
+    """Exports a model, loads it with TensorFlow alone; returns its logits."""
+
+    def serving():
+        image = tf.placeholder(tf.float32, [digits.BATCH, 64])
+        return tf.estimator.export.ServingInputReceiver({"image": image}, {"image": image})
+
+    path = tf.compat.as_str(runs.export_saved_model(str(directory), serving))
+    with tf.Graph().as_default(), tf.Session() as session:
+        model = tf.saved_model.load(session, ["serve"], path)
+        signature = model.signature_def["serving_default"]
+        feed = {signature.inputs["image"].name: images}
+        return session.run(signature.outputs["logits"].name, feed)
+
+
 @pytest.mark.parametrize("whose", ["ours", pytest.param("theirs", marks=with_estimator)])
 def test_an_exported_model_loads_without_the_mesh(whose, tmp_path):
     runs = ours(tmp_path / "run")
@@ -231,19 +290,8 @@ def test_an_exported_model_loads_without_the_mesh(whose, tmp_path):
         runs = tf.estimator.Estimator(
             digits.model_fn, str(tmp_path / "run"), config(), {"optimizer": "cross_shard"}
         )
-
-    def serving():
-        image = tf.placeholder(tf.float32, [digits.BATCH, 64])
-        return tf.estimator.export.ServingInputReceiver({"image": image}, {"image": image})
-
-    path = tf.compat.as_str(runs.export_saved_model(str(tmp_path / "exported"), serving))
     images, _ = next(batches(digits.input_fn("eval")))
-    with tf.Graph().as_default(), tf.Session() as session:
-        model = tf.saved_model.load(session, ["serve"], path)
-        signature = model.signature_def["serving_default"]
-        logits = session.run(
-            signature.outputs["logits"].name, {signature.inputs["image"].name: images}
-        )
+    logits = exported(runs, tmp_path / "exported", images)
     np.testing.assert_allclose(
         logits, forward(variables(tmp_path / "run"), images), rtol=TOLERANCE, atol=TOLERANCE
     )

@@ -6,6 +6,8 @@ Batches whose size TensorFlow does not know are for placement meshes and CPU rep
 XLA devices refuses them before it begins.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd import UnsupportedProgramError
 from tests.estimator import digits
-from tests.estimator.test_estimator import RUNTIMES, config, ours, train
+from tests.estimator.test_estimator import RUNTIMES, VARIABLES, config, ours, train
 
 BEFORE = 4  # good batches; a checkpoint after every third
 
@@ -103,6 +105,62 @@ def test_a_second_training_deletes_the_checkpoints_of_the_first(runtime, tmp_pat
         runs.train(digits.input_fn, steps=3)
     kept = {path.name for path in tmp_path.glob("model.ckpt-*.index")}
     assert kept == {"model.ckpt-3.index", "model.ckpt-6.index"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with checkpoints of its steps 0, 3 and 6; tests copy it."""
+    place = tmp_path_factory.mktemp("trained")
+    train(ours(place), 6)
+    return place
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copied")
+
+
+def test_a_damaged_checkpoint_ends_the_training_or_is_skipped(copied):
+    data = next(copied.glob("model.ckpt-6.data-*"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    said = (
+        r"newest checkpoint, .*model\.ckpt-6, is damaged: .* cannot be read.* "
+        r"With Estimator\(skip_damaged_checkpoint=True\) .* from .*model\.ckpt-3"
+    )
+    with pytest.raises(ValueError, match=said):
+        train(ours(copied), 1)
+    runs = ours(copied, skip_damaged_checkpoint=True)
+    train(runs, 1)
+    assert runs.latest_checkpoint() == str(copied / "model.ckpt-4")
+    assert (copied / "damaged" / data.name).exists()
+
+
+def test_files_that_the_run_has_not_written_are_not_its_checkpoint(copied):
+    for file in copied.glob("model.ckpt-3.*"):
+        shutil.copy(file, copied / file.name.replace("-3.", "-6."))
+    with pytest.raises(ValueError, match=r"model\.ckpt-6\.index is not the one that the run wrote"):
+        train(ours(copied), 1)
+
+
+def test_a_checkpoint_of_another_optimizer_is_named_in_full(copied):
+    with pytest.raises(ValueError, match="made by another model") as raised:
+        train(ours(copied, "momentum"), 1)
+    for name in VARIABLES:
+        assert f"{name}_momentum_v is not in the checkpoint" in str(raised.value)
+    assert not list(copied.glob("model.ckpt-7.*"))
+
+
+def test_a_run_begins_with_a_checkpoint_of_another_directory(copied, tmp_path):
+    """As who writes the state file by hand has it."""
+    (tmp_path / "new").mkdir()
+    newest = copied / "model.ckpt-6"
+    (tmp_path / "new" / "checkpoint").write_text(f'model_checkpoint_path: "{newest}"\n')
+    runs = ours(tmp_path / "new")
+    assert runs.latest_checkpoint() == str(newest)
+    train(runs, 1)
+    assert runs.latest_checkpoint() == str(tmp_path / "new" / "model.ckpt-7")
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

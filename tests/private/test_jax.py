@@ -38,7 +38,13 @@ def run_fresh(code):
         import numpy as np
         import jax
         import importlib.util
-        # By its path, because the package brings TensorFlow, which takes seconds.
+        import sys
+        # By their paths, because the package brings TensorFlow, which takes seconds.
+        sys.path.insert(0, {os.path.dirname(xla.__file__)!r})
+        from runner.devices import put
+        from runner.program import (
+            LoadedProgram, compile_options, compiled, loaded_executable, serialized_executable
+        )
         spec = importlib.util.spec_from_file_location("private_jax", {private.__file__!r})
         private = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(private)
@@ -46,7 +52,9 @@ def run_fresh(code):
         def compile_program(devices, options={{}}, load=True):
             text = {PROGRAM!r}.replace("SIZE", str(len(devices)))
             text = text.replace("GROUP", str(list(range(len(devices)))))
-            return private.compile_stablehlo(text, devices, options, load)
+            if load:
+                return compiled(text, devices, options)
+            return private.compiled_for_topology(text, devices, compile_options(devices, options))
 
         out = {{}}
     """
@@ -74,9 +82,9 @@ def test_a_program_runs_on_its_devices():
     """Each device has its own arguments and results; a sum goes over the devices."""
     out = run_fresh("""
         devices = jax.devices()[::-1]
-        program = private.LoadedProgram(compile_program(devices), devices)
-        first = private.put_on_devices([np.arange(4.0, dtype=np.float32)] * 2, devices)
-        second = private.put_on_devices(
+        program = LoadedProgram(compile_program(devices), devices)
+        first = put([np.arange(4.0, dtype=np.float32)] * 2, devices)
+        second = put(
             [np.full(4, 100, np.float32), np.full(4, 50, np.float32)], devices
         )
         out["values"], out["devices"] = [], []
@@ -100,10 +108,10 @@ def test_results_are_joined_without_jaxlib_s_handlers_too():
         def gone(self, aval):
             raise AttributeError("array_result_handler")
 
-        private.LoadedProgram._handler = gone
+        LoadedProgram._handler = gone
         devices = jax.devices()
-        program = private.LoadedProgram(compile_program(devices), devices)
-        x = private.put_on_devices([np.ones(4, np.float32)] * 2, devices)
+        program = LoadedProgram(compile_program(devices), devices)
+        x = put([np.ones(4, np.float32)] * 2, devices)
         for _ in range(3):
             x = program.run([x, x])[0]
         out["sum"] = [np.asarray(a).tolist() for a in x.arrays]
@@ -162,9 +170,9 @@ def test_a_program_is_compiled_for_a_tpu_that_is_only_described():
 def test_an_executable_goes_through_bytes():
     out = run_fresh("""
         devices = jax.devices()
-        kept = private.serialized_executable(compile_program(devices), devices)
-        program = private.LoadedProgram(private.loaded_executable(kept, devices), devices)
-        x = private.put_on_devices([np.ones(4, np.float32)] * 2, devices)
+        kept = serialized_executable(compile_program(devices), devices)
+        program = LoadedProgram(loaded_executable(kept, devices), devices)
+        x = put([np.ones(4, np.float32)] * 2, devices)
         out["sum"] = np.asarray(program.run([x, x])[0].arrays[1]).tolist()
     """)
     assert out["sum"] == [2.0] * 4
@@ -173,7 +181,7 @@ def test_an_executable_goes_through_bytes():
 def test_numbers_of_64_bits_stay_what_they_are():
     out = run_fresh("""
         devices = jax.devices()
-        big = private.put_on_devices([np.array([2**40], np.int64)] * 2, devices)
+        big = put([np.array([2**40], np.int64)] * 2, devices)
         out["dtype"] = str(np.asarray(big.arrays[0]).dtype)
         out["value"] = np.asarray(big.arrays[0]).tolist()
     """)

@@ -15,13 +15,11 @@ from typing import Any, Callable, ContextManager
 import gin
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
 from mtf_gradsync.train.job import resolve_job
-from mtf_gradsync.train.runners import runner as runner_module
-from mtf_gradsync.train.runners import simd_program as simd_runner_module
-from mtf_gradsync.train.runners.runner import Start
 from mtf_gradsync.train.runtime import choose_runtime
 from mtf_gradsync.train.transformer import transformer_utils
 from tests.soak import settings
@@ -93,21 +91,13 @@ class _LaterRunner:
     """A runner that is made with its graph, and gets a run's directory and checkpoint in a fork."""
 
     def __init__(self, make_runner: Callable[..., Any], config: Any):
-        def checkpointer(*args: Any) -> Any:
-            self._checkpoints = runner_module.checkpointer(*args)
-            return self._checkpoints
-
         self._start = _LaterStart()
-        simd_runner_module.checkpointer = checkpointer
-        try:
-            self._runner = make_runner("", self._start, config, tf.ConfigProto())
-        finally:
-            simd_runner_module.checkpointer = runner_module.checkpointer
+        self._runner = make_runner("", self._start, config, tf.ConfigProto())
 
     def __call__(self, model_dir: str, start: Start, *unused: Any) -> Any:
         self._start.given = start
-        self._checkpoints.prefix = os.path.join(model_dir, "model.ckpt")
-        self._checkpoints.saver.recover_last_checkpoints(list(start.kept))
+        self._runner._prefix = os.path.join(model_dir, "model.ckpt")
+        self._runner._saver.recover_last_checkpoints(list(start.kept))
         return self._runner
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
-from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.train import train_graph
-from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.metrics import file as metrics_file

@@ -22,6 +22,7 @@ from mtf_gradsync._private.tensorflow.optimizers import (
 from mtf_gradsync._private.tensorflow.sessions import (
     add_saving_listeners,
     session_interface,
+    singular_monitored_session,
     summary_writers,
 )
 from mtf_gradsync._private.tensorflow.sums import collective_sum, local_devices, write_to_own_memory
@@ -73,6 +74,7 @@ __all__ = [
     "replace_capture",
     "session_interface",
     "set_attr",
+    "singular_monitored_session",
     "summary_writers",
     "summed_together",
     "tpu_replicate_context",

@@ -17,6 +17,23 @@ def session_interface() -> type:
     return session.SessionInterface
 
 
+def singular_monitored_session(
+    creator: tf.train.SessionCreator, hooks: Sequence[Any]
+) -> tf.train.SingularMonitoredSession:
+    """A ``tf.train.SingularMonitoredSession``, which does not begin again, of a creator's session.
+
+    Read on TensorFlow 2.12 to 2.21: its own constructor takes what its creator is made of.
+    """
+
+    class Singular(tf.train.SingularMonitoredSession):
+        def __init__(self) -> None:
+            super(tf.train.SingularMonitoredSession, self).__init__(
+                creator, hooks, should_recover=False
+            )
+
+    return Singular()
+
+
 def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
     """The operations that open a graph's writers of version 2 summaries; input 0 is the writer.
 

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import uuid
-from typing import Any, Mapping, NamedTuple
+from typing import Any, Iterable, Mapping, NamedTuple
 
 import numpy as np
 
@@ -144,16 +144,19 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     return target
 
 
-def write_changed(path: str, target: str, new: Mapping[str, np.ndarray]) -> None:
+def write_changed(
+    path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
+) -> None:
     """Writes a checkpoint like another one, but for some values.
 
     Args:
       path: the other one; it is only read.
       target: the checkpoint to write.
       new: values by name, in place of what is there or beside it.
+      only: names of what is copied; None for all.
     """
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
-    copied = sorted(set(dtypes) - set(new))
+    copied = sorted(set(dtypes if only is None else only) - set(new))
     with tf.Graph().as_default():
         values = (
             list(

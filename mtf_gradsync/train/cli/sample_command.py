@@ -19,6 +19,8 @@ examples:
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
   mtf-gradsync sample --model_dir=runs/mine --prompt=a --gin_param="train.run.mesh_devices = None"
+  mtf-gradsync sample --model_dir=runs/mine --prompt=a \
+      --gin_param="train.run.evaluate_with_averages = True"
 
 Every token takes a pass of the whole model: that is for a look at a model, not for serving one."""
 
@@ -69,15 +71,16 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--temperature and --keep_top_k must not be negative")
     with loaded_config(args, [str(config_file)]):
         # Not above: these take seconds, which `--help` need not.
+        from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
         from mtf_gradsync.train import gin_files
-        from mtf_gradsync.train.checkpoints.choice import latest_checkpoint
         from mtf_gradsync.train.evaluation.sample import sample_after
         from mtf_gradsync.train.job import resolve_job
 
         path = latest_checkpoint(args.model_dir)
         if path is None:
             raise ConfigError(f"--model_dir={args.model_dir} has no checkpoint yet")
-        model = resolve_job(gin_files.run_config()).model
+        config = gin_files.run_config()
+        model = resolve_job(config).model
         print(f"from {path}", file=sys.stderr)
         samples = sample_after(
             model,
@@ -88,6 +91,7 @@ def main(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             keep_top_k=args.keep_top_k,
             seed=args.seed,
+            with_averages=config.evaluate_with_averages,
         )
     print("\n---\n".join(one.prompt + one.continuation for one in samples))
     return 0

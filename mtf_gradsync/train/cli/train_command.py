@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, MissingProcessesError
-from mtf_gradsync.train.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
+from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     given_process,

@@ -48,6 +48,9 @@ class RunConfig:
       variable_filter: which variables train: a regular expression or a function of an mtf
         variable; None for all.
       perplexity_eval_steps: evaluate on at most this many batches.
+      evaluate_with_averages: whether what is held out is scored, and samples are written, with the
+        moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
+        variables. Training goes on with the variables.
       init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
       log_steps: what is measured is written every this many steps.
       reports: whether to measure what the optimizers report, norms of gradients above all.
@@ -79,6 +82,7 @@ class RunConfig:
     optimizer: Callable[..., Any] = gin.REQUIRED
     variable_filter: VariableFilter = None
     perplexity_eval_steps: int = 100
+    evaluate_with_averages: bool = False
     init_checkpoint: str | None = None
     log_steps: int = 10
     reports: bool = True

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.files import write_json, write_text
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.errors import ConfigError, first_line
 from mtf_gradsync.train.evaluation.plot import plot_losses
 from mtf_gradsync.train.evaluation.sample import sample
 from mtf_gradsync.train.evaluation.scores import Batches, Evaluator, Score, unigram_score
-from mtf_gradsync.train.files import write_json, write_text
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.model import ModelSettings
@@ -41,6 +41,7 @@ class HeldOut:
         directory: Path,
         config: tf.ConfigProto,
         say: Callable[[str], None],
+        with_averages: bool = False,
     ):
         """Begins without held-out data; see `prepare`.
 
@@ -49,7 +50,9 @@ class HeldOut:
           directory: where the run's files are.
           config: of the sessions.
           say: takes each line of the report.
+          with_averages: whether moving averages stand in place of the variables.
         """
+        self._with_averages = with_averages
         self._model = model
         self._directory = directory
         self._config = config
@@ -106,7 +109,9 @@ class HeldOut:
         if not self._held_out or self._evaluator is not None:
             return
         try:
-            self._evaluator = Evaluator(self._model, self._held_out, self._config)
+            self._evaluator = Evaluator(
+                self._model, self._held_out, self._config, self._with_averages
+            )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
                 "the model cannot be built for the batches of train.run.eval_dataset_fn: "

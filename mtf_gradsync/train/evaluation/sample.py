@@ -91,6 +91,7 @@ def sample_after(
     temperature: float = 0.5,
     keep_top_k: int = 0,
     seed: int = 0,
+    with_averages: bool = False,
 ) -> list[Sample]:
     """Continues a text.
 
@@ -103,12 +104,14 @@ def sample_after(
       temperature: as for `sample`.
       keep_top_k: as for `sample`.
       seed: as for `sample`.
+      with_averages: whether the checkpoint's moving averages stand in place of the variables.
 
     Returns:
       The prompt with each continuation.
 
     Raises:
-      ConfigError: if the model is no language model, or the checkpoint is not its own.
+      ConfigError: if the model is no language model, or the checkpoint is not its own, or has no
+        averages.
     """
     if model.model_type != "lm":
         raise ConfigError(f'a model of train.run.model_type = "{model.model_type}" does not write')
@@ -123,7 +126,7 @@ def sample_after(
     batch = {"targets": np.full([batch_size, length], PAD_ID, np.int32)}
     config = session_config(num_cpu_devices=model.mesh.num_cpu_devices)
     prompts = np.tile(np.array(context, np.int32), [num_samples, 1])
-    with Evaluator(model, [batch], config) as evaluator:
+    with Evaluator(model, [batch], config, with_averages) as evaluator:
         evaluator.restore(checkpoint, os.path.dirname(checkpoint))
         written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
     return [Sample(prompt, model.vocabulary.decode(one)) for one in written]

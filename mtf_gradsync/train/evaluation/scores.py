@@ -8,9 +8,11 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.checkpoints.configuration import check_has
-from mtf_gradsync.train.checkpoints.damage import UNREADABLE
-from mtf_gradsync.train.errors import TrainingError, first_line
+from mtf_gradsync.optimizers.state.averaged import NoAveragesError
+from mtf_gradsync.runtimes.checkpoints.configuration import check_has
+from mtf_gradsync.runtimes.checkpoints.damage import UNREADABLE
+from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.train.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.train.evaluation.graph import EvalGraph, build_eval_graph
 from mtf_gradsync.train.model import ModelSettings
 
@@ -49,15 +51,23 @@ class Score(NamedTuple):
 class Evaluator:
     """Scores batches with the variables of a checkpoint, in a graph and session of its own."""
 
-    def __init__(self, settings: ModelSettings, batches: Batches, config: tf.ConfigProto):
+    def __init__(
+        self,
+        settings: ModelSettings,
+        batches: Batches,
+        config: tf.ConfigProto,
+        with_averages: bool = False,
+    ):
         """Builds the graph; variables come with `restore`.
 
         Args:
           settings: the model.
           batches: what is held out, at least one batch.
           config: of the session.
+          with_averages: whether moving averages are restored in place of the variables.
         """
         self._settings = settings
+        self._with_averages = with_averages
         self._batches = batches
         self._num_bytes = sum(count_bytes(settings.vocabulary, b["targets"]) for b in batches)
         with tf.Graph().as_default() as graph:
@@ -85,11 +95,16 @@ class Evaluator:
           model_dir: named in the error.
 
         Raises:
-          ConfigError: if the checkpoint does not fit.
+          ConfigError: if the checkpoint does not fit, or has no averages where they are to be
+            restored.
         """
         check_has(path, self._variables, model_dir)
         try:
-            self._saver.restore(self._session, path)
+            start = Start(path, with_averages=self._with_averages)
+            with self._session.graph.as_default(), start.restorable() as restored:
+                self._saver.restore(self._session, restored)
+        except NoAveragesError as error:
+            raise ConfigError(str(error)) from error
         except UNREADABLE as error:
             raise TrainingError(
                 f"checkpoint {path} cannot be read any more: {first_line(error)}"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.files import free_name
 from mtf_gradsync.train.errors import first_line
-from mtf_gradsync.train.files import free_name
 
 # What a killed run loses at most, besides what it makes again after its newest checkpoint.
 _FLUSH_SECONDS = 30

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import os
-import shutil
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer, traits_of
+from mtf_gradsync.runtimes.checkpoints.saving import TrainingSaver
+from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.step import Watched
-from mtf_gradsync.train.checkpoints.initial import completed
-from mtf_gradsync.train.checkpoints.saving import Checkpointer
+from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.train_graph import TrainGraph
-
-
-class Start(NamedTuple):
-    """Where a runner begins.
-
-    Attributes:
-      path: the checkpoint that it restores; None for initial values.
-      kept: all checkpoints of the run, from the oldest to the newest.
-      new: names of variables that the checkpoint does not have, and that begin as in a new run.
-    """
-
-    path: str | None = None
-    kept: tuple[str, ...] = ()
-    new: tuple[str, ...] = ()
-
-    @contextlib.contextmanager
-    def restorable(
-        self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]]
-    ) -> Iterator[str | None]:
-        """Gives a checkpoint that has all variables.
-
-        Args:
-          initial_values: gives those of variables, by name.
-
-        Yields:
-          The path; None for a run that begins.
-        """
-        if not self.path or not self.new:
-            yield self.path
-            return
-        path = completed(self.path, initial_values(self.new))
-        try:
-            yield path
-        finally:
-            shutil.rmtree(os.path.dirname(path))
 
 
 class Runner(abc.ABC):
@@ -125,19 +90,6 @@ def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
     )
 
 
-def checkpointer(
-    graph: TrainGraph, model_dir: str, start: Start, keep_checkpoint_max: int | None
-) -> Checkpointer:
-    """Adds to the default graph what writes the checkpoints of a runner."""
-    return Checkpointer(
-        model_dir,
-        graph.lowering,
-        keep_checkpoint_max,
-        start.kept,
-        sums_may_be_bad=leaves_out_not_finite(graph.optimizers),
-    )
-
-
 class Watches:
     """Asks optimizers after a step what it came to."""
 
@@ -169,3 +121,58 @@ def watch_skips(optimizers: Sequence[Any]) -> Watches:
     """What gives a line for the log where a step was skipped, and does not print that itself."""
     told = [opt.told for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
     return Watches(one for one in told if one and one.takes_a_hook)
+
+
+class GraphRunner(Runner):
+    """What the runners of a graph have in common."""
+
+    def __init__(
+        self,
+        graph: TrainGraph,
+        batches: TrainingBatches,
+        model_dir: str,
+        start: Start,
+        keep_checkpoint_max: int | None,
+        copies: bool,
+    ):
+        """Adds what it needs to the default graph.
+
+        Args:
+          graph: from `build_train_graph`, in the default graph.
+          batches: what it is fed.
+          model_dir: directory of the checkpoints.
+          start: where it begins.
+          keep_checkpoint_max: older checkpoints are deleted; None keeps all.
+          copies: whether the saver has to copy slices to masters.
+        """
+        self._start = start
+        self._prefix = os.path.join(model_dir, "model.ckpt")
+        self._saver = TrainingSaver(
+            leaves_out_not_finite(graph.optimizers),
+            graph.lowering if copies else None,
+            # The Saver's own word for "all" is 0.
+            max_to_keep=keep_checkpoint_max or 0,
+        )
+        self._saver.recover_last_checkpoints(list(start.kept))
+        self._waits = watch_waits(graph.optimizers)
+        self._skips = watch_skips(graph.optimizers)
+        self._fetches, self._batches = fetches_of(graph), batches
+        self._global_step = tf.train.get_global_step()
+        self._session: Any = None
+
+    @abc.abstractmethod
+    def _raw(self, use: Callable[[Any], Any]) -> Any:
+        """Calls a function with the session without hooks."""
+
+    def _begin(self) -> None:
+        """Lets the batches begin where the session does."""
+        self.first_step = int(self._session.run(self._global_step))
+        self._batches.begin(self.first_step)
+
+    def waits_too_long(self) -> Exception | None:
+        """See `Runner`."""
+        return self._raw(self._waits.ask)
+
+    def left_out(self) -> str | None:
+        """See `Runner`."""
+        return self._raw(self._skips.ask)

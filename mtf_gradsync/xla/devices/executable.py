@@ -9,22 +9,21 @@ import platform
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync._private.jax import (
-    LoadedProgram,
-    compile_stablehlo,
-    loaded_executable,
-    serialized_executable,
-    writes_over_arguments_well,
-)
+from mtf_gradsync._private.jax import writes_over_arguments_well
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.xla.devices.available import DevicesError
 from mtf_gradsync.xla.devices.cache import Cache, key_of
-from mtf_gradsync.xla.devices.errors import is_out_of_memory
 from mtf_gradsync.xla.lowering.bridge import to_hlo
 from mtf_gradsync.xla.lowering.packs import with_packs_by_piece
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo, without_overwriting
+from mtf_gradsync.xla.runner.program import (
+    LoadedProgram,
+    RefusedError,
+    compiled,
+    loaded_executable,
+    serialized_executable,
+)
 
 # Go up when the same program is lowered, or compiled, otherwise than before.
 _LOWERING_VERSION = 2
@@ -107,27 +106,12 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
     if devices[0].platform == "cpu":
         module = with_packs_by_piece(module)
     try:
-        executable = compile_stablehlo(module, devices, {}, load=True)
-    except RuntimeError as error:
-        raise _compile_error(error, devices) from error
+        executable = compiled(module, devices)
+    except RefusedError as error:
+        raise UnsupportedProgramError(str(error)) from error
     with contextlib.suppress(RuntimeError):  # not every platform can
         cache.put(key, serialized_executable(executable, devices))
     return LoadedProgram(executable, devices)
-
-
-def _compile_error(error: RuntimeError, devices: Sequence[Any]) -> Exception:
-    import jaxlib
-
-    text = " ".join(str(error).split())[:600]
-    kind = f"{len(devices)} {devices[0].platform} devices ({devices[0].device_kind})"
-    if is_out_of_memory(text):
-        return DevicesError(
-            f"The program does not fit into the memory of {kind}: {text}. Take a smaller batch, "
-            "more microbatches, or more devices."
-        )
-    return UnsupportedProgramError(
-        f"XLA (jaxlib {jaxlib.__version__}) cannot compile the program for {kind}: {text}"
-    )
 
 
 def _machine(devices: Sequence[Any]) -> str:

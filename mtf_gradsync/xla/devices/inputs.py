@@ -6,11 +6,11 @@ from typing import Any, Collection, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.xla.devices.outside import Outside
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.runner.devices import OnDevices, put
 
 
 class DeviceInputs:
@@ -81,7 +81,7 @@ class DeviceInputs:
                 found.append(self._kept[one.sources])
                 continue
             per_core = [given(one.sources[c]) for c in self._cores.local]
-            found.append(put_on_devices(per_core, self._cores.local_devices))
+            found.append(put(per_core, self._cores.local_devices))
             if self._is_constant(one, fed):
                 self._kept[one.sources] = found[-1]
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Sequence
 
-from mtf_gradsync._private.jax import LoadedProgram
+from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.processes.watchdog import patience
 from mtf_gradsync.simd.graph.facts import GraphFacts
@@ -17,6 +17,7 @@ from mtf_gradsync.xla.devices.outside import Outside
 from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.runner.program import LoadedProgram
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
 
@@ -127,5 +128,5 @@ class PreparedProgram:
 
 def _order(program: LoadedProgram) -> bytes:
     """The collectives of a program as it was compiled here, in the order in which they begin."""
-    found = find_hlo_collectives(program.hlo())
+    found = find_hlo_collectives(compiled_hlo(program.executable))
     return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

@@ -7,7 +7,6 @@ from typing import Any, Collection, Iterable, Sequence
 
 import numpy as np
 
-from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import with_own_types
 from mtf_gradsync.processes.watchdog import note
@@ -17,7 +16,6 @@ from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession
 from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
-from mtf_gradsync.xla.devices.errors import explained
 from mtf_gradsync.xla.devices.inputs import DeviceInputs
 from mtf_gradsync.xla.devices.outside import BOUNDARY
 from mtf_gradsync.xla.devices.prepared import Compiled, PreparedProgram
@@ -25,6 +23,8 @@ from mtf_gradsync.xla.devices.step import Place, StepPlan, place_of
 from mtf_gradsync.xla.devices.variables import DeviceVariables
 from mtf_gradsync.xla.lowering.stand_ins import initial_state
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.runner.devices import OnDevices, put
+from mtf_gradsync.xla.runner.errors import explained
 
 
 class Dispatched:
@@ -177,7 +177,7 @@ class XlaSession(ReplicaSession):
             arguments += self._variables.take(compiled.variables)
             if compiled.lowered.has_randomness:
                 arguments.append(self._random_state or self._initial_random_state())
-            results = self._cores.run(compiled.program, arguments)
+            results = compiled.program.run(arguments)
         count = compiled.lowered.num_fetches
         for parameter, value in zip(compiled.lowered.updated, results[count:]):
             if parameter == len(compiled.replica.inputs):
@@ -193,7 +193,7 @@ class XlaSession(ReplicaSession):
             name = self._name_of(counter)
             step = int(self._run_outside([name], {})[name])
         states = [initial_state(core, step, self._entropy) for core in self._cores.local]
-        return put_on_devices(states, self._cores.local_devices)
+        return put(states, self._cores.local_devices)
 
     def _returned(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]

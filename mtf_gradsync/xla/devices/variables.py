@@ -7,12 +7,12 @@ from typing import Any, Iterable, Sequence, cast
 
 import numpy as np
 
-from mtf_gradsync._private.jax import OnDevices, put_on_devices
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import with_own_types
 from mtf_gradsync.simd.variable_access import VariableAccess
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.runner.devices import OnDevices, put
 
 
 class DeviceVariables:
@@ -59,7 +59,7 @@ class DeviceVariables:
         names = {v.sources[c] for v in missing for c in local}
         values = self._session.run({name: self._access.read[name] for name in sorted(names)})
         for variable in missing:
-            self._on_devices[variable.sources] = put_on_devices(
+            self._on_devices[variable.sources] = put(
                 [values[variable.sources[c]] for c in local], self._cores.local_devices
             )
             for source in variable.sources:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.xla.portable.runner.files import (
+from mtf_gradsync.xla.runner.files import (
     VALUES,
     dtype_of,
     key_of,

@@ -22,7 +22,7 @@ from mtf_gradsync.xla.lowering.stand_ins import initial_state
 from mtf_gradsync.xla.portable import manifest as entries
 from mtf_gradsync.xla.portable.artifact import to_artifact
 from mtf_gradsync.xla.portable.host import Host
-from mtf_gradsync.xla.portable.runner.files import (
+from mtf_gradsync.xla.runner.files import (
     FORMAT,
     PROGRAM,
     check_free,
@@ -231,8 +231,9 @@ def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _runner() -> dict[str, bytes]:
     """The files of the runner, by path in the folder."""
-    paths = [_HERE / "run.py", *sorted((_HERE / "runner").glob("*.py"))]
-    return {path.relative_to(_HERE).as_posix(): path.read_bytes() for path in paths}
+    runner = sorted((_HERE.parent / "runner").glob("*.py"))
+    files = {"run.py": _HERE / "run.py", **{f"runner/{path.name}": path for path in runner}}
+    return {name: path.read_bytes() for name, path in files.items()}
 
 
 def _readme(manifest: Mapping[str, Any]) -> bytes:

@@ -7,11 +7,9 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync._private.jax import LoadedProgram, OnDevices
 from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.xla.processes import gathering
 from mtf_gradsync.xla.processes.cpu_devices import check_keeps_order
-from mtf_gradsync.xla.processes.turns import run_in_turn
 
 _Result = TypeVar("_Result")
 
@@ -55,20 +53,6 @@ class Cores:
     def is_first(self) -> bool:
         """Whether this process does what one has to do for all."""
         return self.is_alone or self._me == 0
-
-    def run(self, program: LoadedProgram, arguments: Sequence[OnDevices]) -> list[OnDevices]:
-        """Runs a program on them, after those that were called before.
-
-        Args:
-          program: the program.
-          arguments: for each of its parameters.
-
-        Returns:
-          Its results, which may not be there yet.
-        """
-        if self.is_alone or self.devices[0].platform != "cpu":
-            return program.run(arguments)
-        return run_in_turn(program.run, arguments)
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Values on all cores, from those that each process has.

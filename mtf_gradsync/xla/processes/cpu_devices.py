@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 from mtf_gradsync._private.jax import backends_are_initialized
 from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.xla.runner.devices import make_cpu_devices
 
 _OLDEST_JAXLIB = (0, 4, 33)
-COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-def make_cpu_devices(count: int, replace: bool = False) -> None:
-    """Asks for as many CPU devices, as long as jax has not begun.
-
-    Args:
-      count: devices of this process.
-      replace: whether to do so also where XLA_FLAGS asks for some already.
-    """
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
-    if (replace or others == flags) and not backends_are_initialized():
-        os.environ["XLA_FLAGS"] = " ".join([*others, f"{COUNT_FLAG}={count}"])
+def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
+    """Does what `make_cpu_devices` does, as long as jax has not begun."""
+    if not backends_are_initialized():
+        make_cpu_devices(count, replace)
 
 
 def check_keeps_order() -> None:

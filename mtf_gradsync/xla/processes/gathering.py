@@ -14,7 +14,7 @@ import numpy as np
 
 from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.xla.processes.errors import ExchangeError, OtherProcessError
-from mtf_gradsync.xla.processes.turns import wait_for_turn
+from mtf_gradsync.xla.runner.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
 

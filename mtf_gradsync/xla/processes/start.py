@@ -22,7 +22,7 @@ from mtf_gradsync.processes.watchdog import Watchdog
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.processes import gathering
 from mtf_gradsync.xla.processes.aborting import alarm_before_abort
-from mtf_gradsync.xla.processes.cpu_devices import check_keeps_order, make_cpu_devices
+from mtf_gradsync.xla.processes.cpu_devices import ask_for_cpu_devices, check_keeps_order
 from mtf_gradsync.xla.processes.errors import may_be_from_another_process
 from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
 
@@ -140,7 +140,7 @@ def start_processes(
     end = time.monotonic() + timeout
     cluster = _resolved(coordinator, num_processes, process_id, timeout)
     if cpu_devices is not None:
-        make_cpu_devices(cpu_devices, replace=True)
+        ask_for_cpu_devices(cpu_devices, replace=True)
     use_cpu_collectives("gloo")
     leave_absent_tpus_alone()
     import jax

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Mapping
 
 # Makes each all-reduce of a large weight update one operation again, so that bytes can be compared.
 _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
@@ -27,6 +27,7 @@ def main(private: Any, folder: str) -> dict[str, Any]:
       The answer; see `compiling`.
     """
     from jax.experimental import topologies
+    from runner.program import compile_options  # type: ignore[import-not-found]  # by its path
 
     def path(name: str) -> str:
         return os.path.join(folder, name)
@@ -49,10 +50,14 @@ def main(private: Any, folder: str) -> dict[str, Any]:
         with open(path(f"{stage}.hlo.txt"), "w") as file:
             file.write(private.hlo_text(hlo))
 
+    def compiled(text: str, options: Mapping[str, Any]) -> Any:
+        chosen = compile_options(found.devices, options)
+        return private.compiled_for_topology(text, found.devices, chosen)
+
     keep("before", private.stablehlo_to_hlo(module))
     began = time.monotonic()
     try:
-        executable = private.compile_stablehlo(module, found.devices, {}, load=False)
+        executable = compiled(module, {})
     except RuntimeError as error:
         return {**answer, "error": str(error)}
     answer["seconds"] = time.monotonic() - began
@@ -61,16 +66,16 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     answer["cost"] = {"step": private.cost_numbers(executable)}
     for name in request["estimate"]:
         with open(path(f"{name}.mlir")) as file:
-            other = private.compile_stablehlo(file.read(), found.devices, {}, load=False)
+            other = compiled(file.read(), {})
         keep(name, private.compiled_hlo(other))
         answer["cost"][name] = private.cost_numbers(other)
     if request["update_not_split"]:
-        unsharded = private.compile_stablehlo(module, found.devices, _UPDATE_NOT_SPLIT, load=False)
-        keep("after_unsharded", private.compiled_hlo(unsharded))
+        keep("after_unsharded", private.compiled_hlo(compiled(module, _UPDATE_NOT_SPLIT)))
     return answer
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
     assert spec is not None
     assert spec.loader is not None

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.checkpoints.choice import choose_checkpoint
-from mtf_gradsync.train.checkpoints.damage import damage_of
-from mtf_gradsync.train.checkpoints.manifest import MANIFEST_FILE, note_checkpoint
+from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.checkpoints.damage import damage_of
+from mtf_gradsync.runtimes.checkpoints.manifest import MANIFEST_FILE, note_checkpoint
 from mtf_gradsync.train.errors import ConfigError
 from tests.damage import HOWS, damage
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
-from mtf_gradsync.train.checkpoints.choice import latest_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation.scores import Evaluator
 from mtf_gradsync.train.job import resolve_job

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
+from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults, session_config
-from mtf_gradsync.train.checkpoints.choice import latest_checkpoint
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.train.evaluation import scores

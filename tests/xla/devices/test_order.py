@@ -5,11 +5,12 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
-from mtf_gradsync._private.jax import OnDevices
+from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla.devices import prepared
 from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.processes import turns
+from mtf_gradsync.xla.runner import turns
+from mtf_gradsync.xla.runner.devices import OnDevices
 from mtf_gradsync.xla.topology.collectives import COLLECTIVES, find_hlo_collectives
 from tests.simd.programs import MESHES, Regression
 from tests.xla.programs import Conditional
@@ -39,7 +40,7 @@ STACKS = {
 def compiled(program, lowering):
     """A program's HLO, compiled anew in a session of its own."""
     with program.graph.as_default(), xla.session(program, lowering, cache_dir=None) as session:
-        return session._prepared.compiled(()).program.hlo()
+        return compiled_hlo(session._prepared.compiled(()).program.executable)
 
 
 def built(name):

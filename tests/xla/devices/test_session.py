@@ -1,5 +1,6 @@
 """Where variables are, what is compiled when, what stands outside, and what is refused."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla.devices import executable, inputs, prepared
-from mtf_gradsync.xla.devices.errors import explained
+from mtf_gradsync.xla.runner.errors import explained
 from tests import harness, models, reference
 from tests.simd.programs import MESHES, SGD, Regression
 
@@ -95,8 +96,8 @@ def test_constant_inputs_go_to_the_devices_once_but_can_be_fed(monkeypatch):
         y = program.per_replica(constants) + table + x
     with session(program) as devices:
         put = []
-        real = inputs.put_on_devices
-        monkeypatch.setattr(inputs, "put_on_devices", lambda v, d: put.append(v) or real(v, d))
+        real = inputs.put
+        monkeypatch.setattr(inputs, "put", lambda v, d: put.append(v) or real(v, d))
         for _ in range(2):
             put.clear()
             assert devices.run(y, {x: 100.0}, per_replica=True) == [109, 110]
@@ -140,7 +141,7 @@ def test_a_second_start_takes_the_cache(tmp_path, monkeypatch):
         raise AssertionError("not from the cache")
 
     monkeypatch.setattr(executable, "to_hlo", fails)
-    monkeypatch.setattr(executable, "compile_stablehlo", fails)
+    monkeypatch.setattr(executable, "compiled", fails)
     for found, expected in zip(start(), first):
         np.testing.assert_array_equal(found, expected)
     # A damaged entry is made again.
@@ -252,11 +253,14 @@ def test_a_jax_that_cannot_be_used_is_named(as_if_jax_were_new, tmp_path):
     from mtf_gradsync.train.runtime import choose_runtime
     from mtf_gradsync.xla import installed
 
-    broken = tmp_path / "jax.py"
-    broken.write_text(
-        "def compile_stablehlo(*args, **kwargs):\n    raise TypeError('(): incompatible')"
+    # The trial finds the runner beside itself.
+    trial = shutil.copy(installed._TRIAL, tmp_path)
+    (tmp_path / "runner").mkdir()
+    (tmp_path / "runner" / "devices.py").write_text("")
+    (tmp_path / "runner" / "program.py").write_text(
+        "def compiled(*args):\n    raise TypeError('(): incompatible')"
     )
-    as_if_jax_were_new.setattr(installed.private, "__file__", str(broken))
+    as_if_jax_were_new.setattr(installed, "_TRIAL", trial)
     reason = xla.why_no_xla()
     assert reason == (
         "jax 7.1.0rc2 with jaxlib 7.1.0rc2 does not run a small program as it should: TypeError: "

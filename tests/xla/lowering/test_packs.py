@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync._private.jax import LoadedProgram, compile_stablehlo, put_on_devices
 from mtf_gradsync.xla.lowering.packs import with_packs_by_piece
+from mtf_gradsync.xla.runner.devices import put
+from mtf_gradsync.xla.runner.program import LoadedProgram, compiled
 
 pytestmark = pytest.mark.skipif(bool(xla.why_no_xla()), reason=xla.why_no_xla())
 
@@ -79,8 +80,8 @@ def test_bits_stay(shapes, axis, between, scatters, dtype):
     arrays = [rng.randn(CORES, *s).astype(kind) for s in shapes]
     results = []
     for one in (text, changed):
-        program = LoadedProgram(compile_stablehlo(one, devices, {}, load=True), devices)
-        (result,) = program.run([put_on_devices(list(a), devices) for a in arrays])
+        program = LoadedProgram(compiled(one, devices), devices)
+        (result,) = program.run([put(list(a), devices) for a in arrays])
         results.append([np.asarray(a).astype(np.float32) for a in result.arrays])
     np.testing.assert_array_equal(*results)
     packed = np.concatenate([a.astype(np.float32) for a in arrays], axis + 1)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from mtf_gradsync.xla.portable.runner import Step, command
+from mtf_gradsync.xla.runner import Step, command
 from tests import documents
 
 pytestmark = pytest.mark.xla

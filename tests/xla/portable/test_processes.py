@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cluster import free_ports
-from mtf_gradsync.xla.portable.runner import Step
+from mtf_gradsync.xla.runner import Step
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla

@@ -12,9 +12,9 @@ import pytest
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.xla.portable.runner import Step, StepError
-from mtf_gradsync.xla.portable.runner import devices as runner_devices
-from mtf_gradsync.xla.portable.runner.command import main
+from mtf_gradsync.xla.runner import Step, StepError
+from mtf_gradsync.xla.runner import program as programs
+from mtf_gradsync.xla.runner.command import main
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla
@@ -47,9 +47,9 @@ def test_too_few_devices(exported):
     done = models.run_alone(exported.step, "--cpu_devices", "2", "--random-inputs")
     assert done.returncode == 2
     assert done.stderr == (
-        "run.py: The step has 4 cores, and jax has 2 cpu devices for them. Start more processes, "
-        "or export the step for a smaller mesh. CPU devices are made by "
-        "XLA_FLAGS=--xla_force_host_platform_device_count=4 before jax starts.\n"
+        "run.py: The mesh has 4 cores, and jax has 2 cpu devices for them. Set "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=4 before jax starts, start more "
+        "processes, or take a smaller mesh; an exported step has to be exported again for that.\n"
     )
 
 
@@ -90,10 +90,10 @@ def test_a_program_that_this_jax_cannot_read(folder, capsys):
 
 
 def test_a_jax_that_wants_to_be_called_otherwise(folder, capsys, monkeypatch):
-    def other(devices):
+    def other(devices, options=None):
         raise TypeError("(): incompatible function arguments.")
 
-    monkeypatch.setattr(runner_devices, "_compile_options", other)
+    monkeypatch.setattr(programs, "compile_options", other)
     said = refused(capsys, folder, "--random-inputs")
     assert f"jax {jax.__version__} wants to be called otherwise than 0.4.30 to 0.12" in said
     assert said.endswith('Install one of those: pip install "jax>=0.4.30,<0.13".')
@@ -120,7 +120,8 @@ def test_a_program_without_room(tmp_path, capsys):
     rewrite(tmp_path / "step", "program.stablehlo", huge.encode())
     said = refused(capsys, tmp_path / "step")
     assert said.startswith("run.py: The devices have no room for the step: ")
-    assert "Export it for a smaller batch, more microbatches or a larger mesh" in said
+    assert "Take a smaller batch, more microbatches, more devices" in said
+    assert "an exported step has to be exported again for that." in said
 
 
 def test_inputs_of_the_command(exported, tmp_path, capsys):

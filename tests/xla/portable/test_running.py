@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from mtf_gradsync.xla.portable.runner import Step
+from mtf_gradsync.xla.runner import Step
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla

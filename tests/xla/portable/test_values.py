@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla.portable.runner import Step
+from mtf_gradsync.xla.runner import Step
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla

@@ -12,8 +12,11 @@ import sys
 import numpy as np
 
 from mtf_gradsync import xla
-from mtf_gradsync._private.jax import LoadedProgram, compile_stablehlo, put_on_devices
+from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.runner.devices import put
+from mtf_gradsync.xla.runner.program import LoadedProgram
+from mtf_gradsync.xla.runner.program import compiled as compile_stablehlo
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
 CORES = 8
@@ -165,16 +168,16 @@ class Programs:
         self.index, self.cores = index, Cores(jax.devices())
 
     def put(self, *per_core):
-        return put_on_devices(list(per_core), self.cores.local_devices)
+        return put(list(per_core), self.cores.local_devices)
 
     def compiled(self, text: str) -> LoadedProgram:
         devices = self.cores.devices
-        return LoadedProgram(compile_stablehlo(text, devices, {}, load=True), devices)
+        return LoadedProgram(compile_stablehlo(text, devices), devices)
 
     def dispatch(self, program: LoadedProgram, turns: tuple[int, int]):
         values = self.put(*(np.float32(core + 1) for core in self.cores.local))
         numbers = (self.put(*[np.int32(n)] * len(self.cores.local)) for n in (*turns, 3))
-        return self.cores.run(program, [values, *numbers])
+        return program.run([values, *numbers])
 
     def check(self, results, kinds: tuple[str, str]) -> None:
         for result, kind in zip(results, kinds):
@@ -189,7 +192,7 @@ def in_one_program(programs: Programs) -> None:
     pairs += [((a, "all_reduce"), (b, "all_gather")) for a, b in itertools.product(places, places)]
     for first, second in pairs:
         program = programs.compiled(module(first, second))
-        found = [c.operation for c in find_hlo_collectives(program.hlo())]
+        found = [c.operation for c in find_hlo_collectives(compiled_hlo(program.executable))]
         assert len(found) == 2, (first, second, found)
         programs.cores.check_same("orders", repr(found).encode())
         for turn in range(2):

@@ -1,13 +1,13 @@
-"""Lets TensorFlow's monitored sessions and their hooks run on every runtime."""
+"""Opens sessions on every runtime, for TensorFlow's monitored sessions and hooks, or without."""
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import session_interface
-from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.simd.session import ReplicaSession
 
 _SessionInterface: Any = session_interface()
 
@@ -15,7 +15,7 @@ _SessionInterface: Any = session_interface()
 class ProgramSession(_SessionInterface):
     """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
 
-    def __init__(self, graph: tf.Graph, session: simd.CpuReplicaSession):
+    def __init__(self, graph: tf.Graph, session: ReplicaSession):
         """Takes the graph of the program, and a session on CPU replicas or XLA devices."""
         self._graph = graph
         self._session = session
@@ -64,86 +64,101 @@ def _taken_apart(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
     return next
 
 
-class DeviceSessionCreator(tf.train.SessionCreator):
-    """Makes sessions on devices, from a checkpoint where there is one.
+class DeviceSessions(tf.train.SessionCreator):
+    """Opens sessions on devices, from a checkpoint where there is one.
 
-    A monitored session makes another session where the first one lost a worker. TensorFlow's own
+    A monitored session opens another session where the first one lost a worker. TensorFlow's own
     `ChiefSessionCreator` would begin that one, too, with the checkpoint that the first began with.
     """
 
     def __init__(
         self,
-        graph: tf.Graph,
         config: tf.ConfigProto,
         scaffold: tf.train.Scaffold | None,
-        find_checkpoint: Callable[[], str | None],
+        start: Callable[[], Start],
+        target: str = "",
     ):
-        """Takes what a session is made of.
+        """Takes what a session of the default graph is made of.
 
         Args:
-          graph: the graph.
           config: of the sessions.
-          scaffold: the spec's, or None.
-          find_checkpoint: the path to begin with, None for initial values; asked for each session.
+          scaffold: of the graph, or None.
+          start: what a session begins with; asked for each.
+          target: the server to run on; "" is this process.
         """
-        self._graph = graph
-        self._config = config
+        self._graph = tf.get_default_graph()
+        self._config, self._target = config, target
         self._scaffold = scaffold or tf.train.Scaffold()
-        self._find_checkpoint = find_checkpoint
+        self._start = start
 
     def create_session(self) -> tf.Session:
-        """Makes a session."""
-        path = self._find_checkpoint()
-        chief = tf.train.ChiefSessionCreator(
-            self._scaffold, config=self._config, checkpoint_filename_with_path=path
-        )
-        with self._graph.as_default():
-            session = chief.create_session()
-        _recover_older(self._scaffold.saver, path)
+        """Opens a session."""
+        start = self._start()
+        with self._graph.as_default(), start.restorable(self._initial_values) as path:
+            session = tf.train.ChiefSessionCreator(
+                self._scaffold, self._target, self._config, checkpoint_filename_with_path=path
+            ).create_session()
+        _recover_older(self._scaffold.saver, start)
         return session
 
+    def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
+        variables = {v.op.name: v for v in tf.global_variables() if v.op.name in names}
+        with tf.Session(self._target, config=self._config) as session:
+            session.run([variable.initializer for variable in variables.values()])
+            return session.run(variables)
 
-class ProgramSessionCreator(tf.train.SessionCreator):
-    """Makes sessions on a SIMD program, from a checkpoint where there is one."""
+
+class ProgramSessions(tf.train.SessionCreator):
+    """Opens sessions on a SIMD program, from a checkpoint where there is one."""
 
     def __init__(
         self,
         graph: tf.Graph,
-        make: Callable[[], Any],
+        make: Callable[[], ReplicaSession],
         scaffold: tf.train.Scaffold | None,
-        find_checkpoint: Callable[[], str | None],
+        start: Callable[[], Start],
     ):
         """Takes what a session is made of.
 
         Args:
           graph: the program's graph.
           make: makes a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, variables initialized.
-          scaffold: the spec's, or None.
-          find_checkpoint: the path to begin with, None for initial values.
+          scaffold: of the graph, or None.
+          start: as for `DeviceSessions`.
         """
         self._graph = graph
         self._make = make
         self._scaffold = scaffold or tf.train.Scaffold()
-        self._find_checkpoint = find_checkpoint
+        self._start = start
 
     def create_session(self) -> ProgramSession:
-        """Makes a session; hooks copy the masters to the slices after it."""
+        """Opens a session; hooks copy the masters to the slices after it."""
+        return ProgramSession(self._graph, self.open())
+
+    def open(self) -> ReplicaSession:
+        """Opens a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`."""
         scaffold = self._scaffold
         savers = self._graph.get_collection(tf.GraphKeys.SAVERS)
         with self._graph.as_default():
-            saver = scaffold.saver or (savers[0] if savers else ReshardingSaver(allow_empty=True))
-            saver.build()
+            saver = scaffold.saver or (savers[0] if savers else None)
+            if saver:
+                saver.build()
             begin = scaffold.local_init_op
             if begin is None:
                 begin = tf.train.Scaffold.default_local_init_op()
-        session = ProgramSession(self._graph, self._make())
+        session = self._make()
         try:
-            path = self._find_checkpoint()
-            if path:
-                saver.restore(session, path)
-                _recover_older(saver, path)
-            elif scaffold.init_fn:
-                scaffold.init_fn(session)
+            start = self._start()
+            with self._graph.as_default(), start.restorable(
+                lambda names: {name: session.read(name) for name in names}
+            ) as path:
+                if path and saver:
+                    saver.restore(ProgramSession(self._graph, session), path)
+                elif path:
+                    session.restore(path)
+                elif scaffold.init_fn:
+                    scaffold.init_fn(ProgramSession(self._graph, session))
+            _recover_older(saver, start)
             session.run(begin)
         except BaseException:
             session.close()
@@ -151,8 +166,7 @@ class ProgramSessionCreator(tf.train.SessionCreator):
         return session
 
 
-def _recover_older(saver: tf.train.Saver, path: str | None) -> None:
+def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
     """Lets a saver know of the checkpoints beside one, which it deletes when they are too many."""
-    known = tf.train.get_checkpoint_state(path.rpartition("/")[0]) if path else None
-    if known:
-        saver.recover_last_checkpoints(known.all_model_checkpoint_paths)
+    if saver and start.kept:
+        saver.recover_last_checkpoints(list(start.kept))

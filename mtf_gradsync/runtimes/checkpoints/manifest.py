@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtf_gradsync.train.files import write_json
+from mtf_gradsync.runtimes.files import write_json
 
 MANIFEST_FILE = "checkpoints.json"
 

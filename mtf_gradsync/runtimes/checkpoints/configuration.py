@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.restoring import changes
-from mtf_gradsync.train.checkpoints.damage import UNREADABLE
-from mtf_gradsync.train.checkpoints.flags import ACCEPT_FLAG
-from mtf_gradsync.train.errors import ConfigError, first_line
+from mtf_gradsync.runtimes.checkpoints.damage import UNREADABLE
+from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG
+from mtf_gradsync.runtimes.errors import ConfigError, first_line
 
 # More than these are counted, not listed.
 _MAX_LISTED = 40
@@ -115,7 +115,7 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
 
 
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Checks that a checkpoint has all of some variables.
+    """Checks that a checkpoint has all of some variables, but for those that wrappers begin anew.
 
     Args:
       path: the checkpoint.
@@ -126,14 +126,16 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
       ConfigError: if it does not.
     """
     found = differences(path, variables)
-    missing = [f"{name} is not in the checkpoint" for name in found.new]
+    missing = [
+        f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted
+    ]
     if missing or found.unfit:
         raise ConfigError(
             "\n".join(
                 [
                     f"the checkpoint {path} was made by another model than this config describes:",
                     *_listed([*missing, *found.unfit]),
-                    f"Use the config that made it, or another --model_dir than {model_dir}.",
+                    f"Use the config that made it, or another model_dir than {model_dir}.",
                 ]
             )
         )

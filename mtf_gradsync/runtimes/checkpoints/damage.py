@@ -7,8 +7,8 @@ import os
 from tqdm import tqdm
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.checkpoints.manifest import differs_from_manifest
-from mtf_gradsync.train.errors import first_line
+from mtf_gradsync.runtimes.checkpoints.manifest import differs_from_manifest
+from mtf_gradsync.runtimes.errors import first_line
 
 # What TensorFlow's reader raises of a file that it cannot read.
 UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeError, OSError)

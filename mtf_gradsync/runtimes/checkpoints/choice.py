@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Callable, NamedTuple
+from typing import Callable
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.checkpoints.damage import damage_of
-from mtf_gradsync.train.checkpoints.flags import SKIP_FLAG
-from mtf_gradsync.train.checkpoints.manifest import checkpoint_files, forget_checkpoint
-from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.files import free_name
+from mtf_gradsync.runtimes.checkpoints.damage import damage_of
+from mtf_gradsync.runtimes.checkpoints.flags import SKIP_FLAG
+from mtf_gradsync.runtimes.checkpoints.manifest import checkpoint_files, forget_checkpoint
+from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.errors import ConfigError
+from mtf_gradsync.runtimes.files import free_name
 
 # TensorFlow's file that says which checkpoint is the newest.
 STATE_FILE = "checkpoint"
 DAMAGED_DIRECTORY = "damaged"
 
 
-class Choice(NamedTuple):
-    """Where a run goes on.
-
-    Attributes:
-      path: the checkpoint; None where the run begins.
-      step: steps made before it.
-      kept: all checkpoints of the run, from the oldest to the newest.
-    """
-
-    path: str | None
-    step: int
-    kept: tuple[str, ...]
-
-
-def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], None]) -> Choice:
+def choose_checkpoint(
+    model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
+) -> Start:
     """Finds the newest checkpoint of a directory, and reads it whole.
 
     Args:
@@ -40,9 +29,10 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
       skip_damaged: whether to go on from an older one where the newest is damaged, whose files are
         put aside then.
       say: takes a line about what is not as it should be.
+      skip_setting: what sets `skip_damaged`, for the error.
 
     Returns:
-      The choice.
+      Where a run begins.
 
     Raises:
       ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older
@@ -53,7 +43,7 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
     if not is_listed:
         paths = sorted(_on_disk(model_dir), key=_step_of)
     if not paths:
-        return Choice(None, 0, ())
+        return Start()
     newest = paths[-1]
     damage = damage_of(newest)
     if not damage:
@@ -75,8 +65,8 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
         )
     if not skip_damaged:
         raise ConfigError(
-            f"{found} Nothing was changed. With {SKIP_FLAG} the run goes on from {whole}, which is "
-            "whole, and puts the damaged files into "
+            f"{found} Nothing was changed. With {skip_setting} the run goes on from {whole}, which "
+            "is whole, and puts the damaged files into "
             f"{os.path.join(model_dir, DAMAGED_DIRECTORY)}."
         )
     say(f"{found} The run goes on from {whole}.")
@@ -88,14 +78,25 @@ def choose_checkpoint(model_dir: str, skip_damaged: bool, say: Callable[[str], N
     return _chosen(kept)
 
 
+def newest(model_dir: str) -> Start:
+    """The newest checkpoint of a directory, as its state file says; nothing is read."""
+    kept = _listed(model_dir)
+    if kept and not tf.train.checkpoint_exists(kept[-1]):
+        # A state file may be written by hand, to begin with what another run has trained.
+        elsewhere = tf.train.latest_checkpoint(model_dir)
+        if elsewhere:
+            return Start(elsewhere)
+    return Start(kept[-1] if kept else None, tuple(kept))
+
+
 def latest_checkpoint(model_dir: str) -> str | None:
     """The newest checkpoint as the state file says, in this directory; None without any."""
     return next(reversed(_listed(model_dir)), None)
 
 
-def _chosen(paths: list[str]) -> Choice:
+def _chosen(paths: list[str]) -> Start:
     step = int(tf.train.load_variable(paths[-1], "global_step"))
-    return Choice(paths[-1], step, tuple(paths))
+    return Start(paths[-1], tuple(paths), step)
 
 
 def _listed(model_dir: str) -> list[str]:
@@ -113,7 +114,7 @@ def _listed(model_dir: str) -> list[str]:
         os.path.join(model_dir, os.path.basename(path))
         for path in (state.model_checkpoint_path, *state.all_model_checkpoint_paths)
     )
-    there = [path for path in others if path != newest and os.path.exists(f"{path}.index")]
+    there = [path for path in others if path != newest and tf.io.gfile.exists(f"{path}.index")]
     return [*dict.fromkeys(there), newest]
 
 

@@ -1,7 +1,8 @@
 """Runs a training step that mtf_gradsync exported, on the devices that jax has here.
 
-It needs numpy and jax, neither TensorFlow nor mtf_gradsync; a copy of it lies in every folder that
-was exported. As a command, in that folder:
+It needs numpy and jax, neither TensorFlow nor mtf_gradsync. A copy of it lies in every folder that
+was exported; mtf_gradsync's own sessions compile and run programs with it, too. As a command, in
+such a folder:
 
     python run.py --steps 100 --inputs batches.npz
 
@@ -14,7 +15,7 @@ As a module, with that folder on ``sys.path``:
 mtf_gradsync's docs/portable.md describes the folder.
 """
 
-from .files import StepError
+from .errors import StepError
 from .step import Fetched, Step
 
 __all__ = ["Fetched", "Step", "StepError"]

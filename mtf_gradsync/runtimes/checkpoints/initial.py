@@ -10,8 +10,8 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.restoring import write_changed
-from mtf_gradsync.train.checkpoints.damage import damage_of
-from mtf_gradsync.train.errors import ConfigError, first_line
+from mtf_gradsync.runtimes.checkpoints.damage import damage_of
+from mtf_gradsync.runtimes.errors import ConfigError, first_line
 
 COMPLETED_PREFIX = ".completed-"
 

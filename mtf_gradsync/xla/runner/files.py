@@ -12,13 +12,11 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from .errors import StepError
+
 # The version of the format that is read and written here.
 FORMAT = 1
 MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.npz", "SHA256SUMS"
-
-
-class StepError(Exception):
-    """What a step needs is missing; the message says what, and what would do."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from typing import Callable, Sequence
 
-from mtf_gradsync._private.jax import OnDevices
+from .devices import OnDevices
 
 # Of the program that was called last: what to wait for, and all its results.
 _last: OnDevices | None = None

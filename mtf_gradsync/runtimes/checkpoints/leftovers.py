@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Iterator
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.runtimes.errors import ConfigError
 
 # What TensorFlow writes before it renames it, what `files.write_text` does, and what is made to
 # restore a checkpoint of another configuration.

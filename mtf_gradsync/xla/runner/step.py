@@ -9,12 +9,12 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 
 from . import devices as device_tools
-from .devices import LoadedProgram, OnDevices
+from .devices import OnDevices
+from .errors import StepError, explained
 from .files import (
     MANIFEST,
     PROGRAM,
     VALUES,
-    StepError,
     check_free,
     distinct,
     dtype_of,
@@ -25,6 +25,8 @@ from .files import (
     with_dtype,
     write_folder,
 )
+from .program import LoadedProgram, RefusedError, compiled
+from .turns import wait_for_turn
 
 
 class Input(NamedTuple):
@@ -59,7 +61,7 @@ class Fetched(Mapping):
 
     def __getitem__(self, name: str) -> np.ndarray:
         array = self._values[name].arrays[0]
-        with device_tools.explained():
+        with explained():
             return np.asarray(array)[()]
 
     def __iter__(self) -> Iterator[str]:
@@ -70,7 +72,7 @@ class Fetched(Mapping):
 
     def per_core(self, name: str) -> list[np.ndarray]:
         """The values of this process's cores, in order."""
-        with device_tools.explained():
+        with explained():
             return [np.asarray(array)[()] for array in self._values[name].arrays]
 
 
@@ -128,9 +130,14 @@ class Step:
         self._variables = [p for p in parameters if p["kind"] != "input"]
         self._given = {p["name"]: p for p in parameters if p["kind"] == "input"}
         self.inputs = inputs_of(self.manifest)
-        self._program = LoadedProgram(
-            (folder / PROGRAM).read_bytes(), self.devices, self.manifest["made_by"]["jax"]
-        )
+        try:
+            executable = compiled((folder / PROGRAM).read_bytes(), self.devices)
+        except RefusedError as error:
+            raise StepError(
+                f"{error} It was made beside jax {self.manifest['made_by']['jax']}: install that "
+                "version or a later one."
+            ) from error
+        self._program = LoadedProgram(executable, self.devices)
         self._on_devices: dict[str, OnDevices] = {}
         with np.load(folder / VALUES, allow_pickle=False) as values:
             for p in parameters:
@@ -154,7 +161,7 @@ class Step:
         """
         given = {**self._counters(), **(inputs or {})}
         fresh = {name: self._put(value) for name, value in self._checked(given).items()}
-        with device_tools.explained():
+        with explained():
             results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
         fetched: dict[str, OnDevices] = {}
         for what, value in zip(self.manifest["results"], results):
@@ -166,7 +173,7 @@ class Step:
 
     def wait(self) -> None:
         """Waits until all steps are done."""
-        with device_tools.explained():
+        with explained():
             for value in self._on_devices.values():
                 for array in value.arrays:
                     array.block_until_ready()
@@ -223,11 +230,12 @@ class Step:
 
     def _finish(self) -> None:
         """Waits for what another program of all processes could mix its values up with."""
-        with device_tools.explained():
-            self._program.wait()
+        with explained():
+            wait_for_turn()
 
     def _put(self, per_core: Sequence[np.ndarray]) -> OnDevices:
-        return device_tools.put(per_core, self._local_devices)
+        with explained():
+            return device_tools.put(per_core, self._local_devices)
 
     def _counters(self) -> dict[str, np.ndarray]:
         now = self.manifest["global_step"] + self.steps

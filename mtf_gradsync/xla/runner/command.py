@@ -12,7 +12,8 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from .devices import describe, make_cpu_devices
-from .files import StepError, check_free, dtype_of, read_manifest, without_dtype
+from .errors import StepError
+from .files import check_free, dtype_of, read_manifest, without_dtype
 from .step import Fetched, Input, Step, inputs_of
 
 # Steps that wait on the devices while the host reads what an earlier one fetched.

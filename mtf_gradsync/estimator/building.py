@@ -1,0 +1,110 @@
+"""Builds the graph of a call of Estimator: input_fn and model_fn, for where the steps will run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Mapping, NamedTuple
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels, give
+from mtf_gradsync.estimator.meshes import outside_programs
+from mtf_gradsync.runtimes.checkpoints.saving import RunSaver
+from mtf_gradsync.runtimes.places import OnCores, OnDevices
+
+_TRAIN = tf.estimator.ModeKeys.TRAIN
+
+
+class ModelFn(NamedTuple):
+    """A model_fn, and what it is called with beside the caller's params.
+
+    Attributes:
+      function: the model_fn.
+      is_for_tpu: whether it is told whether it builds a program, as TPUEstimator does.
+      batch_sizes: params["batch_size"] by mode; None leaves it alone.
+    """
+
+    function: Callable[..., Any]
+    is_for_tpu: bool
+    batch_sizes: Mapping[str, int | None]
+
+    def build(
+        self,
+        input_fn: Callable[..., Any],
+        mode: str,
+        place: OnDevices | OnCores,
+        params: Any,
+        config: Any,
+    ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
+        """Builds a step in the default graph.
+
+        Args:
+          input_fn: as Estimator takes it.
+          mode: "train", "eval" or "infer".
+          place: where it will run.
+          params: the caller's.
+          config: the run's.
+
+        Returns:
+          The spec, its scaffold, and hooks that the input needs.
+        """
+        is_program = isinstance(place, OnCores)
+        # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
+        scope = tf.get_variable_scope()
+        with tf.variable_scope(scope, use_resource=is_program or scope.use_resource):
+            tf.train.get_or_create_global_step()
+        params = self._params(params, mode, is_program)
+        features, labels, hooks = features_and_labels(input_fn, mode, params, config)
+        with place.building() as program:
+            if program is not None:
+                give(params, context=program.tpu_context)
+            spec, scaffold = self._called(features, labels, mode, params, config)
+        has_saver = scaffold is not None and scaffold.saver is not None
+        if mode == _TRAIN and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
+            keep = getattr(config, "keep_checkpoint_max", None) or 0
+            saver = RunSaver(var_list=None, sharded=True, max_to_keep=keep)
+            tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
+        return spec, scaffold, hooks
+
+    def spec(
+        self, features: Any, labels: Any, mode: str, params: Any, config: Any
+    ) -> tuple[Any, tf.train.Scaffold | None]:
+        """Calls the function for devices, for a model that is exported.
+
+        Returns:
+          The spec and its scaffold.
+        """
+        return self._called(features, labels, mode, self._params(params, None, False), config)
+
+    def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
+        """The params of a call, with what TPUEstimator adds to them."""
+        params = copy.deepcopy(params) if params is not None else {}
+        batch_size = self.batch_sizes.get(mode or "")
+        if batch_size is not None:
+            give(params, batch_size=batch_size)
+        # Estimator alone, without a TPU's config, adds nothing.
+        if is_program or self.is_for_tpu:
+            give(params, use_tpu=is_program)
+        return params
+
+    def _called(
+        self, features: Any, labels: Any, mode: str, params: Any, config: Any
+    ) -> tuple[Any, tf.train.Scaffold | None]:
+        """Calls the function; returns its spec and the spec's scaffold."""
+        tf.train.get_or_create_global_step()
+        spec = call_with_known(
+            self.function,
+            features=features,
+            labels=labels,
+            mode=mode,
+            params=params,
+            config=config,
+        )
+        if not hasattr(spec, "train_op"):
+            raise TypeError(
+                "model_fn must return an EstimatorSpec or a TPUEstimatorSpec, got "
+                f"{type(spec).__name__}."
+            )
+        scaffold_fn = getattr(spec, "scaffold_fn", None)
+        with outside_programs():
+            scaffold = scaffold_fn() if scaffold_fn else getattr(spec, "scaffold", None)
+        return spec, scaffold

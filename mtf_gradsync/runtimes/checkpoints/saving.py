@@ -1,0 +1,139 @@
+"""Writes checkpoints, in the format and under the names of Mesh-TensorFlow's own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
+from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+from mtf_gradsync.runtimes.checkpoints.configuration import check_has
+from mtf_gradsync.runtimes.checkpoints.leftovers import remove_leftovers
+from mtf_gradsync.runtimes.checkpoints.manifest import (
+    checkpoint_files,
+    forget_checkpoint,
+    note_checkpoint,
+)
+from mtf_gradsync.runtimes.errors import TrainingError, first_line
+
+
+class RunSaver(ReshardingSaver):
+    """Writes and reads the checkpoints of a run, by default all global variables of a graph.
+
+    Slices are copied to the masters first, whoever asks for a checkpoint. What is written is on the
+    disk, and in the directory's manifest.
+    """
+
+    def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
+        """Adds the operations to the default graph.
+
+        Args:
+          lowering: whose variables are all made; None where who saves copies its slices.
+          **kwargs: as for `tf.train.Saver`.
+        """
+        kwargs.setdefault("var_list", tf.global_variables())
+        super().__init__(save_relative_paths=True, **kwargs)
+        self._to_masters = lowering and lowering.copy_slices_to_masters()
+
+    def save(
+        self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
+    ) -> str:
+        """See `tf.train.Saver.save`."""
+        if self._to_masters:
+            sess.run(self._to_masters)
+        self._check_masters(sess, global_step)
+        if "://" in save_path:  # where files are written in another way
+            return super().save(sess, save_path, global_step, *args, **kwargs)
+        forget_checkpoint(save_path if global_step is None else f"{save_path}-{global_step}")
+        path = super().save(sess, save_path, global_step, *args, **kwargs)
+        _put_on_disk(path)
+        note_checkpoint(path)
+        return path
+
+    def restore(self, sess: Any, save_path: str) -> None:
+        """See `tf.train.Saver.restore`.
+
+        Raises:
+          ConfigError: if the checkpoint is of another model or inner optimizer; names each variable
+            that it does not have, or has in another shape or dtype.
+        """
+        if save_path and tf.train.checkpoint_exists(save_path):
+            with sess.graph.as_default():
+                check_has(save_path, tf.global_variables(), os.path.dirname(save_path))
+        super().restore(sess, save_path)
+
+    def _check_masters(self, sess: Any, global_step: Any) -> None:
+        """Raises an error if what is to be written is of no use."""
+
+
+class TrainingSaver(RunSaver):
+    """Writes nothing that a run could not go on from."""
+
+    def __init__(self, sums_may_be_bad: bool, lowering: mtf.Lowering | None = None, **kwargs: Any):
+        """Adds the operations to the default graph.
+
+        Args:
+          sums_may_be_bad: whether an optimizer leaves out sums that are not finite, so that a
+            checkpoint may hold some.
+          lowering: as for `RunSaver`.
+          **kwargs: as for `tf.train.Saver`.
+        """
+        super().__init__(lowering, **kwargs)
+        names = {v.op.name for v in tf.trainable_variables()}
+        if not sums_may_be_bad:
+            # What an accumulator holds is in the next update.
+            names.update(note.name for note in tf.get_collection(STATE_COLLECTION))
+        variables = tf.global_variables()
+        checked = [v for v in variables if v.op.name in names and v.dtype.is_floating]
+        self._checked = [v.op.name for v in checked]
+        with tf.name_scope("finite"):
+            flags = [tf.reduce_all(tf.math.is_finite(v)) for v in checked]
+            self._finite = tf.stack(flags).name if flags else None
+
+    def save(
+        self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
+    ) -> str:
+        """See `tf.train.Saver.save`.
+
+        Raises:
+          TrainingError: if a trained variable or a sum of gradients holds what is no finite number,
+            or the checkpoint cannot be written. The one before is as it was.
+        """
+        try:
+            return super().save(sess, save_path, global_step, *args, **kwargs)
+        except (tf.errors.OpError, OSError, ValueError) as error:
+            directory = os.path.dirname(save_path)
+            # They take room where there may be none.
+            remove_leftovers(directory)
+            raise TrainingError(
+                f"the checkpoint of step {global_step} cannot be written to {directory}: "
+                f"{first_line(error)}"
+            ) from error
+
+    def _check_masters(self, sess: Any, global_step: Any) -> None:
+        if not self._finite:
+            return
+        # By name: a SIMD program's session runs a graph of its own.
+        finite = np.asarray(sess.run(self._finite))
+        if not finite.all():
+            bad = [name for name, ok in zip(self._checked, finite) if not ok]
+            more = f" and {len(bad) - 2} more" if len(bad) > 2 else ""
+            raise TrainingError(
+                f"{', '.join(bad[:2])}{more} hold numbers that are not finite, after step "
+                f"{global_step}; no checkpoint was written of it"
+            )
+
+
+def _put_on_disk(path: str) -> None:
+    """Waits until a checkpoint outlives the machine's power."""
+    directory = os.path.dirname(path) or "."
+    state = os.path.join(directory, "checkpoint")
+    for file in (*map(os.fspath, checkpoint_files(path)), state, directory):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

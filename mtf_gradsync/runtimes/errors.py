@@ -1,0 +1,25 @@
+"""Errors that a user can act on."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting of a run cannot work; the message names it and what would do.
+
+    The command line prints the message without a traceback and exits with code 2.
+    """
+
+
+class TrainingError(RuntimeError):
+    """A run that was set up correctly cannot go on, for example because its loss is not finite."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing.
+
+    TensorFlow's sessions add where in the program an operation was made, in many lines; what they
+    say first is in the error that they were handling.
+    """
+    if type(error.__context__) is type(error):
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,203 @@
+"""Finds devices, and moves arrays to them and back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Sequence
+
+import numpy as np
+
+from .errors import DevicesError, StepError, explained, short
+
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+class OnDevices:
+    """One value for each core of a program: an array on each device of this process."""
+
+    def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
+        """Takes the value as a program is given it, or as it returns it.
+
+        Args:
+          arrays: single-device jax arrays, in the order of this process's devices; or
+          joined: one jax array over all devices of the program.
+        """
+        self._arrays = None if arrays is None else list(arrays)
+        self._joined = joined
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Single-device jax arrays, in the order of this process's devices."""
+        if self._arrays is None:
+            # addressable_data would give the first of what is called the same on all devices.
+            self._arrays = [shard.data for shard in self._joined.addressable_shards]
+        return self._arrays
+
+    @property
+    def as_it_came(self) -> Any:
+        """The joined array where there is one, the list of arrays otherwise."""
+        return self._arrays if self._joined is None else self._joined
+
+    def joined(self, sharding: Any) -> Any:
+        """The same as one jax array.
+
+        Args:
+          sharding: over all devices of the program. Values differ from device to device whatever
+            it is called: it only tells jax that each device holds an array of the full shape.
+        """
+        import jax
+
+        if self._joined is None:
+            self._joined = jax.make_array_from_single_device_arrays(
+                self.arrays[0].shape, sharding, self.arrays
+            )
+        return self._joined
+
+
+def make_cpu_devices(count: int, replace: bool = False) -> None:
+    """Asks for as many CPU devices. It has no effect once jax has started its devices.
+
+    Args:
+      count: devices of this process.
+      replace: whether to do so also where XLA_FLAGS asks for some already.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
+    if replace or others == flags:
+        os.environ["XLA_FLAGS"] = " ".join([*others, f"{COUNT_FLAG}={count}"])
+
+
+def find_devices(count: int, platform: str | None) -> list[Any]:
+    """The first devices that jax has.
+
+    Args:
+      count: how many.
+      platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice.
+
+    Returns:
+      Devices of all processes.
+
+    Raises:
+      StepError: when there is no jax.
+      DevicesError: when there is no such platform, or it has too few devices.
+    """
+    try:
+        import jax
+    except ImportError as error:
+        raise StepError(
+            f'jax cannot be imported: {error}. Install it: pip install jax, or "jax[cuda12]" for '
+            'NVIDIA GPUs, or "jax[tpu]".'
+        ) from error
+    try:
+        found = jax.devices(platform)
+    except RuntimeError as error:
+        raise DevicesError(
+            f"jax cannot start {f'the platform {platform!r}' if platform else 'its devices'}: "
+            f'{short(error)} Install the plugin (pip install "jax[cuda12]" or "jax[tpu]"), ask for '
+            "another platform, or let the environment variable JAX_PLATFORMS name one that is "
+            "there, such as cpu."
+        ) from error
+    return check_count(found, count)
+
+
+def check_count(devices: Sequence[Any], count: int) -> list[Any]:
+    """The first of some devices.
+
+    Raises:
+      DevicesError: when there are too few.
+    """
+    if len(devices) >= count:
+        return list(devices[:count])
+    kind = devices[0].platform if devices else "no"
+    cpu = f"Set XLA_FLAGS={COUNT_FLAG}={count} before jax starts"
+    remedy = cpu if kind == "cpu" else "Let JAX_PLATFORMS=cpu run it on CPU devices"
+    raise DevicesError(
+        f"The mesh has {count} {'core' if count == 1 else 'cores'}, and jax has {len(devices)} "
+        f"{kind} {'device' if len(devices) == 1 else 'devices'} for them. {remedy}, start more "
+        "processes, or take a smaller mesh; an exported step has to be exported again for that."
+    )
+
+
+def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
+    """Copies one value to each device.
+
+    Args:
+      per_core: for each device. A CPU device may take an array's memory as its own: nobody else
+        may write there, and two arrays that a step writes over may not share it.
+      devices: of this process.
+
+    Returns:
+      The values on the devices; 64-bit numbers stay what they are.
+    """
+    import jax
+
+    values = [_with_types_of_jax(np.asarray(value)) for value in per_core]
+    client = devices[0].client
+    if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
+        return OnDevices([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
+    # Keeps jax from narrowing 64-bit numbers.
+    enable_x64: Any = getattr(jax, "enable_x64", None)
+    if enable_x64 is None:
+        from jax import experimental
+
+        enable_x64 = experimental.enable_x64
+    with enable_x64(True):
+        return OnDevices([jax.device_put(v, d) for v, d in zip(values, devices)])
+
+
+def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
+    """The same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
+    import jax.numpy as jnp
+
+    if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
+        return value.view(np.uint16).view(jnp.bfloat16)
+    return value
+
+
+def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
+    """A value on the cores of all processes, which all have to call this.
+
+    Args:
+      value: on this process's.
+      devices: of all cores.
+
+    Returns:
+      For each core: an array.
+    """
+    with explained():
+        mine = [np.array(array) for array in value.arrays]
+    if len(mine) == len(devices):
+        return mine
+    import jax
+
+    owners = [d.process_index for d in devices]
+    most = max(owners.count(owner) for owner in owners)
+    # As bytes, because what is gathered passes through a program, which rounds no byte.
+    packed = np.zeros((most, mine[0].nbytes), np.uint8)
+    for number, array in enumerate(mine):
+        packed[number] = np.frombuffer(array.tobytes(), np.uint8)
+    # One device of each process takes part: nothing of it runs any more once that has the values.
+    first = [devices[owners.index(owner)] for owner in sorted(set(owners))]
+    mesh = jax.sharding.Mesh(np.array(first), ("process",))
+    apart, everywhere = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (("process",), ())
+    )
+    here = next(d for d in first if d.process_index == d.client.process_index())
+    row = jax.device_put(packed[np.newaxis], here)
+    rows = jax.make_array_from_single_device_arrays((len(first), *packed.shape), apart, [row])
+    gathered = np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(rows).addressable_data(0))
+    numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
+    found = []
+    for core, owner in enumerate(owners):
+        bits = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
+        found.append(bits.view(mine[0].dtype).reshape(mine[0].shape))
+    return found
+
+
+def describe(devices: Sequence[Any]) -> str:
+    """Devices in words, as in "8 cpu devices (cpu), 4 of them here"."""
+    here = sum(d.process_index == d.client.process_index() for d in devices)
+    text = f"{len(devices)} {devices[0].platform} {'device' if len(devices) == 1 else 'devices'}"
+    text += f" ({devices[0].device_kind})"
+    return text if here == len(devices) else f"{text}, {here} of them here"

@@ -1,0 +1,157 @@
+"""Compiles a program for devices, one core on each, and runs it there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from .devices import OnDevices, describe
+from .errors import StepError, explained, short
+from .turns import run_in_turn
+
+_KNOWN_JAX = "0.4.30 to 0.12"
+_INSTALL_JAX = "jax>=0.4.30,<0.13"
+
+
+class RefusedError(StepError):
+    """XLA cannot read a program, or not compile it."""
+
+
+def compiled(
+    program: bytes | str, devices: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> Any:
+    """Compiles a program that jax did not make, one replica of it for each device, and loads it.
+
+    Args:
+      program: StableHLO, as text or as a portable artifact.
+      devices: a jax device for each core.
+      options: options of XLA's compiler by name, beyond its defaults.
+
+    Returns:
+      The executable, for `LoadedProgram`.
+
+    Raises:
+      RefusedError: when this jax cannot.
+      DevicesError: when the devices have no room for it.
+      StepError: when this jax wants to be called otherwise than those that are known here.
+    """
+    import jax
+
+    client = devices[0].client
+    try:
+        with explained(in_step=False):
+            chosen = compile_options(devices, options)
+            if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
+                return client.compile(program, chosen)
+            return client.compile_and_load(program, list(devices), chosen)
+    except StepError:
+        raise
+    except (AttributeError, ImportError, TypeError) as error:
+        raise StepError(
+            f"jax {jax.__version__} wants to be called otherwise than {_KNOWN_JAX}, which this "
+            f'runner knows: {short(error)} Install one of those: pip install "{_INSTALL_JAX}".'
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise RefusedError(
+            f"XLA (jax {jax.__version__}) cannot read the program, or not compile it for "
+            f"{describe(devices)}: {short(error)}"
+        ) from error
+
+
+def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
+    """The compiler's options for a program with one replica on each device.
+
+    Args:
+      devices: devices that exist, or that a topology describes.
+      options: options of XLA's compiler by name, beyond its defaults.
+    """
+    try:
+        from jax.extend.backend import get_compile_options
+    except ImportError:  # in older versions
+        from jax._src.compiler import get_compile_options
+    return get_compile_options(
+        num_replicas=len(devices),
+        num_partitions=1,
+        device_assignment=np.array([[device.id] for device in devices]),
+        env_options_overrides=dict(options or {}) or None,
+    )
+
+
+def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
+    """An executable as bytes that `loaded_executable` takes.
+
+    Raises:
+      RuntimeError: where the platform cannot do it.
+    """
+    return devices[0].client.serialize_executable(executable)
+
+
+def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
+    """The inverse of `serialized_executable`, for the same version of jaxlib and devices.
+
+    Raises:
+      RuntimeError: when these bytes are not such an executable.
+    """
+    client, options = devices[0].client, compile_options(devices)
+    if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
+        return client.deserialize_executable(serialized, options)
+    return client.deserialize_executable(serialized, list(devices), options)
+
+
+class LoadedProgram:
+    """A program that is ready to run, and what is known of how this jaxlib wants to be called.
+
+    Attributes:
+      executable: what `compiled` or `loaded_executable` returned.
+    """
+
+    def __init__(self, executable: Any, devices: Sequence[Any]):
+        """Takes the executable, and a jax device for each core."""
+        import jax
+
+        self.executable = executable
+        self._sharding = jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("core",)), jax.sharding.PartitionSpec()
+        )
+        is_alone = len({d.process_index for d in devices}) == 1
+        # jaxlib 0.4 takes the arrays of the devices as they are; joining them takes time.
+        self._joins = hasattr(devices[0].client, "compile_and_load") or not is_alone
+        self._waits = not is_alone and devices[0].platform == "cpu"
+        # They make one joined array of each result, without one for each device, in a quarter of
+        # the time that jax's public way takes.
+        self._handlers: list[Any] = []
+
+    def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
+        """Runs it once; returns at once where it may, with results that may not be there yet.
+
+        Args:
+          arguments: for each parameter. Those that results are written over are gone.
+
+        Returns:
+          For each result.
+        """
+        return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
+
+    def _run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
+        given = [a.joined(self._sharding) if self._joins else a.as_it_came for a in arguments]
+        results = self.executable.execute_sharded(given)
+        if self._handlers:
+            return [OnDevices(joined=r) for r in results.consume_with_handlers(self._handlers)]
+        found = results.disassemble_into_single_device_arrays()
+        with contextlib.suppress(AttributeError, ImportError, TypeError):  # a jaxlib without them
+            self._handlers = [self._handler(arrays[0].aval) for arrays in found]
+        return [OnDevices(arrays) for arrays in found]
+
+    def _handler(self, aval: Any) -> Any:
+        from jaxlib import xla_client
+
+        make = functools.partial(
+            xla_client.array_result_handler, aval, self._sharding, committed=True
+        )
+        try:
+            return make(_skip_checks=True)
+        except TypeError:  # from jaxlib 0.11 on there are no checks
+            return make()
