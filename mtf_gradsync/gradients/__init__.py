@@ -24,6 +24,7 @@ from mtf_gradsync.gradients.stages import (
     on_present,
     per_shard,
     shard_dims_in,
+    split_into_shards,
     sum_shards,
 )
 from mtf_gradsync.gradients.told_apart import (
@@ -56,6 +57,7 @@ __all__ = [
     "shard_dims_in",
     "shard_norms",
     "shards_not_finite",
+    "split_into_shards",
     "sum_shards",
     "summed_elsewhere",
     "take_without_scale",

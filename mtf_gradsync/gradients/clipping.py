@@ -77,7 +77,7 @@ class SumOverGradients(StageOperation):
         self._shard_dims = list(shard_dims)
         self._axes = axes
         self._strategy = strategy
-        batch_dims = ["batch"] if axes is None else axes.batch_dims
+        batch_dims = None if axes is None else axes.batch_dims
         PendingSums.want(grads, True, batch_dims, strategy)
         super().__init__(
             grads,

@@ -50,7 +50,7 @@ class NotFinite(StageOperation):
         """
         self._strategy, self._only_apart = strategy, only_apart
         self._shard_dims = list(axes.shard_dims) if axes else []
-        names = axes.batch_dims if axes else ("batch",)
+        names = axes.batch_dims if axes else None
         PendingSums.want(grads, False, names, strategy)
         shape = mtf.Shape([*self._shard_dims, mtf.Dimension("gradients", len(grads))])
         super().__init__(grads, [shape], "not_finite", [tf.float32])

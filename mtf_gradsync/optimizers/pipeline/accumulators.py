@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import StageOperation
@@ -22,12 +22,14 @@ class Accumulated(NamedTuple):
       accumulator: a mesh variable of the gradient's shape.
       grad: the gradient, in the accumulator's dtype.
       dtype: the gradient's own dtype.
+      is_reduced: whether it is reduced already, and every processor has what all shards add.
     """
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
     accumulator: mtf.Variable
     grad: mtf.Tensor
     dtype: tf.DType
+    is_reduced: bool
 
 
 class Bypass(NamedTuple):
@@ -36,7 +38,8 @@ class Bypass(NamedTuple):
     Attributes:
       holds: a boolean mtf scalar, true only where all accumulators are zero, nothing is left out
         and an update is due.
-      left_out: boolean `[shard dims...]`, whose gradients are zeros where it does not hold.
+      left_out: boolean `[shard dims...]`, whose gradients are zeros where it does not hold,
+        those aside that are reduced.
     """
 
     holds: mtf.Tensor
@@ -59,6 +62,7 @@ class Accumulators:
         checkpointed: bool = True,
         is_share: bool = False,
         counter: str | None = None,
+        reduced: Collection[int] = (),
     ):
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
@@ -70,6 +74,7 @@ class Accumulators:
           checkpointed: whether checkpoints hold the sums.
           is_share: whether what a shard adds is 1/num_shards of its own gradient (`StateNote`).
           counter: name of the variable that counts what is added.
+          reduced: positions of gradients that are reduced already.
         """
         self._variables = list(variables)
         self._of: list[Accumulated] = []
@@ -98,7 +103,7 @@ class Accumulators:
                         counter=counter,
                     )
             cast = grad if grad.dtype == wide else mtf.cast(grad, wide)
-            self._of.append(Accumulated(index, accumulator, cast, grad.dtype))
+            self._of.append(Accumulated(index, accumulator, cast, grad.dtype, index in reduced))
 
     @property
     def dtypes(self) -> list[tf.DType | None]:
@@ -169,6 +174,7 @@ class _AddUnless(StageOperation):
     def __init__(self, accumulated: Sequence[Accumulated], bypass: Bypass):
         grads = [one.grad for one in accumulated]
         self.accumulators = [one.accumulator for one in accumulated]
+        self._are_reduced = [one.is_reduced for one in accumulated]
         shapes = [x.shape for x in self.accumulators]
         super().__init__([*grads, bypass.left_out, bypass.holds], shapes, "accumulate_unless")
 
@@ -184,8 +190,8 @@ class _AddUnless(StageOperation):
 
             def added() -> list[tf.Tensor]:
                 skip, sums = tf.reshape(left_out, []), []
-                for grad, variable in zip(grads, tensors[count + 2 :]):
-                    add = tf.assign_add(variable, zeros_where(skip, grad))
+                for grad, whole, variable in zip(grads, self._are_reduced, tensors[count + 2 :]):
+                    add = tf.assign_add(variable, grad if whole else zeros_where(skip, grad))
                     with tf.control_dependencies([add]):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Collection, Sequence
 
 import gin
 
@@ -10,13 +10,19 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.gradients import check_told_apart, per_shard
+from mtf_gradsync.gradients import (
+    check_told_apart,
+    mixed_gradients,
+    split_into_shards,
+    sum_shards,
+)
+from mtf_gradsync.gradients.pending import Cause
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import AVERAGE, check_averages, move_averages
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, Bypass
-from mtf_gradsync.optimizers.state.leave_out import LeaveOut
+from mtf_gradsync.optimizers.state.leave_out import LeaveOut, zeros_where
 from mtf_gradsync.optimizers.sync_replicas import freshness
 from mtf_gradsync.optimizers.sync_replicas.hooks import NothingToQueue, SyncReplicasHook
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
@@ -376,11 +382,7 @@ class _AggregateReplicas(Stage):
         before = step.plan.state(
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
         )
-        shards = gradients.with_grads(
-            per_shard(gradients.grads, axes, reducer, accept_summed=True), Form.PER_SHARD
-        )
-        if wrapper.traits.needs_shards:
-            step.per_shard = shards
+        shards, reduced = self._shards(gradients, step)
         steps = freshness.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
         fresh = freshness.fresh_replicas(
             shards.present, steps, before.update_step, wrapper._contributes, axes, reducer
@@ -389,17 +391,26 @@ class _AggregateReplicas(Stage):
         # Where one step can be enough, accumulators are for the steps that are not.
         one_step = wrapper._to_aggregate <= axes.num_shards
         if not one_step:
-            shards = shards.with_grads(LeaveOut.apply(shards.grads, skipped))
+            own = [None if i in reduced else g for i, g in enumerate(shards.grads)]
+            kept = LeaveOut.apply(own, skipped) if any(g is not None for g in own) else own
+            shards = shards.with_grads(
+                [g if i in reduced else k for i, (g, k) in enumerate(zip(shards.grads, kept))]
+            )
+        # The only thing but gradients that is reduced over the replica axes.
+        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        contributions = mtf.reduce_sum(contributed)
+        shards = shards.with_grads(
+            [_times(contributions, g) if i in reduced else g for i, g in enumerate(shards.grads)]
+        )
         accumulators = Accumulators(
             shards.grads,
             shards.variables,
             wrapper._slots,
             is_share=True,
             counter=before.count.name,
+            reduced=reduced,
         )
-        # The only thing but gradients that is reduced over the replica axes.
-        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
-        count = before.count.value + mtf.reduce_sum(contributed)
+        count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)
         # All of them, and nothing waits from the steps before.
         alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
@@ -411,11 +422,34 @@ class _AggregateReplicas(Stage):
         wrapper._summarize(now)
         step.when_built(lambda: wrapper._note_states(before, now))
         sums = accumulators.take_when(due, step, gate, counts_every_step=False)
+        share = 1.0 / axes.num_shards
+        sums = [g * share if g is not None and i in reduced else g for i, g in enumerate(sums)]
         # The terms are 1/num_shards of what replicas contribute.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         return gradients.with_grads(
             sums, Form.PENDING, divisor=divisor, dtypes=tuple(accumulators.dtypes)
         )
+
+    def _shards(
+        self, gradients: GradientSet, step: StepBuilder
+    ) -> tuple[GradientSet, Collection[int]]:
+        """Gradients per shard; and the positions of those that are, and stay, reduced."""
+        wrapper = self._wrapper
+        grads, axes = gradients.grads, wrapper.axes
+        accepts = not wrapper.traits.needs_shards
+        own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
+        mixed = mixed_gradients(own, axes) if accepts else {}
+        # What nobody sums differs from shard to shard.
+        mixed = {i: how for i, how in mixed.items() if how.cause is not Cause.DROPS_SUM}
+        others = [None if i in mixed else g for i, g in enumerate(grads)]
+        others = split_into_shards(others, axes, wrapper.reducer, accepts)
+        whole = [g if i in mixed else None for i, g in enumerate(grads)]
+        whole = sum_shards(whole, axes, wrapper.reducer)
+        together = [w if i in mixed else g for i, (g, w) in enumerate(zip(others, whole))]
+        shards = gradients.with_grads(together, Form.PER_SHARD)
+        if not accepts:
+            step.per_shard = shards
+        return shards, mixed
 
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
@@ -433,6 +467,16 @@ class _AggregateReplicas(Stage):
         check = StepsWithoutUpdate(self._before, self._now, operations, wrapper._max_steps)
         wrapper._steps_without_update = check
         return [check]
+
+
+def _times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
+    """What replicas add to a reduced gradient together: zeros for none, even in place of NaNs."""
+    wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+
+    def times(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        return zeros_where(tf.equal(count, 0), tf.cast(x, wide) * tf.cast(count, wide))
+
+    return mtf.cwise(times, [grad, contributions], wide)
 
 
 def _check_count(name: str, value: Any) -> None:
