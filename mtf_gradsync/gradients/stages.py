@@ -102,7 +102,7 @@ class PerShard(StageOperation):
         operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
         if operation is not None:
             raise ValueError(
-                "Each shard's own part cannot be told apart in the gradient of "
+                "Each shard's own part cannot be told apart in "
                 f"{gradient_name(grad)}: {type(operation).__name__} {operation.name!r} has summed "
                 f"over the shards when it was lowered on mesh {lowering.mesh_impl(self).shape}, "
                 "which was not foreseen. accept_summed=True takes an equal share for each shard."

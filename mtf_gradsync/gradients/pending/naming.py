@@ -26,4 +26,4 @@ def gradient_name(grad: mtf.Tensor) -> str:
             # A list of gradients, or a gradient and what it is multiplied by.
             inputs = operation.inputs
             tensor = inputs[position if len(inputs) >= len(operation.outputs) else 0]
-    return f"variable {variable_of[tensor].operation.name!r}"
+    return f"the gradient of variable {variable_of[tensor].operation.name!r}"

@@ -51,9 +51,9 @@ class Unsummed:
             warn_once(
                 f"unsummed {operation.name}",
                 "%s %r drops a dimension that the shards split, and nobody sums over it: each "
-                "shard has another gradient of %s, and its replicas differ after an update. Give "
-                "the result that dimension, of the size of its mesh axis, and sum it by "
-                "mtf.reduce_sum.",
+                "shard has other values of %s, and the replicas of its variable differ after an "
+                "update. Give the result that dimension, of the size of its mesh axis, and sum it "
+                "by mtf.reduce_sum.",
                 type(operation).__name__,
                 operation.name,
                 gradient_name(target),

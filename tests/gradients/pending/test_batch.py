@@ -1,5 +1,6 @@
 """Replica axes are found out where the batch is not called "batch"."""
 
+import collections
 import logging
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests import harness
 
 ROWS, INNER, OUTER = (mtf.Dimension(*x) for x in (("rows", 8), ("inner", 2), ("outer", 4)))
 LENGTH, D, HIDDEN = (mtf.Dimension(*x) for x in (("length", 4), ("d", 3), ("hidden", 8)))
+IN = mtf.Dimension("in", 3)
 EXPERTS, CAPACITY = mtf.Dimension("experts", 4), mtf.Dimension("capacity", 2)
 ALL, TWO_AXES = "all:4", "a:2;b:2"
 BLOCKS = 2
@@ -70,7 +72,8 @@ def microbatches(mesh):
 
 
 def cut_after_a_layer(mesh):
-    x = mtf.einsum([data(mesh, ROWS), variable(mesh, "first", D, D)], [ROWS, D])
+    x = mtf.einsum([data(mesh, ROWS), variable(mesh, "first", D, IN)], [ROWS, IN])
+    x = mtf.rename_dimension(x, "in", "d")
     return loss_of(mtf.reshape(x, mtf.Shape([OUTER, INNER, D])))
 
 
@@ -111,7 +114,6 @@ PROGRAMS = {
         ["rows", "length"],
     ),
     "positions": (with_positions, TWO_AXES, "rows:a;length:b", ["rows"]),
-    "only positions": (with_positions, ALL, "length:all", ["length"]),
     "model parallel": (
         lambda mesh: loss_of(data(mesh, ROWS)),
         TWO_AXES,
@@ -125,7 +127,7 @@ PROGRAMS = {
 
 
 def sums(make_loss, mesh_shape, layout, make):
-    """Shapes of the sums of gradients of a step, and who sums."""
+    """Groups of the sums of gradients of a step: their shapes, and who sums."""
     with tf.Graph().as_default(), simd.tpu_program(mesh_shape, layout) as program:
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
         grads = make_loss(mesh)
@@ -137,7 +139,11 @@ def sums(make_loss, mesh_shape, layout, make):
         for op in operations:
             lowering.lowered_operation(op)
         rows = simd.list_collectives(program, lowering=lowering).rows
-    return sorted((tuple(r.shape), str(r.groups)) for r in rows if np.prod(r.shape) >= 3)
+    groups = collections.defaultdict(list)
+    for row in rows:
+        if np.prod(row.shape) >= 3:
+            groups[row.together or row.name].append((row.shape, row.group))
+    return sorted(sorted(group) for group in groups.values())
 
 
 @pytest.mark.parametrize("what", list(PROGRAMS))
@@ -145,6 +151,10 @@ def test_a_batch_of_any_name_is_summed_as_one_that_was_named(what):
     make_loss, mesh, layout, names = PROGRAMS[what]
     named = sums(make_loss, mesh, layout, lambda: cross_shard(batch_dims=names))
     assert sums(make_loss, mesh, layout, cross_shard) == named
+
+
+def test_a_dimension_of_the_batch_that_a_variable_has_too():
+    assert len(sums(with_positions, ALL, "length:all", cross_shard)) == 1
 
 
 WRAPPERS = {
@@ -160,7 +170,8 @@ def test_one_sum_and_one_warning_that_names_the_dimensions(wrapper, caplog):
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         assert len(sums(make_loss, mesh, layout, WRAPPERS[wrapper])) == 1
     (record,) = [r for r in caplog.records if "batch_dims" in r.getMessage()]
-    assert "['batch']" in record.getMessage() and "('rows',)" in record.getMessage()
+    assert "['batch']" in record.getMessage()
+    assert "('rows',)" in record.getMessage()
 
 
 def test_a_batch_that_was_said_not_to_be_split_is_not_looked_for(caplog):
@@ -180,9 +191,9 @@ PROMISES = {
     "accept_summed": lambda g, v: gs.SyncReplicasOptimizer(
         sgd(), 2, axes=other_axes(), accept_summed=True
     ).apply_grads(g, v),
-    "local": lambda g, v: gs.GradientAccumulationOptimizer(
-        sgd(), 2, axes=other_axes()
-    ).apply_grads(g, v),
+    "local": lambda g, v: gs.GradientAccumulationOptimizer(sgd(), 2, axes=other_axes()).apply_grads(
+        g, v
+    ),
     "per_shard": lambda g, v: gs.per_shard(g, other_axes()),
     "clip_by_shard_norm": lambda g, v: gs.clip_by_shard_norm(g, 1.0, other_axes()),
 }
@@ -213,9 +224,14 @@ def test_each_mesh_of_a_graph_has_replica_axes_of_its_own(monkeypatch):
         operations += cross_shard(name=name).apply_grads(grads, variables)
     impls = [harness.placement("all:2", f"{name}:all") for name in ("batch", "rows")]
     alone = []
-    for impl in impls:  # it makes sums that do not cross with others
-        monkeypatch.setattr(impl, "allreduce", lambda *given: alone.append(given))
+    for impl in impls:  # whose own sums do not cross with others
+
+        def one(x, *how, made=impl.allreduce):
+            alone.append(np.prod(x.slice_shape))
+            return made(x, *how)
+
+        monkeypatch.setattr(impl, "allreduce", one)
     lowering = mtf.Lowering(graph, dict(zip(meshes.values(), impls)))
     for op in operations:
         lowering.lowered_operation(op)
-    assert not alone
+    assert set(alone) == {1}, "the losses"

@@ -51,9 +51,7 @@ def check_foreseen(lowering):
                 assert lowered.flow.axes.get(tensor, frozenset()) == set(met), operation
 
 
-@settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.integers(0, 10**4), min_size=6 * STEPS, max_size=6 * STEPS),
     st.sampled_from(["simd", "placement"]),
