@@ -28,6 +28,7 @@ from mtf_gradsync.optimizers.state.leave_out import LeaveOut
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
 #: Where gradients of micro steps add up: on each shard, or reduced over the mesh.
 Accumulate = Literal["local", "synced"]
@@ -85,6 +86,7 @@ class GradientAccumulationOptimizer(Wrapper):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        reduce_dtype: WireDtype | None = None,
     ) -> Any:
         """Wraps an optimizer.
 
@@ -118,6 +120,10 @@ class GradientAccumulationOptimizer(Wrapper):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
+            `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
+            their own.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -155,6 +161,7 @@ class GradientAccumulationOptimizer(Wrapper):
             )
         self = super().__new__(cls)
         self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._reduce_as(reduce_dtype)
         if accumulate == LOCAL and self.axes is None:
             self.axes = axes_of_pipeline(cls.__name__, "the shards", batch_dims)
         self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)

@@ -34,6 +34,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
 )
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -83,6 +84,7 @@ class SyncReplicasOptimizer(Wrapper):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        reduce_dtype: WireDtype | None = None,
     ) -> Any:
         """Wraps an optimizer.
 
@@ -119,6 +121,10 @@ class SyncReplicasOptimizer(Wrapper):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
+            `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
+            their own.
 
         Raises:
           ValueError: an argument is out of range, or there is no mesh.
@@ -151,6 +157,7 @@ class SyncReplicasOptimizer(Wrapper):
         decay, averaged = check_averages(variable_averages, variables_to_average)
         self = super().__new__(cls)
         self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
+        self._reduce_as(reduce_dtype)
         if self.axes is None:
             self.axes = axes_of_pipeline(cls.__name__, "the replicas", batch_dims)
         if total_num_replicas not in (None, self.axes.num_shards):
