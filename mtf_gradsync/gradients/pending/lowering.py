@@ -96,10 +96,10 @@ class PendingLowering(PartLowering):
         return None
 
     def _lower_unfollowed(self, operation: mtf.Operation) -> bool:
-        derived = [t for t in self._pending_inputs(operation) if self._is_made_whole(operation, t)]
-        if derived:
-            self._lower(operation, None)
-        return bool(derived)
+        if not any(self._is_made_whole(operation, t) for t in self._pending_inputs(operation)):
+            return False
+        self._lower(operation, None)
+        return True
 
     def _is_made_whole(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
         """Whether Mesh-TF would not make a pending sum whole for an operation that needs that."""
@@ -239,8 +239,7 @@ class PendingLowering(PartLowering):
                 and lowered.mesh_impl is one.mesh_impl
             ):
                 found[id(lowered)] = lowered
-        found.setdefault(id(one), one)
-        return list(found.values())
+        return list({**found, id(one): one}.values())
 
     # Sums that stay pending through an operation.
 
