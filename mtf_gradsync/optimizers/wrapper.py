@@ -109,6 +109,11 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     def _reduce_as(self, reduce_dtype: WireDtype | None) -> None:
         """Takes the dtype that reduced gradients are sent in; None for their own."""
+        if reduce_dtype is not None and getattr(self.reducer, "reduces_gradients_apart", False):
+            raise ValueError(
+                f"{self.reducer!r} sends gradients in a way of its own; got it with "
+                f"reduce_dtype={reduce_dtype!r}. Give one of them."
+            )
         if reduce_dtype is not None:
             self._gradient_reducer = CompressedAllReduce(self.reducer, reduce_dtype)
 
