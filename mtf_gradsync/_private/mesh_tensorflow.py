@@ -275,11 +275,13 @@ class GradientsCall(NamedTuple):
       losses: what was differentiated.
       seeds: one for each loss.
       outputs: the gradients, without those that are None.
+      inputs: of each of those, what it is the gradient of.
     """
 
     losses: list[mtf.Tensor]
     seeds: list[Seed]
     outputs: list[mtf.Tensor]
+    inputs: list[mtf.Tensor]
 
 
 # Where an mtf graph keeps its `GradientsCall`s.
@@ -303,7 +305,8 @@ def note_gradients() -> None:
             return made(ys, xs, grad_ys, operations)
         seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
         grads = made(ys, xs, [seed.outputs[0] for seed in seeds], operations)
-        call = GradientsCall(list(ys), seeds, [g for g in grads if g is not None])
+        pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
+        call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
         vars(ys[0].graph).setdefault(_CALLS, []).append(call)
         return grads
 

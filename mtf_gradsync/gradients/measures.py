@@ -63,7 +63,7 @@ class SumOverGradients(StageOperation):
         self._shard_dims = list(shard_dims)
         self._axes = axes
         self._strategy = strategy
-        batch_dims = ["batch"] if axes is None else axes.batch_dims
+        batch_dims = None if axes is None else axes.batch_dims
         PendingSums.want(grads, True, batch_dims, strategy)
         super().__init__(
             grads,
@@ -130,7 +130,7 @@ class NotFinite(StageOperation):
         """
         self._strategy, self._only_apart = strategy, only_apart
         self._shard_dims = list(axes.shard_dims) if axes else []
-        names = axes.batch_dims if axes else ("batch",)
+        names = axes.batch_dims if axes else None
         PendingSums.want(grads, False, names, strategy)
         shape = mtf.Shape([*self._shard_dims, mtf.Dimension("gradients", len(grads))])
         super().__init__(grads, [shape], "not_finite", [tf.float32])

@@ -11,7 +11,7 @@ from mtf_gradsync.gradients.partial_sums import (
     reduce_partial_sums,
     share,
 )
-from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -57,9 +57,16 @@ class PerShard(StageOperation):
 
     is_linear = True
 
-    def __init__(self, grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy):
+    def __init__(
+        self,
+        grads: Sequence[mtf.Tensor],
+        axes: ReplicaAxes,
+        strategy: Strategy,
+        accept_summed: bool,
+    ):
         self._axes = axes
         self._strategy = strategy
+        self._accept_summed = accept_summed
         PendingSums.want(grads, False, [d.name for d in axes.shard_dims], strategy)
         shapes = [mtf.Shape([*axes.free_shard_dims(g.shape), *g.shape.dims]) for g in grads]
         super().__init__(grads, shapes, name="per_shard")
@@ -73,6 +80,8 @@ class PerShard(StageOperation):
         for grad in self.inputs:
             replica_axes = {axis_of[d] for d in self._axes.free_shard_dims(grad.shape)}
             value, mesh_axes = partial_sum(lowering, grad)
+            if not self._accept_summed:
+                self._check_foreseen(lowering, grad, replica_axes)
             # Along an axis where the gradient is summed already, every shard takes an equal
             # share of it, so that the sum over the shard dims stays the same gradient.
             shared.append(replica_axes.difference(mesh_axes))
@@ -86,6 +95,19 @@ class PerShard(StageOperation):
             outputs.append(mesh_impl.slicewise(lambda x, to=slice_shape: tf.reshape(x, to), mine))
         self.set_outputs(lowering, outputs)
 
+    def _check_foreseen(
+        self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
+    ) -> None:
+        """Raises ValueError where an operation has summed over shards that was to leave that."""
+        operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
+        if operation is not None:
+            raise ValueError(
+                "Each shard's own part cannot be told apart in "
+                f"{gradient_name(grad)}: {type(operation).__name__} {operation.name!r} has summed "
+                f"over the shards when it was lowered on mesh {lowering.mesh_impl(self).shape}, "
+                "which was not foreseen. accept_summed=True takes an equal share for each shard."
+            )
+
 
 class SumGradients(StageOperation):
     """Pending and per-shard gradients -> whole ones; all of them cross the mesh together."""
@@ -97,7 +119,7 @@ class SumGradients(StageOperation):
         grads: Sequence[mtf.Tensor],
         sum_dims: Sequence[Sequence[mtf.Dimension]],
         strategy: Strategy,
-        batch_dims: Sequence[str] = ("batch",),
+        batch_dims: Sequence[str] | None = None,
     ):
         """Adds the operation.
 
@@ -105,7 +127,7 @@ class SumGradients(StageOperation):
           grads: pending, whole or per-shard gradients.
           sum_dims: for each the dims to sum away.
           strategy: how sums cross the mesh.
-          batch_dims: names of the dimensions that the batch is split along.
+          batch_dims: names of the dimensions that the batch is split along; None finds them out.
         """
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
@@ -188,16 +210,30 @@ def per_shard(
     Raises:
       TypeError: grads or axes are of the wrong type.
       ValueError: the shards cannot be told apart in a gradient; says in which, and which operation
-        mixed them.
+        mixed them. Or the batch is split along a dimension that axes does not know.
     """
     grads = check_gradients(grads)
     check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
     if not accept_summed:
-        check_told_apart(pending, axes)
-    shards = on_present(pending, lambda present: PerShard(present, axes, strategy).outputs)
-    return [new if new is not None else old for new, old in zip(shards, grads)]
+        check_told_apart(
+            [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads], axes
+        )
+    return split_into_shards(grads, axes, strategy, accept_summed)
+
+
+def split_into_shards(
+    grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
+) -> list[mtf.Tensor | None]:
+    """`per_shard` without its checks, for gradients that were checked; arguments as there."""
+    pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
+
+    def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+        if accept_summed:
+            check_batch_dims(present, axes)
+        return PerShard(present, axes, strategy, accept_summed).outputs
+
+    return [new if new is not None else old for new, old in zip(on_present(pending, make), grads)]
 
 
 def sum_shards(
@@ -221,7 +257,7 @@ def sum_shards(
     if axes is not None:
         check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    batch_dims = ("batch",) if axes is None else axes.batch_dims
+    batch_dims = None if axes is None else axes.batch_dims
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         sum_dims = [[] if axes is None else shard_dims_in(g.shape, axes) for g in present]

@@ -1,17 +1,40 @@
-"""Whether each shard's part of a gradient can be told apart."""
+"""Whether each shard's part of a gradient is recoverable."""
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import Optional, Sequence
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.pending import Flow, Layout
+from mtf_gradsync.gradients.pending import Cause, Flow, Layout, Mixing, check_batch_dims
 from mtf_gradsync.mesh.axes import ReplicaAxes
 
 MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
+_ACCEPT = "give accept_summed=True: each shard then counts for an equal share of the gradient"
+# What an operation does, and what to do about that.
+_SAYS = {
+    Cause.NEEDS_SUM: (
+        "needs the sum over all shards first and is not linear in it (a norm of all gradients, a "
+        "product of two of them, a broadcast of the sum to the batch)",
+        "Do that after the optimizer has taken the gradients (ClipByGlobalNormOptimizer clips "
+        f"their sum), or {_ACCEPT}",
+    ),
+    Cause.GATHERS: (
+        "gathers what all shards hold, not by a sum (a reshape to dimensions that the layout does "
+        "not split, a maximum over the batch, an operation of the program's own)",
+        "Keep the dimension of the batch split there (a mixture of experts: let its groups be "
+        f"split as the batch is), or {_ACCEPT}",
+    ),
+    Cause.DROPS_SUM: (
+        "runs on each processor's slices alone, and its result lacks a dimension that they are "
+        "split along, so that nobody sums it over the shards and each has another result",
+        "Give the result that dimension, of the size of its mesh axis, and sum it by "
+        "mtf.reduce_sum",
+    ),
+}
 
-def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, mtf.Operation]:
+
+def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
     """Finds gradients in which the shards' parts cannot be told apart.
 
     Args:
@@ -19,16 +42,20 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, mtf.O
       axes: the replica axes, of the mesh that the program will be lowered on.
 
     Returns:
-      The position of each such gradient, and an operation that mixed the shards: it needed the sum
-      over all of them, and is more than linear in it.
+      The position of each such gradient, and an operation that mixed the shards.
+
+    Raises:
+      ValueError: the batch is split over other axes.
     """
     present = [g for g in grads if g is not None]
-    if not present or axes.num_shards == 1:
+    if not present:
         return {}
-
+    check_batch_dims(present, axes)
+    if axes.num_shards == 1:
+        return {}
     flow = _flow(present, axes)
     found = {i: flow.mixes_shards(g) for i, g in enumerate(grads) if g is not None}
-    return {i: operation for i, operation in found.items() if operation is not None}
+    return {i: mixing for i, mixing in found.items() if mixing is not None}
 
 
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
@@ -65,12 +92,7 @@ def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[
 
 
 def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
-    def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
-        del mesh
-        return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
-
-    layout = Layout(axis_of, lambda mesh: frozenset(axes.mesh_axes))
-    return Flow(grads[0].graph, grads, layout)
+    return Flow(grads[0].graph, grads, Layout.of(axes))
 
 
 def check_told_apart(
@@ -84,21 +106,23 @@ def check_told_apart(
       names: what to call the gradients, by position; None takes their tensors' names.
 
     Raises:
-      ValueError: names the gradients and the operations that mixed the shards.
+      ValueError: names the gradients and the operations that mixed the shards, says what those
+        do and what would help; or the batch is split over other axes.
     """
     mixed = mixed_gradients(grads, axes)
     if not mixed:
         return
-    of_tensors: Sequence[Any] = grads
-    lines = [
-        f"{names[i] if names else f'gradient {i} ({of_tensors[i].name})'}: "
-        f"{type(operation).__name__} {operation.name!r}"
-        for i, operation in mixed.items()
-    ]
+    paragraphs = []
+    for cause in dict.fromkeys(mixing.cause for mixing in mixed.values()):
+        lines = []
+        for i, (operation, why) in mixed.items():
+            grad = grads[i]
+            if why is cause and grad is not None:
+                name = names[i] if names else f"gradient {i} ({grad.name})"
+                lines.append(f"  {name}: {type(operation).__name__} {operation.name!r}")
+        what, cure = _SAYS[cause]
+        paragraphs.append(f"an operation {what}:\n" + "\n".join(lines) + f"\n{cure}.")
     raise ValueError(
-        "Each shard's own part cannot be told apart in some gradients, because an operation of the "
-        "program needs the sum over all shards first and is not linear in it (a norm of all "
-        "gradients, a product of two of them):\n  " + "\n  ".join(lines) + "\nDo that after the "
-        "optimizer has taken the gradients (ClipByGlobalNormOptimizer clips their sum), or give "
-        "accept_summed=True: each shard then counts for an equal share of them."
+        "Each shard's own part cannot be told apart in some gradients, because "
+        + "\nOthers, because ".join(paragraphs)
     )

@@ -24,7 +24,8 @@ from mtf_gradsync.optimizers.pipeline import (
     check_order,
 )
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.reduce.strategies.compressed import WireDtype
 from mtf_gradsync.step import Plan
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
@@ -54,6 +55,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     opt: Any
     axes: ReplicaAxes | None
     reducer: Strategy
+    _gradient_reducer: Strategy
     name: str
     step: StepBuilder | None = None
     times_applied = 0
@@ -101,6 +103,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
             self.axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
+        self._gradient_reducer = self.reducer
         if not isinstance(name, str) or not _NAME.match(name):
             raise ValueError(
                 "name must be one that TensorFlow takes for variables, letters, digits and any "
@@ -109,6 +112,16 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
         self.name = name
         self._slots = SlotBook()
         self._graph: weakref.ref[mtf.Graph] | None = None
+
+    def _reduce_as(self, reduce_dtype: WireDtype | None) -> None:
+        """Takes the dtype that reduced gradients are sent in; None for their own."""
+        if reduce_dtype is not None and getattr(self.reducer, "reduces_gradients_apart", False):
+            raise ValueError(
+                f"{self.reducer!r} sends gradients in a way of its own; got it with "
+                f"reduce_dtype={reduce_dtype!r}. Give one of them."
+            )
+        if reduce_dtype is not None:
+            self._gradient_reducer = CompressedAllReduce(self.reducer, reduce_dtype)
 
     def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
@@ -248,7 +261,8 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     def _gradient_reduction(self) -> Reduction:
         """How this wrapper reduces gradients."""
-        return Reduction(self.reducer, self._shard_names, self.axes, self.name)
+        strategy = self._gradient_reducer
+        return Reduction(strategy, self._shard_names, self.axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:
         graph = step.plan.graph

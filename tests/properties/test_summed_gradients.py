@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.properties.models import small_models, training, uses
@@ -176,6 +177,80 @@ def test_what_is_accepted_adds_up(kind, what):
         updated = MODEL.values()[name] - RATE * expected
         np.testing.assert_allclose(result.variables[name], updated, atol=atol, err_msg=name)
     assert list(result.variables["sync_replicas/made"]) == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["simd", "placement"])
+def test_reduced_gradients_are_added_up_as_they_are(kind):
+    """Each counts as often as replicas contribute, also where they wait for a second step."""
+    change, in_numpy, _ = MIXED["clipped by the norm of all"]
+    feeds = small_models.batches(3)
+    contribute = [[False, True], [True, True], [True, True]]
+    for feed, mask in zip(feeds, contribute):
+        feed["contributes"] = np.array(mask)
+
+    def build(mesh, inputs):
+        grads, variables, _ = changed(mesh, inputs, change)
+        opt = sync_replicas(accept_summed=True, contributes=inputs["contributes"])
+        return opt.apply_grads(grads, variables), {}
+
+    def made(values, feed):
+        grads = training.numpy_gradients(MODEL, values, feed)
+        return dict(zip(NAMES, in_numpy([grads[name] for name in NAMES])))
+
+    result = harness.run(kind, MESH, LAYOUT, build, feeds)
+    values = MODEL.values()
+    first, second = (made(values, feed) for feed in feeds[:2])
+    values = {k: values[k] - RATE * (first[k] + 2 * second[k]) / 3 for k in NAMES}
+    third = made(values, feeds[2])
+    values = {k: values[k] - RATE * third[k] for k in NAMES}
+    for name, expected in values.items():
+        # Gradients of norm 0.01 take a handful of roundings of a value.
+        atol = 8 * small_models.FLOAT32 * max(1.0, np.max(np.abs(expected)))
+        np.testing.assert_allclose(result.variables[name], expected, rtol=0, atol=atol)
+    assert list(result.variables["sync_replicas/made"]) == [2, 3]
+    accumulators = {k: v for k, v in result.variables.items() if "accumulator" in k}
+    for name in NAMES:
+        assert accumulators[f"{name}/gradient_accumulator"].shape == values[name].shape
+
+
+def test_nan_of_a_reduced_gradient_drops_all_replicas():
+    (feed,) = small_models.batches(1)
+    feed["x"][:] = np.nan
+    change = MIXED["clipped by the norm of all"][0]
+
+    def build(mesh, inputs):
+        grads, variables, _ = changed(mesh, inputs, change)
+        return sync_replicas(accept_summed=True).apply_grads(grads, variables), {}
+
+    result = harness.run("simd", MESH, LAYOUT, build, [feed])
+    for name in NAMES:
+        np.testing.assert_array_equal(result.variables[name], MODEL.values()[name])
+        assert not np.any(result.variables[f"{name}/gradient_accumulator"])
+    assert list(result.variables["sync_replicas/dropped"]) == [1, 1]
+
+
+def bytes_of_sums(change, make):
+    """What a core puts into sums of more numbers than there are replicas, in a step."""
+    with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        inputs = {k: tf.constant(v) for k, v in small_models.batches(1)[0].items()}
+        grads, variables, _ = changed(mesh, inputs, change)
+        operations = make().apply_grads(grads, variables)
+        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
+        for op in operations:
+            lowering.lowered_operation(op)
+        rows = simd.list_collectives(program, lowering=lowering).rows
+    return sum(row.bytes_per_core for row in rows if np.prod(row.shape) > AXES.num_shards)
+
+
+@pytest.mark.parametrize("what", ["clipped by the norm of all", "gs.clip_by_global_norm"])
+def test_reduced_gradients_are_not_reduced_again(what):
+    change = MIXED[what][0]
+    accepting = bytes_of_sums(change, lambda: sync_replicas(accept_summed=True))
+    once = bytes_of_sums(
+        change, lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(RATE), axes=AXES)
+    )
+    assert accepting == once > 0
 
 
 # What leaves the shards' parts apart, though it is more than a chain of linear operations.

@@ -1,7 +1,19 @@
 """Sums over the mesh that stay pending from the batch to the gradients, and are made together."""
 
-from mtf_gradsync.gradients.pending.flow import Flow, Layout
+from mtf_gradsync.gradients.pending.batch import check_batch_dims
+from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
+from mtf_gradsync.gradients.pending.layout import Layout
+from mtf_gradsync.gradients.pending.naming import gradient_name
 from mtf_gradsync.gradients.pending.part import PendingSums
 from mtf_gradsync.gradients.pending.sums import PendingSum
 
-__all__ = ["Flow", "Layout", "PendingSum", "PendingSums"]
+__all__ = [
+    "Cause",
+    "Flow",
+    "Layout",
+    "Mixing",
+    "PendingSum",
+    "PendingSums",
+    "check_batch_dims",
+    "gradient_name",
+]

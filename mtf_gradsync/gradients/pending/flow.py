@@ -7,56 +7,20 @@ shards share. So it can run on each processor's partial sum, and the sum can wai
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, NamedTuple
+import enum
+from typing import Collection, Iterable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
-from mtf_gradsync.gradients.pending.linear import is_product_or_sum, linear_positions, passes_on
+from mtf_gradsync.gradients.pending.layout import Axes, Layout
+from mtf_gradsync.gradients.pending.linear import (
+    is_product_or_sum,
+    linear_positions,
+    passes_on,
+    runs_on_slices,
+    sums_before_broadcast,
+)
 from mtf_gradsync.step.hook import flat
-
-Axes = frozenset
-
-
-class Layout(NamedTuple):
-    """Where tensors lie, before or while a graph is lowered.
-
-    Attributes:
-      axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
-      replica_axes: the mesh axes of a mesh that the batch is split over.
-    """
-
-    axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
-    replica_axes: Callable[[mtf.Mesh], Axes]
-
-    def split(self, tensor: mtf.Tensor) -> Axes:
-        """The mesh axes that a tensor is split over."""
-        axes = {self.axis_of(tensor.mesh, d) for d in tensor.shape.dims}
-        return Axes(axes - {None})
-
-    def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
-        """The replica axes that a tensor is split over."""
-        return self.split(tensor) & self.replica_axes(tensor.mesh)
-
-    def of_shards(self, tensor: mtf.Tensor) -> bool:
-        """Whether each shard holds a part of a tensor that is its own."""
-        replica_axes = self.replica_axes(tensor.mesh)
-        return bool(replica_axes) and self.split(tensor).issuperset(replica_axes)
-
-    def _order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """For each mesh axis that splits a shape, how many parts lie before its dimension."""
-        before, found = 1, {}
-        for dim in shape.dims:
-            axis = self.axis_of(mesh, dim)
-            if axis is not None:
-                found[axis] = before
-            before *= dim.size
-        return found
-
-    def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
-        """Whether a reshape moves nothing between processors."""
-        (source,), (result,) = operation.inputs, operation.outputs
-        mesh = operation.mesh
-        return self._order(source.shape, mesh) == self._order(result.shape, mesh)
 
 
 class Use(NamedTuple):
@@ -81,6 +45,34 @@ class Use(NamedTuple):
         return bool(self.own_axes) and not self.first
 
 
+class Cause(enum.Enum):
+    """Why a tensor is no sum of parts of which each shard has its own."""
+
+    #: An operation needs the sum over the shards and is not linear in it.
+    NEEDS_SUM = enum.auto()
+    #: An operation gathers what the shards hold, in another way than by a sum.
+    GATHERS = enum.auto()
+    #: An operation on slices drops a dimension that shards split, and nobody sums over it.
+    DROPS_SUM = enum.auto()
+
+
+class Mixing(NamedTuple):
+    """An operation after which shards' parts are not recoverable.
+
+    Attributes:
+      operation: the operation.
+      cause: what it does.
+    """
+
+    operation: mtf.Operation
+    cause: Cause
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+        return self.operation.name
+
+
 class Flow:
     """What becomes of pending sums on their way to some tensors.
 
@@ -94,6 +86,10 @@ class Flow:
       axes: tensor -> the mesh axes that it is pending over, for pending ones.
       uses: the operations that carry pending sums on by being linear.
       forced: operation -> inputs that are pending, which it has to have whole.
+      reduced: operation -> the mesh axes that it sums over where the sum cannot stay pending,
+        because a loop carries it, or what is made of it is split over them.
+      broadcast: einsums whose sum, of which all processors have a part, is broadcast afterwards.
+      carried: what loops carry into their next turn, which has to be whole.
     """
 
     def __init__(
@@ -115,14 +111,16 @@ class Flow:
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}
         self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
-        self.operations = {op for t in (*targets, *sums) for op in self._before(t)}
+        self.reduced: dict[mtf.Operation, Axes] = {}
+        self.broadcast: set[mtf.Operation] = set()
+        self.operations = {op for t in (*targets, *sums) for op in self.before(t)}
         self.operations.update(t.operation for t in sums)
         in_order = list(flat(graph.operations))
-        carried = _carried_by_loops(in_order)
+        self.carried = _carried_by_loops(in_order)
         for operation in in_order:
             if operation in self.operations or self._is_made_of_pending(operation):
                 self.operations.add(operation)
-                self._follow(operation, may_be_pending=not carried.intersection(operation.outputs))
+                self._follow(operation)
 
     # What tensors come from.
 
@@ -141,19 +139,23 @@ class Flow:
             return [loop_body(operation).outputs[number], *before]
         return operation.inputs
 
-    def _before(self, target: mtf.Tensor) -> list[mtf.Operation]:
-        """The operations that a tensor comes from, back to where shards' parts differ."""
+    def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
+        """A tensor and what it comes from, back to where shards' parts differ."""
         seen, found, pending = {target}, [], [target]
         while pending:
             tensor = pending.pop()
             if self._layout.of_shards(tensor):
                 continue
-            found.append(tensor.operation)
+            found.append(tensor)
             for source in self._sources(tensor):
                 if source not in seen:
                     seen.add(source)
                     pending.append(source)
-        return list(dict.fromkeys(found))
+        return found
+
+    def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
+        """The operations that a tensor comes from, back to where shards' parts differ."""
+        return list(dict.fromkeys(t.operation for t in self._tensors_before(target)))
 
     def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
         return any(t in self.axes for t in operation.inputs) and not any(
@@ -162,28 +164,41 @@ class Flow:
 
     # What becomes of sums.
 
-    def _follow(self, operation: mtf.Operation, may_be_pending: bool) -> None:
+    def _follow(self, operation: mtf.Operation) -> None:
         outputs = operation.outputs
         if isinstance(operation, mtf.WhileLoopOperation):
             # Sums over the turns of a loop stay pending (Mesh-TF's accumulators).
             self._give(outputs, loop_body(operation).outputs)
             return
+        own = self._own_axes(operation)
+        pending = {i: self.axes[t] for i, t in enumerate(operation.inputs) if t in self.axes}
+        late = own and own & Axes().union(*map(self._layout.split, outputs))
+        if late or self.carried.intersection(outputs):
+            self._force(operation, own)
+            return
         if passes_on(operation):
             self._give(outputs, _passed_on(operation))
             return
-        own = self._own_axes(operation)
-        pending = {i: self.axes[t] for i, t in enumerate(operation.inputs) if t in self.axes}
         if pending and self._delays(operation, pending):
             self._give(outputs, [operation.inputs[0]] * len(outputs))
             return
-        use = self._use(operation, pending, own) if pending and may_be_pending else None
+        use = self._use(operation, pending, own) if pending else None
         if use is not None:
             self.uses[operation] = use
             own = own | use.axes
         elif pending and not getattr(operation, "takes_pending", False):
-            self.forced[operation] = [t for t in operation.inputs if t in self.axes]
+            self._force(operation, Axes())
         if own:
             self.axes.update((t, own) for t in outputs)
+            if (use is None or use.is_new_sum) and sums_before_broadcast(operation) is not None:
+                self.broadcast.add(operation)
+
+    def _force(self, operation: mtf.Operation, own: Axes) -> None:
+        pending = [t for t in operation.inputs if t in self.axes]
+        if pending:
+            self.forced[operation] = pending
+        if own:
+            self.reduced[operation] = own
 
     def _give(self, outputs: list[mtf.Tensor], sources: list[mtf.Tensor]) -> None:
         self.axes.update((o, self.axes[s]) for o, s in zip(outputs, sources) if s in self.axes)
@@ -216,15 +231,19 @@ class Flow:
         first = axes & Axes().union(*[self._layout.split(t) for t in tensors])
         if first & self._layout.replica_axes(operation.mesh):
             return None
-        positions = linear_positions(operation, pending)
-        return None if positions is None else Use(positions, axes - first, first, own)
+        positions = linear_positions(operation, pending) if axes - first or own else None
+        # Whole numbers cannot be shared out.
+        if positions is None or any(operation.inputs[i].dtype.is_integer for i in positions):
+            return None
+        return Use(positions, axes - first, first, own)
 
     # What follows for tensors.
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
         """Whether a pending tensor is made of others that may become whole in its place."""
         use = self.uses.get(tensor.operation)
-        return use is not None and not use.is_new_sum
+        is_made_of_others = use is not None and not use.is_new_sum
+        return is_made_of_others or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], whole: bool) -> list[mtf.Tensor]:
         """The pending sums that have to be made whole for some tensors, as Mesh-TF would.
@@ -245,8 +264,10 @@ class Flow:
                 continue
             seen.add((tensor, needed))
             operation = tensor.operation
-            derived = self.is_derived(tensor)
+            derived = self.is_derived(tensor) and operation not in self.broadcast
             if needed and tensor in self.axes and not derived and not passes_on(operation):
+                found[tensor] = None
+            if operation in self.reduced:
                 found[tensor] = None
             forced = self.forced.get(operation, ())
             for source in self._sources(tensor):
@@ -254,24 +275,42 @@ class Flow:
                 todo.append((source, passed or source in forced))
         return list(found)
 
-    def mixes_shards(self, target: mtf.Tensor) -> mtf.Operation | None:
-        """An operation through which a tensor knows of several shards' parts but their sum."""
+    def mixes_shards(
+        self, target: mtf.Tensor, causes: Collection[Cause] = frozenset(Cause)
+    ) -> Mixing | None:
+        """An operation through which a tensor knows of several shards' parts but their sum.
+
+        Args:
+          target: the tensor.
+          causes: which operations to look for.
+        """
         replica_axes = self._layout.replica_axes(target.mesh)
-        for operation in self._before(target):
-            if any(self.axes[t] & replica_axes for t in self.forced.get(operation, ())):
-                return operation
-            if self._gathers(operation):
-                return operation
+        for tensor in self._tensors_before(target):
+            operation = tensor.operation
+            forced = [self.axes[t] for t in self.forced.get(operation, ())]
+            cause = None
+            if replica_axes & Axes().union(*forced, self.reduced.get(operation, Axes())):
+                cause = Cause.NEEDS_SUM
+            elif self._gathers(tensor):
+                cause = Cause.DROPS_SUM if runs_on_slices(operation) else Cause.GATHERS
+            if cause is not None and cause in causes:
+                return Mixing(operation, cause)
         return None
 
-    def _gathers(self, operation: mtf.Operation) -> bool:
-        """Whether an operation takes what shards hold of something together, but for sums."""
+    @property
+    def any_gathers(self) -> bool:
+        """Whether one of the operations may take what shards hold together, but for sums."""
+        return any(self._gathers(t) for operation in self.operations for t in operation.outputs)
+
+    def _gathers(self, tensor: mtf.Tensor) -> bool:
+        """Whether a tensor is made of what shards hold of something, but for sums."""
+        operation = tensor.operation
         if passes_on(operation) or is_product_or_sum(operation):
             return False
         if isinstance(operation, mtf.WhileLoopOperation):
             return False
         split = Axes().union(*[self._layout.split_over_shards(t) for t in operation.inputs])
-        return any(split - self._layout.split_over_shards(t) for t in operation.outputs)
+        return bool(split - self._layout.split_over_shards(tensor))
 
 
 def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:

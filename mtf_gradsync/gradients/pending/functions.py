@@ -29,6 +29,8 @@ _PRODUCTS = frozenset({
 _QUOTIENTS = frozenset({"Div", "DivNoNan", "RealDiv"})
 _CHOICES = frozenset({"Select", "SelectV2"})
 _SPLITS = {"Split": 1, "SplitV": 0}
+# Stateful to TensorFlow; all processors get the same of them.
+_REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Term(enum.Enum):
@@ -77,8 +79,8 @@ def linear_arguments(
 
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
     """What is known of an operation's results; None for nothing."""
-    if None in inputs:
-        return None
+    if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
+        return None  # each processor would draw random numbers of its own
     if op.type == "ZerosLike" or (
         op.type == "Const" and not np.any(tf.make_ndarray(op.get_attr("value")))
     ):

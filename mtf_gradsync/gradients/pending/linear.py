@@ -54,6 +54,34 @@ def is_product_or_sum(operation: mtf.Operation) -> bool:
     return isinstance(operation, _IN_EACH)
 
 
+def runs_on_slices(operation: mtf.Operation) -> bool:
+    """Whether an operation makes each processor's slice of its outputs of that processor's slices.
+
+    Nothing is sent, whatever dimensions its outputs lack.
+    """
+    return isinstance(
+        operation,
+        (mtf.SlicewiseOperation, mtf.GenericGradOperation, mtf.BinaryOpWithBroadcasting),
+    )
+
+
+def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
+    """The shape in which an einsum sums, where it has to be broadcast afterwards.
+
+    Args:
+      operation: any mtf operation.
+
+    Returns:
+      The shape; None for what is no einsum, or has no dimension but those of its inputs.
+    """
+    if not isinstance(operation, mtf.EinsumOperation):
+        return None
+    known = {d for t in operation.inputs for d in t.shape.dims}
+    (output,) = operation.outputs
+    kept = [d for d in output.shape.dims if d in known]
+    return mtf.Shape(kept) if kept != output.shape.dims else None
+
+
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
     """The inputs that an operation is linear in together, among them the pending ones.
 

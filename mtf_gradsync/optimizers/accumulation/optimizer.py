@@ -20,6 +20,7 @@ from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
 #: Where gradients of micro steps add up: on each shard, or reduced over the mesh.
 Accumulate = Literal["local", "synced"]
@@ -81,6 +82,7 @@ class GradientAccumulationOptimizer(Wrapper):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        reduce_dtype: WireDtype | None = None,
     ) -> Any:
         """Wraps an optimizer.
 
@@ -114,6 +116,10 @@ class GradientAccumulationOptimizer(Wrapper):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
+            `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
+            their own.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -150,6 +156,7 @@ class GradientAccumulationOptimizer(Wrapper):
         self._wrap(
             opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for
         )
+        self._reduce_as(reduce_dtype)
         self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self._passes = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
@@ -224,7 +231,8 @@ class _Accumulate(Stage):
 
     gives = Form.REDUCED
     wants_whole = True
-    reduces_mixed = (
+    mixed = "reduce"
+    mixed_warning = (
         "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
         "%s), so they are reduced on each of them, and their sums are added up. Do that after "
         "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.state.restoring import note_state
@@ -20,7 +21,8 @@ class Bypass(NamedTuple):
     Attributes:
       holds: a boolean mtf scalar, true only where all accumulators are zero, nothing is skipped
         and an update is due.
-      skipped: boolean `[shard dims...]`, whose gradients are zeros where it does not hold.
+      skipped: boolean `[shard dims...]`, whose gradients are zeros where it does not hold, but for
+        those that are reduced already.
     """
 
     holds: mtf.Tensor
@@ -89,7 +91,9 @@ class Accumulators:
         for variable in self._variables:
             step.plan.write_in_place(variable)
         if bypass is not None:
-            self._added_unless = _AddUnless(self._grads, self._variables, bypass)
+            present = [i for i, g in enumerate(self._given.grads) if g is not None]
+            reduced = [i in self._given.already_reduced for i in present]
+            self._added_unless = _AddUnless(self._grads, reduced, self._variables, bypass)
             return step.gate(self._added_unless.outputs)
         gate = step.gate(self._grads)
         # Mesh-TF's assign_add_slice (0.1.21) reads, adds and assigns: two passes.
@@ -140,7 +144,7 @@ def _clear(variable: Any, taken: tf.Tensor) -> tf.Operation:
         return tf.assign(variable, tf.zeros_like(taken))
 
 
-def _zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """Zeros if skip is true, even in place of NaNs."""
     return tf.where_v2(skip, tf.zeros_like(x), x)
 
@@ -157,25 +161,33 @@ class ZerosWhere(StageOperation):
         mesh_impl = lowering.mesh_impl(self)
         *grads, skip = whole_values(lowering, self.inputs)
         skip = mesh_impl.slicewise(lambda x: tf.reshape(x, []), skip)
-        self.set_outputs(lowering, [mesh_impl.slicewise(_zeros_where, skip, g) for g in grads])
+        self.set_outputs(lowering, [mesh_impl.slicewise(zeros_where, skip, g) for g in grads])
 
 
 def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     """Gradients with zeros in place of those that are skipped, NaNs included.
 
     Args:
-      gradients: per shard where skip has shard dims.
+      gradients: per shard where skip has shard dims; those that are reduced already stay then.
       skip: boolean, a scalar or of shape `[shard dims...]`, one shard a processor.
     """
-    return gradients.with_present(ZerosWhere(gradients.present, skip).outputs)
+    reduced = gradients.already_reduced if skip.shape.dims else ()
+    own = [None if i in reduced else g for i, g in enumerate(gradients.grads)]
+    kept = on_present(own, lambda present: ZerosWhere(present, skip).outputs)
+    return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 
 class _AddUnless(StageOperation):
     """Gradients as they are, or what accumulators hold once gradients were added."""
 
     def __init__(
-        self, grads: Sequence[mtf.Tensor], accumulators: Sequence[mtf.Variable], bypass: Bypass
+        self,
+        grads: Sequence[mtf.Tensor],
+        are_reduced: Sequence[bool],
+        accumulators: Sequence[mtf.Variable],
+        bypass: Bypass,
     ):
+        self._are_reduced = are_reduced
         self.accumulators = list(accumulators)
         shapes = [x.shape for x in accumulators]
         super().__init__([*grads, bypass.skipped, bypass.holds], shapes, "accumulate_unless")
@@ -192,8 +204,8 @@ class _AddUnless(StageOperation):
 
             def added() -> list[tf.Tensor]:
                 skip, sums = tf.reshape(skipped, []), []
-                for grad, variable in zip(grads, tensors[count + 2 :]):
-                    add = tf.assign_add(variable, _zeros_where(skip, grad))
+                for grad, whole, variable in zip(grads, self._are_reduced, tensors[count + 2 :]):
+                    add = tf.assign_add(variable, grad if whole else zeros_where(skip, grad))
                     with tf.control_dependencies([add]):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums

@@ -8,7 +8,8 @@ from typing import Any, Callable, Iterator, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
-from mtf_gradsync.gradients.stages import SumGradients, per_shard, shard_dims_in
+from mtf_gradsync.gradients.pending import Cause
+from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
 from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
@@ -266,20 +267,30 @@ class StepBuilder:
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-        mixed = mixed_gradients(own, axes)
+        found = mixed_gradients(own, axes)
+        # What nobody sums differs from shard to shard.
+        mixed = {
+            i: operation
+            for i, (operation, cause) in found.items()
+            if stage.mixed == "reduce" and cause is not Cause.DROPS_SUM
+        }
         reduced: list[mtf.Tensor | None] = [None] * len(grads)
-        if mixed and stage.reduces_mixed:
-            names = [gradients.variables[i].name for i in mixed]
-            found = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
-            warn_once(stage.reduces_mixed, stage.reduces_mixed, reduction.name, names, found)
+        if mixed:
+            if stage.mixed_warning:
+                names = [gradients.variables[i].name for i in mixed]
+                mixing = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+                warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             reduced = list(self.reduce_whole(some, reduction).grads)
         apart = [None if r is not None else g for r, g in zip(reduced, grads)]
-        shards = per_shard(apart, axes, reduction.strategy, accept_summed=True)
+        strategy = reduction.other_axes or reduction.strategy
+        shards = split_into_shards(apart, axes, strategy, accept_summed=stage.mixed != "refuse")
         result = gradients.with_grads(
-            [s if r is None else r for r, s in zip(reduced, shards)], Form.PER_SHARD
+            [s if r is None else r for r, s in zip(reduced, shards)],
+            Form.PER_SHARD,
+            already_reduced=frozenset(mixed),
         )
-        if not mixed and not gradients.form.is_reduced:
+        if not found and not gradients.form.is_reduced:
             self.per_shard = result
         return result
 

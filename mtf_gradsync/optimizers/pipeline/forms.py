@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stages import on_present
@@ -39,6 +39,8 @@ class GradientSet:
       form: what has been done to them.
       divisor: a scalar to divide the reduced gradients by, None for one.
       dtypes: for each gradient the dtype that the reduced one is to have; None for its own.
+      already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of those that
+        are reduced, since the shards are mixed in them.
       branch: the branch of the step that can use them; None where every step can.
     """
 
@@ -47,6 +49,7 @@ class GradientSet:
     form: Form = Form.PENDING
     divisor: mtf.Tensor | None = None
     dtypes: tuple[tf.DType | None, ...] | None = None
+    already_reduced: frozenset[int] = frozenset()
     branch: Branch | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,3 +93,10 @@ class GradientSet:
     ) -> GradientSet:
         """`with_grads`, of one for each gradient of `present`."""
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
+
+    def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
+        """The same set with a change of the gradients at `already_reduced`."""
+        grads = enumerate(self.grads)
+        return self.with_grads(
+            [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]
+        )

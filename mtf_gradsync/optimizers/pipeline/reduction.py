@@ -18,12 +18,15 @@ class Reduction(NamedTuple):
       batch_dims: names of the dimensions that the batch is split along.
       axes: the replica axes, where the wrapper knows them.
       name: the wrapper's name.
+      other_axes: the strategy for sums over other mesh axes than the replica axes, where each
+        shard's own gradient is recovered; None for `strategy`.
     """
 
     strategy: Strategy
     batch_dims: tuple[str, ...]
     axes: ReplicaAxes | None = None
     name: str = ""
+    other_axes: Strategy | None = None
 
     @property
     def is_apart(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Callable, Literal, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -24,15 +24,18 @@ class Stage:
       gives: the form that gradients are to have after the stage; None for what `apply` returns.
       wants_whole: whether parts of reduced gradients are of no use to the stage: it adds them up in
         accumulators that are laid out like variables.
-      reduces_mixed: of a stage that takes `PER_SHARD`: a warning for gradients in which the shards
-        are mixed, which are then reduced instead. None to take equal shares of them. The warning is
-        filled with the wrapper's name, the variables and the operations that mix the shards.
+      mixed: of a stage that takes `PER_SHARD`: what to do about gradients in which the shards are
+        mixed. Each shard takes an equal share; or they are reduced, and `already_reduced` of the
+        set has their positions; or it is an error.
+      mixed_warning: a warning about those that are reduced, filled with the wrapper's name, the
+        variables and the operations that mix the shards; "" for none.
     """
 
     takes: Form | None = None
     gives: Form | None = None
     wants_whole = False
-    reduces_mixed: str | None = None
+    mixed: Literal["share", "reduce", "refuse"] = "share"
+    mixed_warning = ""
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Does the stage's work.

@@ -30,7 +30,7 @@ def sum_together(
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))
-    flow = Flow(graph, (), _layout(axes), sums)
+    flow = Flow(graph, (), Layout.of(axes), sums)
     pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
     wave: dict[mtf.Tensor, int] = {}
     wave_of: dict[mtf.Operation, int] = {}
@@ -50,11 +50,3 @@ def sum_together(
     Plan.of(operations[0].graph).arrange(order)
     if pending:
         PendingSums.want(pending, True, axes.batch_dims, strategy, are_sums=True)
-
-
-def _layout(axes: ReplicaAxes) -> Layout:
-    def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
-        del mesh
-        return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
-
-    return Layout(axis_of, lambda mesh: frozenset(axes.mesh_axes))

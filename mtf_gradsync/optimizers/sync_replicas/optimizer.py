@@ -15,7 +15,12 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
-from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, Bypass, without_skipped
+from mtf_gradsync.optimizers.pipeline.accumulators import (
+    Accumulators,
+    Bypass,
+    without_skipped,
+    zeros_where,
+)
 from mtf_gradsync.optimizers.sync_replicas import freshness
 from mtf_gradsync.optimizers.sync_replicas.hooks import SessionInterface
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
@@ -27,6 +32,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
 )
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -82,6 +88,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
+        reduce_dtype: WireDtype | None = None,
     ) -> Any:
         """Wraps an optimizer.
 
@@ -118,6 +125,10 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
+            `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
+            their own.
 
         Raises:
           ValueError: an argument is out of range, or there is no mesh.
@@ -148,6 +159,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         self._wrap(
             opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
         )
+        self._reduce_as(reduce_dtype)
         if total_num_replicas not in (None, self.axes.num_shards):
             raise ValueError(
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
@@ -272,6 +284,7 @@ class _AggregateReplicas(Stage):
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
+        self.mixed = "refuse" if wrapper.traits.needs_shards else "reduce"
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper = self._wrapper
@@ -288,16 +301,18 @@ class _AggregateReplicas(Stage):
         one_step = wrapper._to_aggregate <= axes.num_shards
         if not one_step:
             gradients = without_skipped(gradients, skipped)
+        # The only thing but gradients that is reduced over the replica axes.
+        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
+        contributions = mtf.reduce_sum(contributed)
+        gradients = gradients.change_reduced(lambda g: _times(contributions, g))
         accumulators = Accumulators(
             gradients, wrapper._slots, is_share=True, counter=before.count.name
         )
-        # The only thing but gradients that is reduced over the replica axes.
-        contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
-        count = before.count.value + mtf.reduce_sum(contributed)
+        count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)
         # All of them, and nothing waits from the steps before.
         alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
-        step.write_state(when=lambda: mtf.greater(mtf.reduce_sum(contributed), 0))
+        step.write_state(when=lambda: mtf.greater(contributions, 0))
         gate = accumulators.add(step, Bypass(alone, skipped) if one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
@@ -308,7 +323,8 @@ class _AggregateReplicas(Stage):
         step.when_built(lambda: wrapper._note(before, now))
         # The terms are 1/num_shards of what replicas contribute.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
-        return accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
+        sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
+        return sums.change_reduced(lambda g: g * (1.0 / axes.num_shards))
 
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
@@ -320,3 +336,13 @@ class _AggregateReplicas(Stage):
         check = StepsWithoutUpdate(self._before, self._now, operations, wrapper._max_steps)
         wrapper._steps_without_update = check
         return [check]
+
+
+def _times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
+    """What replicas add to a reduced gradient together: zeros for none, even in place of NaNs."""
+    wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+
+    def times(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        return zeros_where(tf.equal(count, 0), tf.cast(x, wide) * tf.cast(count, wide))
+
+    return mtf.cwise(times, [grad, contributions], wide)

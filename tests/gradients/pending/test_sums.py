@@ -33,13 +33,8 @@ def losses(mesh):
     return total, [v.operation for v in variables.values()]
 
 
-def gradient_sums(change, make=lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))):
-    """Groups of sums of at least three numbers, by dtype and without a group one by one.
-
-    Args:
-      change: makes of the gradients those that are applied.
-      make: makes the optimizer.
-    """
+def gradient_rows(change, make):
+    """Sums of at least three numbers; see `gradient_sums`."""
     with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
         loss, variables = losses(mesh)
@@ -49,7 +44,18 @@ def gradient_sums(change, make=lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOp
         for op in operations:
             lowering.lowered_operation(op)
         rows = simd.list_collectives(program, lowering=lowering).rows
-    groups = {(row.together or row.name, row.dtype) for row in rows if np.prod(row.shape) >= 3}
+    return [row for row in rows if np.prod(row.shape) >= 3]
+
+
+def gradient_sums(change, make=lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1))):
+    """Groups of sums of at least three numbers, by dtype and without a group one by one.
+
+    Args:
+      change: makes of the gradients those that are applied.
+      make: makes the optimizer.
+    """
+    rows = gradient_rows(change, make)
+    groups = {(row.together or row.name, row.dtype) for row in rows}
     return collections.Counter(dtype for _, dtype in groups)
 
 
@@ -106,6 +112,47 @@ def test_what_is_logged_on_the_way_does_not_sum_twice():
         return [2.0 * g for g in grads]
 
     assert gradient_sums(change) == {"float32": 1}
+
+
+SGD = mtf.optimize.SgdOptimizer(0.1)
+IN_PARTS = {
+    "accumulation": lambda: gs.GradientAccumulationOptimizer(
+        SGD, 2, mesh_shape=MESH, layout=LAYOUT
+    ),
+    "replicas": lambda: gs.SyncReplicasOptimizer(SGD, 4, mesh_shape=MESH, layout=LAYOUT),
+}
+
+
+def norm(grads):
+    return mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(0.5 * g)) for g in grads]))
+
+
+@pytest.mark.parametrize("wrapper", list(IN_PARTS))
+@pytest.mark.parametrize("logged", [[2], [0, 1, 2, 3]])
+def test_norms_that_the_program_logs_take_one_group_of_sums_of_their_own(wrapper, logged):
+    """The wrapper's group is made once an update, and has what the program asks for in it again."""
+
+    def change(grads):
+        for i in logged:
+            mtf.scalar_summary(f"norm{i}", norm([grads[i]]))
+        return grads
+
+    silent = gradient_sums(lambda grads: grads, IN_PARTS[wrapper])
+    assert gradient_sums(change, IN_PARTS[wrapper]) - silent == {"float32": 1}
+
+
+def test_what_the_program_needs_of_some_gradients_is_all_that_is_sent_for_it():
+    def change(grads):
+        mtf.scalar_summary("norm", norm(grads[1:2]))
+        return grads
+
+    sizes = [np.prod(r.shape) for r in gradient_rows(change, IN_PARTS["accumulation"])]
+    # Of "a" and "c" each column has two of four.
+    assert sorted(sizes) == [3, 3, 3, 6, 6]
+
+
+def test_programs_own_clipping_beside_accumulation_is_one_group_a_micro_step():
+    assert gradient_sums(clipped, IN_PARTS["accumulation"]) == {"float32": 1}
 
 
 def test_clipped_gradients_have_the_values_that_they_have_by_hand(mesh_kind):

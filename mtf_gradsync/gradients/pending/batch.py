@@ -1,0 +1,213 @@
+"""Which mesh axes a batch is split over, where its dimensions may have any name."""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients.pending.layout import Axes, Layout
+from mtf_gradsync.gradients.pending.linear import passes_on
+from mtf_gradsync.gradients.stage import StageOperation
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.step.hook import flat
+
+AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
+# Operations that make something of nothing, and bring no data.
+_MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
+# Give dimensions that data do not have.
+_WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, StageOperation)
+# On the way from what each example loses to the loss.
+_TO_LOSS = (
+    mtf.AddOperation,
+    mtf.ReduceOperation,
+    mtf.ReshapeOperation,
+    mtf.ScalarAddOperation,
+    mtf.ScalarMultiplyOperation,
+)
+
+
+class Split(NamedTuple):
+    """What inputs and losses are split along.
+
+    Attributes:
+      dims: names of dimensions by the mesh axis that they are split over.
+      is_of_weights: whether variables have all of these dimensions, too, so that the axes may be
+        those of a model's parts.
+    """
+
+    dims: dict[int, str]
+    is_of_weights: bool
+
+
+def used_axes(
+    graph: mtf.Graph,
+    mesh: mtf.Mesh,
+    axis_of: AxisOf,
+    targets: Sequence[mtf.Tensor],
+    names: Iterable[Sequence[str] | None],
+) -> Axes:
+    """The mesh axes that the batch of a program is split over.
+
+    Args:
+      graph: the graph.
+      mesh: a mesh of it.
+      axis_of: as for `Layout`.
+      targets: gradients.
+      names: what the batch's dimensions were said to be, by any number of wrappers; None of one
+        that does not know.
+
+    Returns:
+      Those of the names that the graph has. Where it lacks one, and where nobody has said any,
+      those that inputs and losses are split over.
+    """
+    names = list(names)
+    said = list(dict.fromkeys(name for some in names for name in some or ()))
+    if not said and None not in names:
+        return Axes()  # the batch is not split at all
+    missing = missing_names(graph, mesh, said)
+    by_name = {name: axis_of(mesh, mtf.Dimension(name, 1)) for name in said}
+    resolved = Axes({by_name[name] for name in said if name not in missing} - {None})
+    if resolved and not missing:
+        return resolved
+    found = split_of_inputs(graph, mesh, axis_of, targets)
+    if not found.dims:
+        return Axes(set(by_name.values()) - {None})
+    others = {axis: dim for axis, dim in found.dims.items() if axis not in resolved}
+    if missing and others and not found.is_of_weights:
+        warn_once(
+            f"batch dims {missing}",
+            "Nothing in the graph has the dimensions %s of batch_dims, and its inputs are split "
+            "along %s: the mesh axes of those are taken for the replica axes. Give "
+            "batch_dims=%s.",
+            missing,
+            sorted(others.values()),
+            _better(said, missing, others),
+        )
+    return resolved | Axes(found.dims)
+
+
+def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
+    """Checks that the batch is split over replica axes that were given.
+
+    Args:
+      targets: gradients of one graph, at least one.
+      axes: the replica axes, of the mesh that the program will be lowered on.
+
+    Raises:
+      ValueError: nothing in the graph has a dimension of `batch_dims`, and its inputs are split
+        along another one, over another mesh axis.
+    """
+    graph, mesh = targets[0].graph, targets[0].mesh
+    missing = missing_names(graph, mesh, axes.batch_dims)
+    if not missing:
+        return
+    found = split_of_inputs(graph, mesh, Layout.of(axes).axis_of, targets)
+    others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
+    if others and not found.is_of_weights:
+        raise ValueError(
+            f"Nothing in the graph has the dimensions {missing} of batch_dims, and its inputs are "
+            f"split along {sorted(others.values())}, which {axes!r} does not know: its shards "
+            "would not be those of the batch. Give "
+            f"batch_dims={_better(axes.batch_dims, missing, others)}."
+        )
+
+
+def _better(said: Sequence[str], missing: Sequence[str], others: dict[int, str]) -> tuple[str, ...]:
+    return (*(name for name in said if name not in missing), *sorted(others.values()))
+
+
+def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> list[str]:
+    """Names of dimensions that no tensor of a mesh has."""
+    known = {
+        dim.name
+        for operation in flat(graph.operations)
+        if operation.mesh is mesh and not isinstance(operation, StageOperation)
+        for tensor in operation.outputs
+        for dim in tensor.shape.dims
+    }
+    return [name for name in names if name not in known]
+
+
+def split_of_inputs(
+    graph: mtf.Graph, mesh: mtf.Mesh, axis_of: AxisOf, targets: Sequence[mtf.Tensor]
+) -> Split:
+    """What the inputs and the losses of gradients are split along.
+
+    A dimension that a variable has, too, is taken for one of the model, if there are others.
+
+    Args:
+      graph: the graph.
+      mesh: a mesh of it.
+      axis_of: as for `Layout`.
+      targets: gradients.
+
+    Returns:
+      The dimensions; those of axes that both inputs and losses are split over, if there are any.
+    """
+    weights = {
+        dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims
+    }
+    both = [
+        [dim for t in tensors if t.mesh is mesh for dim in t.shape.dims]
+        for tensors in (_data(graph, targets), _losses(graph))
+    ]
+    for of_weights in (False, True):
+        inputs, losses = (
+            {
+                axis: dim.name
+                for dim in dims
+                for axis in [axis_of(mesh, dim)]
+                if axis is not None and (of_weights or dim.name not in weights)
+            }
+            for dims in both
+        )
+        dims = {axis: name for axis, name in inputs.items() if axis in losses}
+        dims = dims or {**losses, **inputs}
+        if dims:
+            return Split(dims, of_weights)
+    return Split({}, False)
+
+
+def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
+    """What a program brings to the mesh for gradients, in the shapes that it gives it at once."""
+    needed = _before(targets)
+    found: dict[mtf.Tensor, None] = {}
+    for operation in flat(graph.operations):
+        if operation not in needed or isinstance(operation, (*_MADE, *_WIDENS)):
+            continue
+        of_data = len(operation.inputs) == 1 and operation.inputs[0] in found
+        if of_data or not operation.inputs:
+            found.update(dict.fromkeys(operation.outputs))
+    return list(found)
+
+
+def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
+    """Losses, and what they are sums of."""
+    found: dict[mtf.Tensor, None] = {}
+    todo = [loss for call in gradients_calls(graph) for loss in call.losses]
+    while todo:
+        tensor = todo.pop()
+        if tensor in found or isinstance(tensor.operation, mtf.Variable):
+            continue
+        found[tensor] = None
+        operation = tensor.operation
+        if not tensor.shape.dims or isinstance(operation, _TO_LOSS) or passes_on(operation):
+            todo += operation.inputs
+    return list(found)
+
+
+def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
+    """All operations that tensors come from."""
+    found: set[mtf.Operation] = set()
+    todo = list(targets)
+    while todo:
+        operation = todo.pop().operation
+        if operation in found:
+            continue
+        found.add(operation)
+        todo += operation.inputs
+        if isinstance(operation, mtf.WhileLoopOperation):
+            todo += loop_body(operation).outputs
+    return found

@@ -1,0 +1,62 @@
+"""Where tensors lie on a mesh, and which of its axes the batch is split over."""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+
+Axes = frozenset
+
+
+class Layout(NamedTuple):
+    """Where tensors lie, before or while a graph is lowered.
+
+    Attributes:
+      axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
+      replica_axes: the mesh axes of a mesh that the batch is split over.
+    """
+
+    axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
+    replica_axes: Callable[[mtf.Mesh], Axes]
+
+    @classmethod
+    def of(cls, axes: ReplicaAxes) -> Layout:
+        """Where tensors will lie, before the graph is lowered on the mesh of some replica axes."""
+
+        def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
+            del mesh
+            return axes.layout.tensor_dimension_to_mesh_axis(dim, axes.mesh_shape)
+
+        return cls(axis_of, lambda mesh: Axes(axes.mesh_axes))
+
+    def split(self, tensor: mtf.Tensor) -> Axes:
+        """The mesh axes that a tensor is split over."""
+        axes = {self.axis_of(tensor.mesh, d) for d in tensor.shape.dims}
+        return Axes(axes - {None})
+
+    def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
+        """The replica axes that a tensor is split over."""
+        return self.split(tensor) & self.replica_axes(tensor.mesh)
+
+    def of_shards(self, tensor: mtf.Tensor) -> bool:
+        """Whether each shard holds a part of a tensor that is its own."""
+        replica_axes = self.replica_axes(tensor.mesh)
+        return bool(replica_axes) and self.split(tensor).issuperset(replica_axes)
+
+    def _order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
+        """For each mesh axis that splits a shape, how many parts lie before its dimension."""
+        before, found = 1, {}
+        for dim in shape.dims:
+            axis = self.axis_of(mesh, dim)
+            if axis is not None:
+                found[axis] = before
+            before *= dim.size
+        return found
+
+    def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
+        """Whether a reshape moves nothing between processors."""
+        (source,), (result,) = operation.inputs, operation.outputs
+        mesh = operation.mesh
+        return self._order(source.shape, mesh) == self._order(result.shape, mesh)

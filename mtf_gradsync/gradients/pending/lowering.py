@@ -1,0 +1,349 @@
+"""Pending sums while a graph is lowered: what stays pending, and which sums are made together."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from typing import Any, Callable, Collection, Iterator, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import (
+    give_outputs,
+    loop_body,
+    loop_condition,
+    scalar_added,
+)
+from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums, share
+from mtf_gradsync.gradients.pending.flow import Flow, Use
+from mtf_gradsync.gradients.pending.layout import Axes
+from mtf_gradsync.gradients.pending.linear import sums_before_broadcast
+from mtf_gradsync.gradients.pending.sums import PendingSum, current_context
+from mtf_gradsync.gradients.pending.unsummed import Unsummed
+from mtf_gradsync.gradients.stage import StageOperation
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import PartLowering, Plan
+from mtf_gradsync.step.hook import flat
+
+
+class Together(NamedTuple):
+    """Which sums are made together: those of which this is equal.
+
+    Attributes:
+      strategy: how they are reduced.
+      by_program: whether the program alone asks for them, which it may do on some steps only.
+    """
+
+    strategy: Strategy
+    by_program: bool
+
+
+class PendingLowering(PartLowering):
+    """Pending sums while one lowering runs.
+
+    Attributes:
+      flow: what was foreseen.
+    """
+
+    def __init__(
+        self,
+        lowering: mtf.Lowering,
+        flow: Flow,
+        together: dict[mtf.Tensor, Together],
+        unsummed: Unsummed,
+    ):
+        """Begins a lowering.
+
+        Args:
+          lowering: the lowering.
+          flow: what becomes of the pending sums of its graph.
+          together: sums that are made with others; the dictionary is changed.
+          unsummed: what warns of operations that drop a sum.
+        """
+        self.flow = flow
+        self._lowering = lowering
+        self._together = together
+        self._unsummed = unsummed
+        # Mesh axes that an operation was foreseen to leave to be summed, and has summed over.
+        self._differs: dict[mtf.Operation, Axes] = {}
+
+    def lower(self, operation: mtf.Operation) -> bool:
+        """See `PartLowering.lower`."""
+        if isinstance(operation, StageOperation):
+            return False  # it knows of pending sums itself
+        if isinstance(operation, mtf.WhileLoopOperation):
+            self._make_captured_whole(operation)
+        if operation not in self.flow.operations:
+            return self._lower_unfollowed(operation)
+        shape = sums_before_broadcast(operation)
+        with self._unsummed.watching(operation, self._lowering):
+            if shape is None:
+                self._lower(operation, self.flow.uses.get(operation))
+            else:
+                self._sum_and_broadcast(operation, shape)
+        for tensor in operation.outputs:
+            self._note_summed(operation, self.flow.axes.get(tensor, Axes()) - self._axes_of(tensor))
+        for tensor in self.flow.carried.intersection(operation.outputs):
+            # Mesh-TF would carry each processor's part into the next turn.
+            self._tensors[tensor] = self._tensors[tensor].to_laid_out_tensor()
+        return True
+
+    def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
+        """An operation that has summed over mesh axes, unforeseen, on the way to a tensor."""
+        for operation in self.flow.before(tensor) if self._differs else ():
+            if self._differs.get(operation, Axes()).intersection(mesh_axes):
+                return operation
+        return None
+
+    def _lower_unfollowed(self, operation: mtf.Operation) -> bool:
+        if not any(self._is_made_whole(operation, t) for t in self._pending_inputs(operation)):
+            return False
+        self._lower(operation, None)
+        return True
+
+    def _is_made_whole(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
+        """Whether Mesh-TF would not make a pending sum whole for an operation that needs that."""
+        # tf.gradients cannot take a pending sum; of a derived one Mesh-TF would open the parts.
+        return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
+
+    def _lower(self, operation: mtf.Operation, use: Use | None) -> None:
+        """Lowers an operation: its outputs are pending where its inputs, or its sums, are."""
+        pending = self._pending_inputs(operation)
+        if use is not None and pending:
+            self._carry_on(operation, use)
+            return
+        wholes = {
+            t: self._tensors[t].to_laid_out_tensor()
+            for t in pending
+            if self._is_made_whole(operation, t)
+        }
+        with self._in_place_of_inputs(wholes):
+            operation.lower_itself(self._lowering)
+        self._keep_pending(operation)
+
+    def _sum_and_broadcast(self, operation: mtf.Operation, shape: mtf.Shape) -> None:
+        """Lowers an einsum to dimensions that no input has: Mesh-TF reduces it in between."""
+        (output,) = operation.outputs
+        first = copy.copy(operation)
+        small = mtf.Tensor(first, shape, output.dtype)
+        give_outputs(first, [small])
+        if output in self._together:  # in its place, as there is less to send
+            self._together[small] = self._together.pop(output)
+        self._lower(first, self.flow.uses.get(operation))
+        mesh_impl = self._lowering.mesh_impl(operation)
+
+        def broadcast(value: Any) -> Any:
+            return mesh_impl.broadcast_impl(value.to_laid_out_tensor(), shape, output.shape)
+
+        if output not in self.flow.axes or not self._axes_of(small):
+            self._tensors[output] = broadcast(self._tensors[small])
+            return
+        self._tensors[output] = PendingSum(
+            mesh_impl,
+            sorted(self._axes_of(small)),
+            mesh_impl.slice_shape(output.shape),
+            lambda: broadcast(self._tensors[small].laid_out_input),
+            lambda _: broadcast(self._tensors[small]),
+            sources=[self._tensors[small]],
+        )
+
+    def _axes_of(self, tensor: mtf.Tensor) -> Axes:
+        """The mesh axes that a lowered tensor is pending over."""
+        lowered = self._tensors.get(tensor)
+        return Axes(lowered.mesh_axes if isinstance(lowered, mtf.LazyAllreduceSum) else ())
+
+    def _note_summed(self, operation: mtf.Operation, axes: Axes) -> None:
+        if axes:
+            self._differs[operation] = self._differs.get(operation, Axes()) | axes
+
+    @contextlib.contextmanager
+    def inside_branch(self) -> Iterator[None]:
+        """See `PartLowering.inside_branch`.
+
+        What is made of a sum in a branch, parts or the whole, has no value for readers outside, or
+        in the other branch.
+        """
+        before = {
+            tensor: lowered
+            for tensor, lowered in self._tensors.items()
+            if isinstance(lowered, PendingSum) and not lowered.is_complete
+        }
+        self._tensors.update((tensor, lowered.copied()) for tensor, lowered in before.items())
+        try:
+            yield
+        finally:
+            self._tensors.update(before)
+
+    @property
+    def _tensors(self) -> dict[mtf.Tensor, Any]:
+        return self._lowering.tensors
+
+    def _pending_inputs(self, operation: mtf.Operation) -> list[mtf.Tensor]:
+        return [
+            t
+            for t in dict.fromkeys(operation.inputs)
+            if isinstance(self._tensors.get(t), mtf.LazyAllreduceSum)
+        ]
+
+    def _make_captured_whole(self, loop: mtf.WhileLoopOperation) -> None:
+        """What a loop uses from outside, and somebody may use outside too, is made outside."""
+        inner = list(flat([*loop_condition(loop).operations, *loop_body(loop).operations]))
+        for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
+            lowered = self._tensors.get(tensor)
+            if isinstance(lowered, PendingSum):
+                lowered.to_laid_out_tensor()
+
+    # Sums that Mesh-TF leaves pending.
+
+    def _keep_pending(self, operation: mtf.Operation) -> None:
+        for tensor in operation.outputs:
+            lazy = self._tensors.get(tensor)
+            if isinstance(lazy, mtf.LazyAllreduceSum) and not isinstance(lazy, PendingSum):
+                parts = lazy.laid_out_input.to_laid_out_tensor()
+                self._tensors[tensor] = PendingSum(
+                    lazy.mesh_impl,
+                    sorted(lazy.mesh_axes),  # Mesh-TF adds up those of one order alone
+                    parts.slice_shape,
+                    functools.partial(_itself, parts),
+                    self._sum_for(tensor),
+                    lazy.add_counter_fn,
+                )
+
+    def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
+        """What makes a sum whole: alone, or with all that are wanted together."""
+
+        def make(one: PendingSum) -> None:
+            together = self._together.get(tensor)
+            if together is None:
+                one.set_whole(one.mesh_impl.allreduce(one.laid_out_input, one.mesh_axes, "SUM"))
+                _count(one)
+                return
+            sums = self._ready_with(one, together)
+            parts = [PartialSum(x.laid_out_input, tuple(sorted(x.mesh_axes))) for x in sums]
+            for x, value in zip(sums, reduce_partial_sums(one.mesh_impl, parts, together.strategy)):
+                x.set_whole(value)
+                _count(x)
+
+        return make
+
+    def _ready_with(self, one: PendingSum, together: Together) -> list[PendingSum]:
+        """All sums that can be made together with one now, in the same branch or loop."""
+        found = {}
+        for tensor, other in self._together.items():
+            lowered = self._tensors.get(tensor)
+            if (
+                other == together
+                and isinstance(lowered, PendingSum)
+                and not lowered.is_whole
+                and lowered.context == one.context
+                and lowered.mesh_impl is one.mesh_impl
+            ):
+                found[id(lowered)] = lowered
+        return list({**found, id(one): one}.values())
+
+    # Sums that stay pending through an operation.
+
+    def _carry_on(self, operation: mtf.Operation, use: Use) -> None:
+        lowering = self._lowering
+        mesh_impl = lowering.mesh_impl(operation)
+        home = current_context()
+        kept: dict[tuple[str, Any], list[Any]] = {}
+
+        def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
+            """Results for all outputs, which other branches have no use of."""
+            here = current_context()
+            if (form, home) in kept:
+                return kept[form, home]
+            if (form, here) not in kept:
+                kept[form, here] = make()
+            return kept[form, here]
+
+        def parts(number: int) -> Any:
+            value = once("parts", lambda: self._parts(operation, use))[number]
+            axes: Axes = Axes()
+            if isinstance(value, mtf.LazyAllreduceSum):
+                axes, value = Axes(value.mesh_axes), value.laid_out_input.to_laid_out_tensor()
+            self._note_summed(operation, use.own_axes - axes)
+            return share(mesh_impl, value, use.own_axes - axes)
+
+        def wholes(number: int) -> Any:
+            value = once("wholes", lambda: self._lowered(operation, self._wholes(operation)))
+            return value[number].to_laid_out_tensor()
+
+        sources = [] if use.is_new_sum else [self._tensors[t] for t in operation.inputs]
+        for number, tensor in enumerate(operation.outputs):
+            whole = self._sum_for(tensor) if use.is_new_sum else lambda _, n=number: wholes(n)
+            self._tensors[tensor] = PendingSum(
+                mesh_impl,
+                sorted(use.axes | use.own_axes),
+                mesh_impl.slice_shape(tensor.shape),
+                functools.partial(parts, number),
+                whole,
+                sources=sources,
+            )
+
+    def _wholes(self, operation: mtf.Operation) -> dict[mtf.Tensor, Any]:
+        return {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
+
+    def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
+        """What an operation makes of each processor's part."""
+        inputs = self._parts_of_inputs(operation, use)
+        if not isinstance(operation, mtf.ScalarAddOperation):
+            return self._lowered(operation, inputs)
+        mesh_impl = self._lowering.mesh_impl(operation)
+        count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in use.axes]).size
+        scalar = scalar_added(operation)
+
+        def add(x: tf.Tensor) -> tf.Tensor:
+            return x + tf.cast(scalar, x.dtype) / tf.cast(count, x.dtype)
+
+        return [mesh_impl.slicewise(add, inputs[operation.inputs[0]])]
+
+    def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
+        """Each processor's share of what the operation is linear in, and the factors whole."""
+        mesh_impl = self._lowering.mesh_impl(operation)
+        found: dict[mtf.Tensor, Any] = {}
+        for position, tensor in enumerate(operation.inputs):
+            lowered = self._tensors[tensor]
+            if position not in use.positions:
+                found.setdefault(tensor, lowered.to_laid_out_tensor())
+                continue
+            axes: set[int] = set()
+            value = lowered
+            if isinstance(lowered, mtf.LazyAllreduceSum):
+                axes, value = set(lowered.mesh_axes), lowered.laid_out_input
+                first = sorted(axes - use.axes)
+                if first:
+                    value = mesh_impl.allreduce(value.to_laid_out_tensor(), first, "SUM")
+            found[tensor] = share(mesh_impl, value, use.axes - axes)
+        return found
+
+    def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
+        """What an operation makes of other inputs than its own."""
+        outputs = operation.outputs
+        before = {t: self._tensors.get(t) for t in outputs}
+        lowered = Plan.of(operation.graph).lowered(self._lowering)
+        with self._in_place_of_inputs(inputs), lowered.name_scope(operation.name):
+            operation.lower_itself(self._lowering)
+        values = [self._tensors[t] for t in outputs]
+        for tensor, old in before.items():
+            self._tensors[tensor] = old
+        return values
+
+    @contextlib.contextmanager
+    def _in_place_of_inputs(self, values: dict[mtf.Tensor, Any]) -> Iterator[None]:
+        before = {t: self._tensors[t] for t in values}
+        self._tensors.update(values)
+        try:
+            yield
+        finally:
+            self._tensors.update(before)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _count(one: PendingSum) -> None:
+    if one.add_counter_fn:
+        one.add_counter_fn()

@@ -1,0 +1,90 @@
+"""What shards hold apart and nobody sums: found while a graph is lowered."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients.pending.flow import Cause, Flow
+from mtf_gradsync.gradients.pending.naming import gradient_name
+from mtf_gradsync.gradients.stage import StageOperation
+
+# What sends something over a mesh; all else of `mtf.MeshImpl` is made of these.
+_COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
+
+
+class Unsummed:
+    """Warns where an operation behind a gradient drops the sum over the shards."""
+
+    def __init__(self, flow: Flow, targets: Sequence[mtf.Tensor]):
+        """Looks for such operations.
+
+        Args:
+          flow: what becomes of the sums behind the targets.
+          targets: gradients.
+        """
+        self._found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
+        for target in targets if flow.any_gathers else ():
+            mixing = flow.mixes_shards(target, (Cause.DROPS_SUM, Cause.GATHERS))
+            if mixing is not None and _is_suspect(mixing.operation, mixing.cause):
+                self._found.setdefault(mixing.operation, (mixing.cause, target))
+
+    @contextlib.contextmanager
+    def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
+        """Entered around the lowering of an operation.
+
+        Mesh-TF's own operations on slices send nothing. One of the program's own may sum by itself,
+        or leave that to who needs it.
+        """
+        if operation not in self._found:
+            yield
+            return
+        cause, target = self._found[operation]
+        with _noting_collectives(lowering.mesh_impl(operation)) as sent:
+            yield
+        is_left = any(
+            isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
+        )
+        if cause is Cause.DROPS_SUM or not (sent or is_left):
+            warn_once(
+                f"unsummed {operation.name}",
+                "%s %r drops a dimension that the shards split, and nobody sums over it: each "
+                "shard has other values of %s, and the replicas of its variable differ after an "
+                "update. Give the result that dimension, of the size of its mesh axis, and sum it "
+                "by mtf.reduce_sum.",
+                type(operation).__name__,
+                operation.name,
+                gradient_name(target),
+            )
+
+
+def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
+    of_mesh_tf = type(operation).__module__.startswith("mesh_tensorflow")
+    is_own = not of_mesh_tf and not isinstance(operation, StageOperation)
+    return cause is Cause.DROPS_SUM or is_own
+
+
+@contextlib.contextmanager
+def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
+    """Lists the collectives that are made within."""
+    sent: list[str] = []
+
+    def noting(name: str) -> Any:
+        made = getattr(mesh_impl, name)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            sent.append(name)
+            return made(*args, **kwargs)
+
+        return make
+
+    names = [name for name in _COLLECTIVES if hasattr(mesh_impl, name)]
+    for name in names:
+        vars(mesh_impl)[name] = noting(name)
+    try:
+        yield sent
+    finally:
+        for name in names:
+            del vars(mesh_impl)[name]
