@@ -17,6 +17,7 @@ SMALL = [
     "d_kv = 8",
     "Unitransformer.max_length = 16",
     "train.run.sequence_length = 16",
+    "train.run.batch_size = 8",
     NO_EVAL,
     "train.run.log_steps = 1",
     "train.run.mesh_devices = None",
