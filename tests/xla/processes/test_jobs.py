@@ -110,7 +110,7 @@ def test_values_of_other_processes_are_none(without_steps):
 def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(without_steps):
     first, second = without_steps.members
     assert "save: " in first.output()
-    assert "save: ProcessesError: On process 0: " in second.output()
+    assert "save: OtherProcessError: On process 0: " in second.output()
 
 
 def test_another_program_is_an_error_everywhere(jobs):
