@@ -6,7 +6,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
-from tests.train.conftest import NO_EVAL, run_quietly
+from tests.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = [
@@ -23,6 +23,7 @@ SMALL = [
     "train.run.mesh_devices = None",
     "train.run.runtime = 'cpu_replicas'",
     "train.run.reports = False",
+    NO_ATTENTION,
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
 from tests.train.config import small_lm
+from tests.train.conftest import ATTENTION
 
 STEPS = 3
 # The configs' warm-up begins with a rate of 0.
@@ -31,7 +32,7 @@ def way(directory):
 def test_float16_trains_with_a_scale_and_not_without(tmp_path):
     """With a scale the weights go where float32 takes them, without it anywhere else."""
     narrow = "utils.get_variable_dtype.activation_dtype = 'float16'"
-    bindings = [TINY_GRADIENTS, "train.run.save_checkpoints_steps = 1", CONSTANT_RATE]
+    bindings = [TINY_GRADIENTS, "train.run.save_checkpoints_steps = 1", CONSTANT_RATE, ATTENTION]
     ways = {}
     for name, config, *more in (
         ("float32", "lm_cpu_mesh.gin"),
