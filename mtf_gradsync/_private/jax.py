@@ -124,6 +124,12 @@ def memory_bytes(executable: Any) -> MemoryBytes:
     )
 
 
+def cost_numbers(executable: Any) -> dict[str, float]:
+    """The compiler's estimate of a step on one device: "flops", "bytes accessed" and so on."""
+    numbers = executable.cost_analysis()
+    return dict(numbers[0] if isinstance(numbers, list) else numbers)
+
+
 class OnDevices:
     """One value for each core of a program: an array on each device of this process."""
 

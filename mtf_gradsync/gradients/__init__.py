@@ -26,7 +26,12 @@ from mtf_gradsync.gradients.stages import (
     shard_dims_in,
     sum_shards,
 )
-from mtf_gradsync.gradients.told_apart import check_told_apart, mixed_gradients, summed_elsewhere
+from mtf_gradsync.gradients.told_apart import (
+    check_told_apart,
+    mixed_gradients,
+    pending_over_shards,
+    summed_elsewhere,
+)
 
 __all__ = [
     "ScaledLosses",
@@ -46,6 +51,7 @@ __all__ = [
     "mixed_gradients",
     "not_finite",
     "on_present",
+    "pending_over_shards",
     "per_shard",
     "shard_dims_in",
     "shard_norms",

@@ -19,6 +19,7 @@ from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut, Cuts, take_parts
 from mtf_gradsync.reduce.strategies.fused import PLACEMENT_BUCKET_BYTES, SIMD_BUCKET_BYTES
+from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
@@ -145,15 +146,10 @@ def scatter_partial_sums(
     for index, some in enumerate(on_the_way):
         if some:
             by_axes.setdefault(sums[index].mesh_axes, []).append(index)
-    scatter = getattr(strategy, "reduce_scatter", None)
     for mesh_axes, indices in by_axes.items():
         groups = ProcessorGroups.along(mesh_impl, mesh_axes)
         values, sent = [sums[i].value for i in indices], [on_the_way[i] for i in indices]
-        if scatter is None:
-            added = strategy.all_reduce(mesh_impl, values, groups)
-            parts = [take_parts(mesh_impl, x, cut) for x, cut in zip(added, sent)]
-        else:
-            parts = scatter(mesh_impl, values, groups, sent)
+        parts = reduce_scatter_by(strategy, mesh_impl, values, groups, sent)
         for index, part in zip(indices, parts):
             results[index] = part
     return [

@@ -51,6 +51,19 @@ def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
     return [i for i, g in enumerate(grads) if g in beyond]
 
 
+def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:
+    """For each gradient of its variable's shape whether it is still to be reduced over shards.
+
+    Args:
+      grads: gradients.
+      axes: the replica axes, of the mesh that the program will be lowered on.
+    """
+    if not grads:
+        return []
+    flow = _flow(grads, axes)
+    return [bool(flow.axes.get(g, frozenset()) & set(axes.mesh_axes)) for g in grads]
+
+
 def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
     def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
         del mesh

@@ -233,7 +233,11 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def _segment(self) -> Segment:
-        return Segment(self.stages(), Reduction(self.reducer, self._shard_names), self.name)
+        return Segment(self.stages(), self._gradient_reduction(), self.name)
+
+    def _gradient_reduction(self) -> Reduction:
+        """How this wrapper reduces gradients."""
+        return Reduction(self.reducer, self._shard_names, self.axes, self.name)
 
     def _note_step(self, step: StepBuilder) -> None:
         graph = step.plan.graph

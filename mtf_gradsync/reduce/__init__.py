@@ -3,7 +3,9 @@
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
 from mtf_gradsync.reduce.placement_mesh import PlacementMeshImpl, placement_mesh_impl
+from mtf_gradsync.reduce.state import GradientOfCores, StateMaker
 from mtf_gradsync.reduce.strategies.all_reduce import AllReduce
+from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy
 from mtf_gradsync.reduce.strategies.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.strategies.compressed import CompressedAllReduce
 from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
@@ -19,11 +21,14 @@ __all__ = [
     "CollectiveAllReduce",
     "CompressedAllReduce",
     "FusedAllReduce",
+    "GradientOfCores",
+    "GradientStrategy",
     "HierarchicalAllReduce",
     "PlacementMeshImpl",
     "ProcessorGroups",
     "ReductionToOneDevice",
     "RingAllReduce",
+    "StateMaker",
     "Strategy",
     "check_strategy",
     "choose_the_best",

@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.topology import KNOWN_KINDS, Topology, topology_of
+from mtf_gradsync.reduce.parts.cuts import Cuts
 from mtf_gradsync.reduce.strategies.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.strategies.fused import PLACEMENT_PACKED_BYTES, FusedAllReduce
 from mtf_gradsync.reduce.strategies.hierarchical import HierarchicalAllReduce
@@ -76,7 +77,7 @@ class BestAllReduce(Strategy):
     """The strategy that `choose_the_best` picks, chosen when the graph is lowered.
 
     A wrapper that is made before its mesh takes this one, by gin for example. Each choice is
-    logged once.
+    logged once. All strategies that it picks among give the same sums: it keeps no state.
     """
 
     def __init__(self):
@@ -86,13 +87,28 @@ class BestAllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
-        self.check(mesh_impl, groups)
         values = list(values)
+        return self._chosen(mesh_impl, values, groups).all_reduce(mesh_impl, values, groups)
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """See `Strategy.reduce_scatter`."""
+        values = list(values)
+        chosen = self._chosen(mesh_impl, values, groups)
+        return chosen.reduce_scatter(mesh_impl, values, groups, cuts)
+
+    def _chosen(self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups) -> Strategy:
+        self.check(mesh_impl, groups)
         choice, text = _choose(mesh_impl, values, groups)
         if text not in self._logged:
             self._logged.add(text)
             _logger.info(text)
-        return choice.strategy.all_reduce(mesh_impl, values, groups)
+        return choice.strategy
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """See `Strategy.wire_dtype`."""

@@ -19,11 +19,16 @@ from mtf_gradsync.reduce.destinations import (
 )
 from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
 from mtf_gradsync.reduce.parts.reduce_scatter import SIMD_BUCKET_BYTES, reduce_scatter
+from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
 
 class Strategy(abc.ABC):
-    """How sums cross the mesh. Strategies hold settings only and can be shared by wrappers."""
+    """How sums cross the mesh. Strategies hold settings only and can be shared by wrappers.
+
+    A strategy may have a way of its own for the gradients of an optimizer, and variables for them:
+    `GradientStrategy`.
+    """
 
     @abc.abstractmethod
     def all_reduce(
@@ -77,6 +82,46 @@ class Strategy(abc.ABC):
             self.wire_dtype(mesh_impl, dtype, groups) == simd_wire_dtype(mesh_impl, dtype, groups)
             for dtype in dtypes
         )
+
+    @property
+    def reduces_gradients_apart(self) -> bool:
+        """Whether gradients of an optimizer go by `reduce_gradients`, apart from all other sums."""
+        return False
+
+    def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
+        """Makes the variables that this strategy keeps for gradients; called as a step is built.
+
+        Args:
+          gradients: gradients of one optimizer that are reduced over the same mesh axes.
+          maker: makes variables.
+
+        Returns:
+          The variables, as `State` has them; none here.
+        """
+        del gradients, maker
+        return ()
+
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """Reduces gradients of an optimizer, where `reduces_gradients_apart`.
+
+        The new state is written behind the gate of the step, only on steps that use the sums.
+
+        Args:
+          mesh_impl: as for `all_reduce`.
+          values: the cores' parts of the gradients that `gradient_state` was told of, in order;
+            in a narrower dtype where `CompressedAllReduce` stands around this strategy.
+          groups: the processors that sum with each other, along mesh axes; of one processor each
+            on a mesh of one shard.
+          state: what `gradient_state` returned, with `LaidOutTensor`s in place of variables: what
+            each core holds, without shard dims.
+
+        Returns:
+          The sums, of the shapes and dtypes of values, the same on all processors of a group; and
+          the new state, in the form of the old one.
+        """
+        return self.all_reduce(mesh_impl, values, groups), state
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
         """Checks, before anything is built, that this strategy can sum so.
@@ -211,6 +256,21 @@ class Strategy(abc.ABC):
         if devices is None:
             return mesh_impl.LaidOutTensor(spread(tensor, mesh_impl.devices))
         return dict(zip(devices, spread(tensor, devices)))
+
+
+def reduce_scatter_by(
+    strategy: Any,
+    mesh_impl: Any,
+    values: Sequence[Any],
+    groups: ProcessorGroups,
+    cuts: Sequence[Cuts],
+) -> list[Any]:
+    """What `Strategy.reduce_scatter` returns, also by a strategy that has `all_reduce` alone."""
+    scatter = getattr(strategy, "reduce_scatter", None)
+    if scatter is not None:
+        return scatter(mesh_impl, values, groups, cuts)
+    sums = strategy.all_reduce(mesh_impl, values, groups)
+    return [take_parts(mesh_impl, x, cut) for x, cut in zip(sums, cuts)]
 
 
 def check_strategy(reducer: Any) -> Any:

@@ -5,6 +5,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
 from tests import harness, models
+from tests.reduce.rounded import RoundedAllReduce
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 AXES = {"mesh_shape": MESH, "layout": LAYOUT}
@@ -32,6 +33,18 @@ WRAPPERS = {
     ),
     "loss_scale": lambda opt, _: gs.LossScaleOptimizer(clipped(opt)),
     TWO_ON_SIMD: lambda opt, _: gs.LossScaleOptimizer(gs.SyncReplicasOptimizer(opt, 2, **AXES)),
+    "state": lambda opt, _: gs.LossScaleOptimizer(opt, reducer=RoundedAllReduce(), **AXES),
+    "state, accumulated": lambda opt, _: gs.GradientAccumulationOptimizer(
+        opt, 2, reducer=RoundedAllReduce(), **AXES
+    ),
+    "state, synced": lambda opt, _: gs.GradientAccumulationOptimizer(
+        opt,
+        2,
+        accumulate="synced",
+        should_skip_update_fn=gs.skip_not_finite,
+        reducer=RoundedAllReduce(),
+        **AXES,
+    ),
 }
 
 

@@ -19,7 +19,6 @@ from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn,
 from mtf_gradsync.optimizers.pipeline import (
     Form,
     GradientSet,
-    Reduction,
     Stage,
     StepBuilder,
     Traits,
@@ -262,6 +261,7 @@ class _Accumulate(Stage):
             skip = says_skip(wrapper._skip_fn, micro.present, wrapper.reducer)
             micro = micro.with_grads(LeaveOut.apply(micro.grads, skip))
             counted -= mtf.cast(skip, tf.int32)
+            step.write_state(when=lambda: mtf.logical_not(skip))
         accumulators = Accumulators(
             micro.grads,
             micro.variables,
@@ -297,7 +297,7 @@ class _Accumulate(Stage):
     def _micro_gradients(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """The gradients to add up: one a shard, or reduced over the mesh now."""
         wrapper = self._wrapper
-        reduction = Reduction(wrapper.reducer, wrapper._shard_names)
+        reduction = wrapper._gradient_reduction()
         if wrapper.accumulate == SYNCED:
             return step.reduce_whole(gradients, reduction)
         axes, grads = wrapper.axes, gradients.grads

@@ -25,7 +25,6 @@ from mtf_gradsync.optimizers.loss_scale.state import (
 )
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
-    Reduction,
     Stage,
     StepBuilder,
     Traits,
@@ -228,7 +227,7 @@ class _SkipNotFinite(Stage):
         losses.applied |= {wrapper.name}
         before = wrapper._state_of(gradients.variables[0].mesh)
         inside = [traits_of(x) for x in wrapper.inner_stack()]
-        reduction = Reduction(wrapper.reducer, wrapper._shard_names)
+        reduction = wrapper._gradient_reduction()
         # What is inside may skip what is not finite by itself: then this one only moves the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
         if not is_beside:

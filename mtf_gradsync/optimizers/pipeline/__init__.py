@@ -1,15 +1,10 @@
 """How a stack of wrappers becomes one training step: forms, stages, order, one builder."""
 
-from mtf_gradsync.optimizers.pipeline.builder import (
-    Partition,
-    Reduced,
-    Reduction,
-    Segment,
-    StepBuilder,
-)
+from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.order import Traits, check_order, traits_of, why_not
-from mtf_gradsync.optimizers.pipeline.stage import Stage
+from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
+from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 
 __all__ = [
     "Form",

@@ -118,6 +118,7 @@ class Accumulators:
         Returns:
           The gate that all writes of the step are to wait for.
         """
+        step.write_state()
         if bypass is not None:
             self._added_unless = _AddUnless(self._of, bypass)
             return step.gate(self._added_unless.outputs)

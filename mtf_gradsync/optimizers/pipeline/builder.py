@@ -3,74 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients import SumGradients, on_present
 from mtf_gradsync.gradients.parts import scatter_gradients
-from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.stage import Stage
+from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
+from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan, gated_update, values_after
-
-
-class Reduction(NamedTuple):
-    """How a wrapper reduces gradients.
-
-    Attributes:
-      strategy: the reduction strategy.
-      batch_dims: names of the dimensions that the batch is split along.
-    """
-
-    strategy: Strategy
-    batch_dims: tuple[str, ...]
-
-
-class Partition(NamedTuple):
-    """How updates are sharded: which part of a variable each replica updates.
-
-    Attributes:
-      axes: the replica axes.
-      strategy: the reduction strategy.
-      shape_of: from a variable to the shape of its parts; None for one that stays whole.
-    """
-
-    axes: ReplicaAxes
-    strategy: Strategy
-    shape_of: Callable[[mtf.Variable], mtf.Shape | None]
-
-
-class Reduced(NamedTuple):
-    """The first reduction of a step.
-
-    Attributes:
-      parts: the gradients before it, not None, pending or per shard.
-      sums: the gradients after it, whole or in parts.
-      branch: the branch of the step that has them; None where every step has.
-      strategy: the reduction strategy.
-    """
-
-    parts: list[mtf.Tensor]
-    sums: list[mtf.Tensor]
-    branch: Branch | None
-    strategy: Strategy
-
-
-class Segment(NamedTuple):
-    """The stages of one wrapper.
-
-    Attributes:
-      stages: in the order in which gradients pass through them.
-      reduction: how the wrapper reduces gradients.
-      name: the wrapper's name.
-    """
-
-    stages: Sequence[Stage]
-    reduction: Reduction
-    name: str
 
 
 class StepBuilder:
@@ -109,6 +54,9 @@ class StepBuilder:
         self._lists: list[list[mtf.Operation]] = [[]]
         self._branches = contextlib.ExitStack()
         self._notes: list[Callable[[], None]] = []
+        self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
+        self._reduced_apart: frozenset[mtf.Variable] = frozenset()
+        self._used_apart: list[Strategy] = []
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
@@ -135,6 +83,7 @@ class StepBuilder:
                 self.passed_on.append(gradients)
             if not self._takes_pending:
                 gradients = self.reduce(gradients, self._segments[-1].reduction)
+            self.write_state()
             gradients = self._in_dtypes_of_inner(gradients)
             self.passed_on[-1] = gradients
             stages = [stage for segment in self._segments for stage in segment.stages]
@@ -147,6 +96,7 @@ class StepBuilder:
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
+        warn_of_unused(self._segments, self._used_apart)
         return operations
 
     @property
@@ -209,6 +159,29 @@ class StepBuilder:
             gate.hold(writes)
         self.add(writes)
 
+    def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
+        """Writes what strategies keep of the reductions so far, once these are used.
+
+        The builder does it where the update is. A stage that adds reduced gradients up does it
+        there.
+
+        Args:
+          when: makes a boolean scalar, the same on all processors: where it does not hold, the sums
+            are not used and the state stays. None where they are always used.
+        """
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+
+        def writes() -> list[mtf.Operation]:
+            return [mtf.assign(variable, value) for variable, value in kept]
+
+        gate = self.gate([value for _, value in kept])
+        if when is None:
+            self.write(writes(), gate)
+        else:
+            self.beside_when(when(), gate, writes)
+
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
 
@@ -223,25 +196,30 @@ class StepBuilder:
             return gradients
         if self._partition is None:
             return self._finished(self.reduce_whole(gradients, reduction))
-        axes, strategy, shape_of = self._partition
+        axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
+        given = gradients.present
+        gradients = self._apart(gradients, Reduction(strategy, axes.batch_dims, axes, name))
         sources, parts = scatter_gradients(
             gradients.present, gradients.owners, shapes, axes, strategy
         )
+        sources = [s if x is y else x for x, y, s in zip(given, gradients.present, sources)]
         self._note(sources, parts, strategy)
         return self._finished(_replaced(gradients, parts, Form.PART))
 
     def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
-        if not gradients.present:
+        given = gradients.present
+        if not given:
             return gradients
+        gradients = self._apart(gradients, reduction)
         dims = [
             [d for d in g.shape.dims if d not in v.shape.dims]
             for g, v in zip(gradients.present, gradients.owners)
         ]
-        strategy, batch_dims = reduction
-        sums = SumGradients(gradients.present, dims, strategy, batch_dims).outputs
-        self._note(gradients.present, sums, strategy)
+        strategy = reduction.strategy
+        sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
+        self._note(given, sums, strategy)
         return _replaced(gradients, sums, Form.REDUCED)
 
     def value_after(
@@ -273,6 +251,16 @@ class StepBuilder:
         self, gradients: GradientSet, form: Form | None, reduction: Reduction
     ) -> GradientSet:
         return self.reduce(gradients, reduction) if form is Form.REDUCED else gradients
+
+    def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+        """Gradients, those reduced that the strategy has a way of its own for."""
+        if gradients.form.is_reduced or not reduction.is_apart:
+            return gradients
+        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
+        self._used_apart.append(reduction.strategy)
+        self._reduced_apart |= done.owners
+        self._kept += done.kept
+        return done.gradients
 
     def _finished(self, gradients: GradientSet) -> GradientSet:
         """Reduced gradients, divided and in the dtypes that the inner optimizer is to get."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Sequence
+from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.pipeline.reduction import Reduction
 
 if TYPE_CHECKING:
     from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -90,3 +91,17 @@ class Stage:
         """
         del operations, step
         return []
+
+
+class Segment(NamedTuple):
+    """The stages of one wrapper.
+
+    Attributes:
+      stages: in the order in which gradients pass through them.
+      reduction: how the wrapper reduces gradients.
+      name: the wrapper's name.
+    """
+
+    stages: Sequence[Stage]
+    reduction: Reduction
+    name: str

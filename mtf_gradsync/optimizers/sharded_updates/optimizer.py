@@ -158,7 +158,9 @@ class ShardedUpdateOptimizer(Wrapper):
     def partition(self) -> Partition:
         """See `Wrapper.partition`."""
         splits = not self._is_made_once()
-        return Partition(self.axes, self.reducer, lambda v: self.part_of(v) if splits else None)
+        return Partition(
+            self.axes, self.reducer, lambda v: self.part_of(v) if splits else None, self.name
+        )
 
     def _update_parts(
         self,

@@ -115,8 +115,9 @@ def state_variable(
     dtype: tf.DType,
     checkpointed: bool = True,
     stacked: bool = True,
+    start: float = 0,
 ) -> mtf.Variable:
-    """A variable that is zero at the start of training and does not train.
+    """A variable that does not train, zero or another number at the start of training.
 
     Args:
       mesh: the mesh.
@@ -126,13 +127,15 @@ def state_variable(
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
       stacked: whether Mesh-TF's autostack may put it into one variable with others.
+      start: what it begins with, where it is checkpointed.
 
     Returns:
       An `mtf.Variable`.
     """
     if checkpointed:
         kind = dtype if stacked else unstacked(dtype)
+        initializer = tf.constant_initializer(start) if start else tf.zeros_initializer()
         return mtf.get_variable(
-            mesh, name, shape, kind, initializer=tf.zeros_initializer(), trainable=False
+            mesh, name, shape, kind, initializer=initializer, trainable=False
         ).operation
     return UncheckpointedVariable(mesh, name, shape, dtype)

@@ -403,6 +403,7 @@ class _AggregateReplicas(Stage):
         due = mtf.greater_equal(count, wrapper._to_aggregate)
         # All of them, and nothing waits from the steps before.
         alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
+        step.write_state(when=lambda: mtf.greater(mtf.reduce_sum(contributed), 0))
         gate = accumulators.add(step, Bypass(alone, skipped) if one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)

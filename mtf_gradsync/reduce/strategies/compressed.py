@@ -11,8 +11,10 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.checks import check_values
+from mtf_gradsync.reduce.parts.cuts import Cuts
+from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
 from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
-from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+from mtf_gradsync.reduce.strategy import Strategy, check_strategy, reduce_scatter_by
 from mtf_gradsync.reduce.sums.overflow import say_where_sums_overflow
 
 
@@ -97,23 +99,70 @@ class CompressedAllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """See `Strategy.all_reduce`."""
+        narrow = self._compressed(mesh_impl, values, groups)
+        sums = self.reducer.all_reduce(mesh_impl, narrow, groups)
+        return self._restored(mesh_impl, values, narrow, sums, groups)
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """See `Strategy.reduce_scatter`; what is scattered is in the wire dtype."""
+        narrow = self._compressed(mesh_impl, values, groups)
+        parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
+        return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
+
+    @property
+    def reduces_gradients_apart(self) -> bool:
+        """See `Strategy.reduces_gradients_apart`; as the inner strategy."""
+        return bool(getattr(self.reducer, "reduces_gradients_apart", False))
+
+    def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
+        """See `Strategy.gradient_state`; the inner strategy's."""
+        return self.reducer.gradient_state(gradients, maker)
+
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """See `Strategy.reduce_gradients`; the inner strategy is given values in the wire dtype."""
+        narrow = self._compressed(mesh_impl, values, groups)
+        sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
+        return self._restored(mesh_impl, values, narrow, sums, groups), state
+
+    def _compressed(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """What is sent: values in the wire dtype, or as they are."""
         self.check(mesh_impl, groups)
         values = list(values)
         check_values(values)
         wide = [i for i, value in enumerate(values) if _is_wide(value)]
         if groups.group_size == 1 or not wide or not self._narrows(mesh_impl, groups):
-            return self.reducer.all_reduce(mesh_impl, values, groups)
-        wire = self.compressed_dtype
+            return values
 
         def compress(x: tf.Tensor) -> tf.Tensor:
-            return tf.cast(x if self.prescale == 1 else x * self.prescale, wire)
+            return tf.cast(x if self.prescale == 1 else x * self.prescale, self.compressed_dtype)
 
-        narrow = list(values)
         for index in wide:
-            narrow[index] = mesh_impl.slicewise(compress, values[index])
-        results = self.reducer.all_reduce(mesh_impl, narrow, groups)
-        sums = [results[i] for i in wide]
-        for index in wide:
+            values[index] = mesh_impl.slicewise(compress, values[index])
+        return values
+
+    def _restored(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        narrow: Sequence[Any],
+        sums: Sequence[Any],
+        groups: ProcessorGroups,
+        in_parts: bool = False,
+    ) -> list[Any]:
+        """Sums, or parts of them, in the dtypes of the values that they are of."""
+        results = list(sums)
+        compressed = [i for i, (x, y) in enumerate(zip(values, narrow)) if x is not y]
+        for index in compressed:
             dtype = values[index].tensor_list[0].dtype.base_dtype
 
             def restore(x: tf.Tensor, dtype: tf.DType = dtype) -> tf.Tensor:
@@ -121,11 +170,16 @@ class CompressedAllReduce(Strategy):
                 return x if self.prescale == 1 else x / self.prescale
 
             results[index] = mesh_impl.slicewise(restore, results[index])
-        if wire == tf.float16:
+        if compressed and self.compressed_dtype == tf.float16:
             restored = say_where_sums_overflow(
-                mesh_impl, [values[i] for i in wide], sums, [results[i] for i in wide], groups
+                mesh_impl,
+                [values[i] for i in compressed],
+                [sums[i] for i in compressed],
+                [results[i] for i in compressed],
+                groups,
+                in_parts,
             )
-            for index, value in zip(wide, restored):
+            for index, value in zip(compressed, restored):
                 results[index] = value
         return results
 

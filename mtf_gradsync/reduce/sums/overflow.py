@@ -15,6 +15,7 @@ def say_where_sums_overflow(
     sums: Sequence[Any],
     results: Sequence[Any],
     groups: ProcessorGroups,
+    in_parts: bool = False,
 ) -> list[Any]:
     """Prints when sums of finite values are not finite.
 
@@ -26,13 +27,19 @@ def say_where_sums_overflow(
       sums: the sums of each, in the narrow dtype.
       results: what is made of the sums; using any of them runs the check.
       groups: the processors that summed with each other.
+      in_parts: whether each processor of a group has a part of the sum, not all of it.
 
     Returns:
       `results`, tied to the check.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]
-    finite = [_all_finite(sums[i].tensor_list[group[0]], devices[group[0]]) for i, group in pairs]
+    finite = []
+    for i, group in pairs:
+        holders = group if in_parts else group[:1]
+        found = [_all_finite(sums[i].tensor_list[p], devices[p]) for p in holders]
+        with tf.device(devices[group[0]]):
+            finite.append(tf.reduce_all(tf.stack(found)) if in_parts else found[0])
     host = tf.DeviceSpec.from_string(devices[0]).replace(device_type="CPU", device_index=0)
     host = host.to_string()
 

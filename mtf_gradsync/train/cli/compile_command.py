@@ -12,7 +12,8 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 _DESCRIPTION = """\
 Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
 compiler. Prints whether it is accepted, the collectives before and after the compiler's
-optimizations, and the memory per core. Nothing is trained and no TPU is needed.
+optimizations, the memory per core and the compiler's estimate of a step's cost. Nothing is
+trained and no TPU is needed.
 
 Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
 
@@ -43,6 +44,16 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON, too")
     parser.add_argument(
+        "--compare_with_bare",
+        action="store_true",
+        help="show the compiler's estimate for the innermost optimizer alone, too",
+    )
+    parser.add_argument(
+        "--update_not_split",
+        action="store_true",
+        help="compile a second time without splitting the update over the cores, to compare bytes",
+    )
+    parser.add_argument(
         "--save_hlo",
         metavar="DIR",
         help="write the program before and after optimization there, as HLO text",
@@ -54,14 +65,21 @@ def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     json_file = output_path("--json", args.json)
     with loaded_config(args):
-        compiled = compile_config(args.topology, args.save_hlo)
+        compiled = compile_config(
+            args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
+        )
     print(compiled)
     if json_file:
         json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
     return 0 if compiled.accepted else 1
 
 
-def compile_config(topology: str, save_hlo: str | None = None) -> Any:
+def compile_config(
+    topology: str,
+    save_hlo: str | None = None,
+    compare_with_bare: bool = False,
+    update_not_split: bool = False,
+) -> Any:
     """Compiles the training step that gin's configuration describes.
 
     The step counter and the learning rate that follows from it stay outside the program, on the
@@ -70,6 +88,8 @@ def compile_config(topology: str, save_hlo: str | None = None) -> Any:
     Args:
       topology: as for `mtf_gradsync.xla.compile_for_tpu`.
       save_hlo: as there.
+      compare_with_bare: whether to have the estimate for the innermost optimizer alone, too.
+      update_not_split: as there.
 
     Returns:
       A `mtf_gradsync.xla.CompiledProgram`.
@@ -82,6 +102,7 @@ def compile_config(topology: str, save_hlo: str | None = None) -> Any:
     from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import tf
     from mtf_gradsync.train import gin_files
+    from mtf_gradsync.train.comparison.steps import innermost_of
     from mtf_gradsync.train.job import build_simd, resolve_job
 
     # Before the graph, which may take a minute.
@@ -89,10 +110,16 @@ def compile_config(topology: str, save_hlo: str | None = None) -> Any:
     if missing:
         raise TrainingError(missing)
     job = resolve_job(gin_files.run_config())
+    bare = None
+    if compare_with_bare:
+        with tf.Graph().as_default():
+            _, bare = build_simd(job._replace(optimizer=innermost_of(job.optimizer)))
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         try:
-            return xla.compile_for_tpu(program, [graph.loss], topology, save_hlo)
+            return xla.compile_for_tpu(
+                program, [graph.loss], topology, save_hlo, bare, update_not_split
+            )
         except xla.CompilerDiedError as error:
             raise TrainingError(str(error)) from error
         except ValueError as error:

@@ -49,6 +49,9 @@ def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
     names = {row.name for row in report.rows}
     # A sum may take what another sum gives, in stages.
     sums = _after(partial, names) | _before(whole, lambda op: op.type in _MOVES)
+    # What is summed together with gradients belongs to them.
+    with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
+    sums |= {row.name for row in report.rows if row.together in with_gradients}
     model = _before([*partial, *whole, graph.loss], lambda op: True)
     return {
         name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names

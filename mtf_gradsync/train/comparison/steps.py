@@ -91,14 +91,17 @@ def compare(
     done()
     bare = wrapped
     if is_wrapped:
-        bare, _ = _list(job._replace(optimizer=_innermost_of(job.optimizer)), with_transfers)
+        bare, _ = _list(job._replace(optimizer=innermost_of(job.optimizer)), with_transfers)
     done()
     return Comparison(wrapped.collectives.mesh, bare, wrapped)
 
 
-def _innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
+def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory of the innermost optimizer of the stacks that a factory makes."""
+
     def make(learning_rate: Any) -> Any:
-        return optimizer(learning_rate=learning_rate).innermost()
+        made = optimizer(learning_rate=learning_rate)
+        return made.innermost() if isinstance(made, Wrapper) else made
 
     return make
 

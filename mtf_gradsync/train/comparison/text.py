@@ -39,7 +39,8 @@ def as_text(comparison: Comparison, rows: bool = False) -> str:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
         blocks += [_totals([_transfer_lines(s.transfers) for s in steps if s.transfers])]
     blocks += [
-        "groups: operations that are made together, which the compilers of TPUs and GPUs combine.\n"
+        "ops: collectives or transfers; groups: those that are made together, which the compilers\n"
+        "of TPUs and GPUs combine.\n"
         "bytes: what one core puts into a collective, or a device receives, on average.\n"
         "share: of the bytes of an update step, which takes every branch."
     ]
@@ -93,7 +94,7 @@ def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
     headers = [""]
     for title in _TITLES:
-        headers += [f"{title}\noperations", "\ngroups", "\nruns", "\nbytes", "\nshare"]
+        headers += [f"{title}\nops", "\ngroups", "\nruns", "\nbytes", "\nshare"]
     lines = []
     for label in labels:
         line = [label]

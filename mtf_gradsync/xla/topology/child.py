@@ -58,8 +58,15 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     answer["seconds"] = time.monotonic() - began
     answer["memory"] = private.memory_bytes(executable)
     keep("after", private.compiled_hlo(executable))
-    unsharded = private.compile_stablehlo(module, found.devices, _UPDATE_NOT_SPLIT, load=False)
-    keep("after_unsharded", private.compiled_hlo(unsharded))
+    answer["cost"] = {"step": private.cost_numbers(executable)}
+    for name in request["estimate"]:
+        with open(path(f"{name}.mlir")) as file:
+            other = private.compile_stablehlo(file.read(), found.devices, {}, load=False)
+        keep(name, private.compiled_hlo(other))
+        answer["cost"][name] = private.cost_numbers(other)
+    if request["update_not_split"]:
+        unsharded = private.compile_stablehlo(module, found.devices, _UPDATE_NOT_SPLIT, load=False)
+        keep("after_unsharded", private.compiled_hlo(unsharded))
     return answer
 
 

@@ -9,7 +9,15 @@ from typing import Sequence
 from tabulate import tabulate
 
 from mtf_gradsync.xla.topology.collectives import HloCollective, bytes_by_operation
+from mtf_gradsync.xla.topology.estimate import CostEstimate
 from mtf_gradsync.xla.topology.topologies import GENERATIONS
+
+_ESTIMATES = {
+    "step": "step, without branches",
+    "conditions_true": "step, all conditions true",
+    "conditions_false": "step, all conditions false",
+    "bare": "bare optimizer",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +58,13 @@ class CompiledProgram:
       after: collectives of the compiled program. Empty where it was refused.
       after_unsharded: the same, compiled without splitting the weight update over the cores; the
         option that splits it turns one all-reduce into several operations, so compare bytes here.
+        Empty where that was not asked for.
       memory: what it takes on one core; None where it was refused.
       seconds: how long the compiler took. That is no measure of how fast the program runs.
+      estimates: the compiler's own estimates by name. "step": of the program, without what stands
+        in conditionals. "conditions_true" and "conditions_false", where it has any: of the program
+        with all of its conditions true, as in an update step, or false. "bare": of the program with
+        the bare optimizer.
     """
 
     topology: str
@@ -63,6 +76,7 @@ class CompiledProgram:
     after_unsharded: tuple[HloCollective, ...]
     memory: CoreMemory | None
     seconds: float
+    estimates: dict[str, CostEstimate] = dataclasses.field(default_factory=dict)
 
     @property
     def accepted(self) -> bool:
@@ -93,6 +107,8 @@ class CompiledProgram:
             lines += ["", *self._collectives()]
         if self.memory is not None:
             lines += ["", *self._memory(self.memory)]
+        if self.estimates:
+            lines += ["", *self._estimates()]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -107,10 +123,9 @@ class CompiledProgram:
     def _collectives(self) -> list[str]:
         columns = [("before optimization", self.before)]
         if self.accepted:
-            columns += [
-                ("compiled", self.after),
-                ("compiled, update not split", self.after_unsharded),
-            ]
+            columns.append(("compiled", self.after))
+        if self.after_unsharded:
+            columns.append(("compiled, update not split", self.after_unsharded))
         sums = [bytes_by_operation(rows) for _, rows in columns]
         operations = list(dict.fromkeys(name for found in sums for name in found))
         table = []
@@ -121,6 +136,29 @@ class CompiledProgram:
         in_loops = (sum(c.is_in_loop for c in rows) for _, rows in columns)
         table += [["in branches", *map(str, conditional)], ["in loops", *map(str, in_loops)]]
         return _table(["collectives", *(title for title, _ in columns)], table)
+
+    def _estimates(self) -> list[str]:
+        bare = self.estimates.get("bare")
+        if set(self.estimates) <= {"step", "bare"}:
+            labels = {**_ESTIMATES, "step": "step"}
+        else:
+            labels = _ESTIMATES
+        rows, notes = [], ["An estimate is no timing: nothing overlaps in it, and it has no host."]
+        for name, cost in self.estimates.items():
+            share = f"{cost.seconds / bare.seconds:.2f}" if bare and bare.seconds else ""
+            numbers = (
+                f"{cost.flops:,.0f}",
+                f"{cost.bytes_accessed:,.0f}",
+                f"{1e6 * cost.seconds:,.1f}",
+            )
+            rows.append([labels[name], *numbers, share])
+            if cost.unknown:
+                kinds = ", ".join(cost.unknown_operations) or "unnamed"
+                notes.append(f"{labels[name]}: without {cost.unknown} operations ({kinds}).")
+        headers = ["estimate per core", "operations", "bytes touched", "us", "of bare"]
+        if bare is None:
+            headers, rows = headers[:-1], [row[:-1] for row in rows]
+        return _table(headers, rows) + notes
 
     def _memory(self, memory: CoreMemory) -> list[str]:
         rows = [

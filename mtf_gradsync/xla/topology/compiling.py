@@ -16,11 +16,14 @@ from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
+from mtf_gradsync.xla.topology.estimate import read_estimate, with_conditions
 from mtf_gradsync.xla.topology.own_process import ask
 from mtf_gradsync.xla.topology.topologies import GENERATIONS, generation_of
 
 _LONGEST_ERROR = 600
 _STAGES = ("before", "after", "after_unsharded")
+# Estimate -> the name of its compiled program, where that is another.
+_STAGE_OF = {"step": "after"}
 
 
 def compile_for_tpu(
@@ -28,6 +31,8 @@ def compile_for_tpu(
     fetches: Sequence[Any] = (),
     topology: str = "v3:2x2",
     save_hlo: str | os.PathLike[str] | None = None,
+    bare: Program | None = None,
+    update_not_split: bool = False,
 ) -> CompiledProgram:
     """Compiles a program for a TPU that is not there.
 
@@ -40,6 +45,9 @@ def compile_for_tpu(
       topology: TPU generation and chips, as in "v3:2x2"; it must have as many cores as the
         program's mesh. (A "v3" chip has two.)
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to, for a closer look.
+      bare: the same model's program with the bare optimizer, to have its estimate beside.
+      update_not_split: whether to compile it a second time, without splitting the weight update
+        over the cores, so that the bytes of collectives can be compared.
 
     Returns:
       The compiler's answer; a program that it refuses is an answer too.
@@ -59,8 +67,9 @@ def compile_for_tpu(
         module = to_stablehlo(to_hlo(replica))
     except UnsupportedProgramError as error:
         refused = str(error)
+    others = _others(module, bare) if module is not None else {}
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
-        answer = ask(folder, module, topology, replica.num_replicas)
+        answer = ask(folder, module, topology, replica.num_replicas, others, update_not_split)
         _check_topology(topology, answer, replica.num_replicas)
         if "error" in answer:
             refused = f"the TPU compiler: {_short(answer['error'])}"
@@ -69,6 +78,12 @@ def compile_for_tpu(
             tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
             for path in found.values()
         )
+        estimates = {
+            name: read_estimate(
+                numbers, (Path(folder) / f"{_STAGE_OF.get(name, name)}.hlo.pb").read_bytes()
+            )
+            for name, numbers in answer.get("cost", {}).items()
+        }
         if save_hlo is not None:
             Path(save_hlo).mkdir(parents=True, exist_ok=True)
             for stage in ("before", "after"):
@@ -85,7 +100,16 @@ def compile_for_tpu(
         after_unsharded=unsharded,
         memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
         seconds=answer.get("seconds", 0.0),
+        estimates=estimates,
     )
+
+
+def _others(module: str, bare: Program | None) -> dict[str, str]:
+    """Programs whose costs say more of a program's cost, by the name of the estimate."""
+    made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
+    if bare is not None:
+        made["bare"] = to_stablehlo(to_hlo(replica_program(bare)))
+    return {name: text for name, text in made.items() if text is not None}
 
 
 def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Mapping
 
 from mtf_gradsync._private import jax as private
 from mtf_gradsync.xla.topology import child
@@ -21,7 +21,14 @@ class CompilerDiedError(RuntimeError):
     """The process that compiles ended without an answer."""
 
 
-def ask(folder: str, module: str | None, topology: str, num_cores: int) -> dict[str, Any]:
+def ask(
+    folder: str,
+    module: str | None,
+    topology: str,
+    num_cores: int,
+    estimate: Mapping[str, str] = {},
+    update_not_split: bool = False,
+) -> dict[str, Any]:
     """Has a program compiled.
 
     Args:
@@ -29,6 +36,8 @@ def ask(folder: str, module: str | None, topology: str, num_cores: int) -> dict[
       module: StableHLO; None to ask for the topology only.
       topology: its name.
       num_cores: of the program's mesh.
+      estimate: further programs, by name, of which only the cost is wanted.
+      update_not_split: whether to compile the program again without splitting the weight update.
 
     Returns:
       What the other process answered.
@@ -46,7 +55,15 @@ def ask(folder: str, module: str | None, topology: str, num_cores: int) -> dict[
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     place = Path(folder)
-    request = {"topology": topology, "num_cores": num_cores, "compile": module is not None}
+    request = {
+        "topology": topology,
+        "num_cores": num_cores,
+        "compile": module is not None,
+        "estimate": list(estimate),
+        "update_not_split": update_not_split,
+    }
+    for name, text in estimate.items():
+        (place / f"{name}.mlir").write_text(text)
     (place / "request.json").write_text(json.dumps(request))
     (place / "module.mlir").write_text(module or "")
     done = subprocess.run(

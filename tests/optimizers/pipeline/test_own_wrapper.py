@@ -7,6 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf
 from tests import documents, harness, models
+from tests.reduce import rounded
 
 SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
 KINDS = ["placement", "simd"] + ([] if xla.why_no_xla() else ["xla"])
@@ -87,3 +88,19 @@ def test_the_strategy_notes_what_is_reduced(kind, names, without_the_spike):
     # All four gradients cross, float32: w1 and b1 are split over the model axis, the others not.
     gradients = models.INPUTS * models.HIDDEN // 2 + models.HIDDEN // 2 + 1 + 1
     assert sum(size for _, size, _ in strategy.noted) == 4 * gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_strategy_with_state_sends_rounded_gradients_and_keeps_the_rest(kind, names):
+    def make():
+        strategy = names["RoundedAllReduce"]()
+        opt = mtf.optimize.SgdOptimizer(rounded.RATE)
+        return gs.CrossShardOptimizer(opt, reducer=strategy, mesh_shape=SHAPE, layout=LAYOUT)
+
+    def build(mesh, inputs):
+        return make().minimize(rounded.loss(mesh, inputs)), {}
+
+    batches, reference = rounded.batches(5), rounded.Reference(2)
+    for batch in batches:
+        reference.apply(reference.send(batch))
+    reference.check(harness.run(kind, SHAPE, LAYOUT, build, batches).variables)

@@ -3,26 +3,44 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync import simd
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh import topology
-from mtf_gradsync.reduce import FusedAllReduce, ProcessorGroups
+from mtf_gradsync.reduce import BestAllReduce, CompressedAllReduce, FusedAllReduce, ProcessorGroups
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut
 from tests.reduce import on_mesh
 
 # The first fills a tile of a TPU's memory and more.
 SHAPES = [(8, 600), (3, 4), (4,)]
+KINDS = ["placement", "own memories", "simd"]
 # Mesh, axes that are summed over, and how each value is cut.
 CASES = [
     ("4x2", [0], [[Cut(0, 0)], [Cut(0, 1)], [Cut(0, 0)]]),
     ("4x2", [0, 1], [[Cut(0, 0), Cut(1, 1)], [Cut(0, 1)], [Cut(0, 0)]]),
     ("2x2x2", [0, 2], [[Cut(0, 1), Cut(2, 0)], [Cut(2, 1)], [Cut(0, 0)]]),
 ]
+STRATEGIES = {
+    "fused": FusedAllReduce,
+    "best": BestAllReduce,
+    # It holds all sums here.
+    "bfloat16": CompressedAllReduce,
+    "float16": lambda: CompressedAllReduce(wire_dtype="float16", prescale=0.5),
+}
 
 
-@pytest.mark.parametrize("kind", ["placement", "own memories", "simd"])
-@pytest.mark.parametrize(("mesh", "axes", "cuts"), CASES)
-def test_parts_of_sums_and_back(kind, mesh, axes, cuts, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "kind", "mesh", "axes", "cuts"),
+    [
+        *(("fused", kind, *case) for kind in KINDS for case in CASES),
+        *(
+            (strategy, kind, *case)
+            for strategy in list(STRATEGIES)[1:]
+            for kind, case in zip(KINDS, CASES)
+        ),
+    ],
+)
+def test_parts_of_sums_and_back(strategy, kind, mesh, axes, cuts, monkeypatch):
     shape = mtf.convert_to_shape(on_mesh.MESHES[mesh])
     rng = np.random.RandomState(0)
     # Whole numbers: their sums are exact in any order.
@@ -32,7 +50,7 @@ def test_parts_of_sums_and_back(kind, mesh, axes, cuts, monkeypatch):
 
     def make(mesh_impl, values):
         groups = ProcessorGroups.along(mesh_impl, axes)
-        parts = FusedAllReduce().reduce_scatter(mesh_impl, values, groups, cuts)
+        parts = STRATEGIES[strategy]().reduce_scatter(mesh_impl, values, groups, cuts)
         return [*parts, *all_gather(mesh_impl, parts, cuts, 2**20)]
 
     where = "simd" if kind == "simd" else "placement"
@@ -55,3 +73,39 @@ def test_parts_of_sums_and_back(kind, mesh, axes, cuts, monkeypatch):
                 expected = np.split(expected, shape.dims[axis].size, tensor_axis)[at[axis]]
             np.testing.assert_array_equal(part[p], expected)
             np.testing.assert_array_equal(whole[p], total)
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [("best", tf.float32), ("bfloat16", tf.bfloat16)])
+def test_a_simd_mesh_is_sent_one_reduce_scatter(strategy, dtype):
+    with tf.Graph().as_default() as graph:
+        with simd.tpu_program("all:8", "") as program:
+            impl = program.mesh_impl
+            values = [impl.LaidOutTensor([tf.ones([8, 1024])])]
+            groups = ProcessorGroups.along(impl, [0])
+            STRATEGIES[strategy]().reduce_scatter(impl, values, groups, [[Cut(0, 0)]])
+        sent = [op for op in graph.get_operations() if op.type in COLLECTIVES]
+    assert [(op.type, op.inputs[0].dtype) for op in sent] == [("XlaReduceScatter", dtype)]
+
+
+COLLECTIVES = ("CrossReplicaSum", "XlaReduceScatter", "XlaAllReduce", "AllToAll")
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("fused", 4), ("best", 4), ("bfloat16", 2)])
+def test_devices_of_other_memories_send_parts_alone(strategy, size, monkeypatch):
+    monkeypatch.setattr(topology, "_memory", lambda device: device)
+    with on_mesh.graph_of("all:8", []) as (impl, values, graph):
+        slices = []
+        for device in impl.devices:
+            with tf.device(device):
+                slices.append(tf.placeholder(tf.float32, [8, 16]))
+        values.append(impl.LaidOutTensor(slices))
+        groups = ProcessorGroups.along(impl, [0])
+        STRATEGIES[strategy]().reduce_scatter(impl, values, groups, [[Cut(0, 0)]])
+        sent = {
+            (x.name, op.device): x.shape.num_elements() * x.dtype.size
+            for op in graph.get_operations()
+            for x in op.inputs
+            if x.device != op.device
+        }
+    # Each of 8 devices sends 7 parts of 16 numbers.
+    assert sum(sent.values()) == 8 * 7 * 16 * size

@@ -6,6 +6,7 @@ import pytest
 from benchmarks import models
 from mtf_gradsync import reduce, session_config, simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce.parts.cuts import Cut
 from tests.reduce import on_mesh
 
 U = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -285,6 +286,20 @@ def test_float16_overflow_is_said_and_kept(strategy, capfd):
     (kept,), said = run(sum_too_large)
     assert said == 0
     assert (kept[:, 1] == 24e4).all()
+
+
+def test_overflow_is_said_of_parts_too(capfd):
+    x = np.ones([8, 8], "f")
+    x[:, 6] = 3e4  # in the part of one processor
+    compressed = reduce.CompressedAllReduce(wire_dtype="float16")
+
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        return compressed.reduce_scatter(impl, values, groups, [[Cut(0, 0)]])
+
+    (out,) = on_mesh.run("placement", "all:8", [x], make)
+    assert np.isinf(out).reshape(-1).tolist() == [p == 6 for p in range(8)]
+    assert "overflow: 1 of 1 sums" in capfd.readouterr().err
 
 
 def test_overflow_counts_sums_apart(capfd):

@@ -148,7 +148,7 @@ def test_a_program_in_which_nothing_is_sent_has_an_empty_table():
     lines = str(simd.list_collectives(program)).splitlines()
     assert lines[0] == "mesh all:2"
     assert lines[1].split()[:2] == ["operation", "dtype"]
-    assert lines[-1] == "every step      0 operations, 0 runs, 0 bytes per core"
+    assert lines[-1] == "every step      0 operations in 0 groups, 0 runs, 0 bytes per core"
 
 
 def test_no_program():

@@ -39,7 +39,7 @@ def without_gradients(step):
     return {name: total for name, total in parts.items() if name != "gradients"}
 
 
-def test_wrapper_sums_the_same_bytes_in_fewer_collectives(report, tmp_path):
+def test_wrapper_sums_the_same_bytes_in_one_group(report, tmp_path):
     picture = tmp_path / "report.png"
     text, content = report(flags=[f"--png={picture}"])
     bare, wrapped = content["bare"], content["wrapped"]
@@ -48,10 +48,11 @@ def test_wrapper_sums_the_same_bytes_in_fewer_collectives(report, tmp_path):
     assert wrapped["optimizers"] == ["CrossShardOptimizer", "AdafactorOptimizer"]
 
     # Eleven variables cross the batch axis, the sliced positional embedding among them; wrapped,
-    # they share a bucket.
+    # they are one group.
     before = bare["collectives"]["totals"]["by_part"]["gradients"]
     after = wrapped["collectives"]["totals"]["by_part"]["gradients"]
-    assert (before["operations"], after["operations"]) == (11, 1)
+    assert (before["operations"], before["groups"]) == (11, 11)
+    assert (after["operations"], after["groups"]) == (11, 1)
     # One core's slices in float32: positions, embedding (vocab split), three norms, q, k, v and o,
     # two dense kernels (d_ff split).
     numbers = 16 * 16 + 260 // 2 * 16 + 3 * 16 + 4 * 16 * 8 + 2 * 16 * 16
@@ -75,10 +76,11 @@ def test_accumulation_sums_gradients_in_update_steps_only(report):
     bare, wrapped = content["bare"], content["wrapped"]
     assert wrapped["transfers"] is None
     sums = gradient_rows(wrapped)
-    # The accumulators of all variables cross the mesh together, when there is an update.
-    (update,) = sums
-    assert update["branches"]
-    assert update["bytes_per_core"] == sum(row["bytes_per_core"] for row in gradient_rows(bare))
+    # The accumulators of all variables are reduced together, when there is an update.
+    assert len({row["together"] for row in sums}) == 1
+    assert all(row["branches"] for row in sums)
+    expected = sum(row["bytes_per_core"] for row in gradient_rows(bare))
+    assert sum(row["bytes_per_core"] for row in sums) == expected
     assert not any(row["branches"] for row in bare["collectives"]["rows"])
     parts = [step["collectives"]["totals"]["by_part"] for step in (bare, wrapped)]
     assert parts[0]["model"] == parts[1]["model"]
@@ -87,7 +89,7 @@ def test_accumulation_sums_gradients_in_update_steps_only(report):
     totals = wrapped["collectives"]["totals"]
     optimizer = totals["by_part"]["optimizer"]
     assert optimizer["operations"] > 0
-    assert totals["conditional"]["operations"] == 1 + optimizer["operations"]
+    assert totals["conditional"]["operations"] == len(sums) + optimizer["operations"]
     assert (
         totals["every_step"]["bytes_per_core"]
         < (bare["collectives"]["totals"]["every_step"]["bytes_per_core"])
@@ -116,10 +118,11 @@ def test_microbatches_count_every_turn_of_the_loop(report):
     bare, wrapped = gradient_rows(content["bare"]), gradient_rows(content["wrapped"])
     (inside,) = [row for row in bare if row["loops"]]
     assert (inside["turns"], inside["bytes_per_core"]) == (4, 4 * 16 * 16)
-    # Wrapped, gradients add up unsummed while the loop turns, and cross the mesh behind it.
-    (behind,) = wrapped
-    assert not behind["loops"]
-    assert behind["bytes_per_core"] == sum(row["bytes_per_core"] for row in bare)
+    # Wrapped, gradients add up unsummed while the loop turns, and are reduced behind it.
+    assert len({row["together"] for row in wrapped}) == 1
+    assert not any(row["loops"] for row in wrapped)
+    sizes = [sum(row["bytes_per_core"] for row in rows) for rows in (bare, wrapped)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(

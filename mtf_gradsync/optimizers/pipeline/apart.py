@@ -1,0 +1,161 @@
+"""Gradients that a strategy has a way of its own for, and the variables that it keeps for them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._scopes import root_scope
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients import pending_over_shards
+from mtf_gradsync.gradients.apart import ReduceApart
+from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.reduction import Reduction
+from mtf_gradsync.optimizers.pipeline.stage import Segment
+from mtf_gradsync.optimizers.state.restoring import note_state
+from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.variables import state_variable
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.state import GradientOfCores, StateMaker
+
+
+class _Maker(StateMaker):
+    """Makes the variables of a strategy's state, and records them."""
+
+    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook):
+        self.name = name
+        self._gradients, self._slots = gradients, slots
+        self.made: list[mtf.Variable] = []
+
+    def variable(
+        self,
+        name: str,
+        shape: mtf.Shape,
+        dtype: tf.DType = tf.float32,
+        shard_dims: Sequence[mtf.Dimension] = (),
+        start: float = 0,
+    ) -> mtf.Variable:
+        """See `StateMaker.variable`."""
+        mesh = self._gradients.mesh
+        if name in mesh.graph.name_to_variable:
+            raise ValueError(
+                f"The graph has a variable {name!r} already: gradients that strategies keep state "
+                "for are reduced once in a graph. Give apply_grads all variables at once, and two "
+                "optimizers of one graph names, or variables, of their own."
+            )
+        whole = mtf.Shape([*shard_dims, *shape.dims])
+        with root_scope():
+            made = state_variable(mesh, name, whole, dtype, stacked=False, start=start)
+        note_state(made, num_shard_dims=len(shard_dims), start=start)
+        self._slots.record([made], self._gradients.variables)
+        self.made.append(made)
+        return made
+
+
+class ReducedApart(NamedTuple):
+    """What a strategy has made of gradients.
+
+    Attributes:
+      gradients: with the reduced ones in place of those that it had a way of its own for.
+      owners: the variables of those.
+      kept: the variables of its state, each with its new value.
+    """
+
+    gradients: GradientSet
+    owners: frozenset[mtf.Variable]
+    kept: list[tuple[mtf.Variable, mtf.Tensor]]
+
+
+def reduce_apart(
+    gradients: GradientSet,
+    reduction: Reduction,
+    slots: SlotBook,
+    reduced_before: frozenset[mtf.Variable],
+) -> ReducedApart:
+    """Reduces the gradients that a strategy has a way of its own for.
+
+    These are the gradients that still have to cross the replica axes; on a mesh of one shard, where
+    none has, all of them, so that state moves there and back.
+
+    Args:
+      gradients: in any form that is not reduced.
+      reduction: of a strategy that `is_apart`.
+      slots: where variables are recorded.
+      reduced_before: variables whose gradients have been reduced in this step.
+
+    Returns:
+      The gradients and the state.
+
+    Raises:
+      ValueError: nobody has said what the mesh is, or state has a name that is taken.
+      TypeError: the strategy's state is no structure of variables that its maker made.
+    """
+    axes = reduction.axes
+    if axes is None:
+        axes = axes_of_pipeline(
+            reduction.name, "the cores that gradients are reduced over", reduction.batch_dims
+        )
+    replaced: dict[mtf.Variable, mtf.Tensor] = {}
+    kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
+    for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
+        variables, given = [v for v, _ in pairs], [g for _, g in pairs]
+        some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
+        maker = _Maker(gradients, "/".join([reduction.name, *some]), slots)
+        told = [
+            GradientOfCores(v.name, v.shape, shard_dims, g.dtype) for g, v in zip(given, variables)
+        ]
+        state = reduction.strategy.gradient_state(told, maker)
+        _check_state(state, maker.made, reduction.strategy)
+        made = ReduceApart(given, variables, shard_dims, axes, reduction.strategy, state)
+        replaced.update(zip(variables, made.sums))
+        kept += made.kept
+    grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
+    return ReducedApart(gradients.with_grads(grads), frozenset(replaced), kept)
+
+
+def _sets(
+    gradients: GradientSet, axes: ReplicaAxes, reduced_before: frozenset[mtf.Variable]
+) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
+    """The gradients to reduce and their variables, by the shard dims that they are reduced over."""
+    found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
+    pending = pending_over_shards(gradients.present, axes)
+    for grad, variable, is_pending in zip(gradients.present, gradients.owners, pending):
+        crosses = is_pending or any(d not in variable.shape.dims for d in grad.shape.dims)
+        # What the layout splits over a replica axis has no sum over that axis.
+        shard_dims = axes.free_shard_dims(variable.shape)
+        if variable in reduced_before:
+            continue
+        if axes.num_shards == 1 or (crosses and shard_dims):
+            found.setdefault(shard_dims, []).append((variable, grad))
+    return found
+
+
+def _check_state(state: Any, made: Sequence[mtf.Variable], strategy: Strategy) -> None:
+    held = [v for v in tf.nest.flatten(state) if v is not None]
+    if len(held) != len(made) or set(held) != set(made):
+        raise TypeError(
+            f"{type(strategy).__name__}.gradient_state must return the variables that its maker "
+            f"made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
+        )
+
+
+def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> None:
+    """Warns of strategies with a way of their own for gradients by which none of a step went.
+
+    Args:
+      segments: the wrappers of the step's stack.
+      used: the strategies that gradients went by.
+    """
+    for segment in segments:
+        strategy = segment.reduction.strategy
+        if segment.reduction.is_apart and strategy not in used:
+            warn_once(
+                f"unused {segment.name}",
+                "No gradients go by %s, the reducer of %s: another wrapper of its stack, %s, "
+                "reduces them. Give it to the outermost wrapper that reduces, and to "
+                "ShardedUpdateOptimizer where updates are sharded.",
+                type(strategy).__name__,
+                segment.name,
+                [one.name for one in segments],
+            )

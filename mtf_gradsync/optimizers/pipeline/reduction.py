@@ -1,0 +1,63 @@
+"""How the gradients of a step are reduced, and what was reduced."""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Branch
+
+
+class Reduction(NamedTuple):
+    """How a wrapper reduces gradients.
+
+    Attributes:
+      strategy: the reduction strategy.
+      batch_dims: names of the dimensions that the batch is split along.
+      axes: the replica axes, where the wrapper knows them.
+      name: the wrapper's name.
+    """
+
+    strategy: Strategy
+    batch_dims: tuple[str, ...]
+    axes: ReplicaAxes | None = None
+    name: str = ""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the strategy has a way of its own for gradients."""
+        return bool(getattr(self.strategy, "reduces_gradients_apart", False))
+
+
+class Partition(NamedTuple):
+    """How updates are sharded: which part of a variable each replica updates.
+
+    Attributes:
+      axes: the replica axes.
+      strategy: the reduction strategy.
+      shape_of: from a variable to the shape of its parts; None for one that stays whole.
+      name: the wrapper's name.
+    """
+
+    axes: ReplicaAxes
+    strategy: Strategy
+    shape_of: Callable[[mtf.Variable], mtf.Shape | None]
+    name: str = ""
+
+
+class Reduced(NamedTuple):
+    """The first reduction of a step.
+
+    Attributes:
+      parts: the gradients before it, not None, pending or per shard.
+      sums: the gradients after it, whole or in parts.
+      branch: the branch of the step that has them; None where every step has.
+      strategy: the reduction strategy.
+    """
+
+    parts: list[mtf.Tensor]
+    sums: list[mtf.Tensor]
+    branch: Branch | None
+    strategy: Strategy

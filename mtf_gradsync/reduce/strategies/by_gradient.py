@@ -1,0 +1,71 @@
+"""The base of strategies that have a way of their own for gradients."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce.parts.cuts import Cuts
+from mtf_gradsync.reduce.state import State
+from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
+from mtf_gradsync.reduce.strategy import Strategy, check_strategy, reduce_scatter_by
+
+
+class GradientStrategy(Strategy):
+    """Reduces the gradients of an optimizer in a way of its own, all other sums by `reducer`.
+
+    For strategies whose sums are not exact, or that keep what they did not send: norms, flags and
+    the model's own sums never go that way. A subclass has `reduce_gradients`, and `gradient_state`
+    if it keeps state.
+
+    Attributes:
+      reducer: the strategy of all other sums.
+    """
+
+    def __init__(self, reducer: Strategy | None = None):
+        """Sets the strategy of all other sums.
+
+        Args:
+          reducer: a strategy; None for `FusedAllReduce()`.
+
+        Raises:
+          TypeError: reducer is no strategy.
+        """
+        self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
+
+    @property
+    def reduces_gradients_apart(self) -> bool:
+        """See `Strategy.reduces_gradients_apart`."""
+        return True
+
+    @abc.abstractmethod
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """See `Strategy.reduce_gradients`."""
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        """See `Strategy.all_reduce`."""
+        return self.reducer.all_reduce(mesh_impl, values, groups)
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """See `Strategy.reduce_scatter`."""
+        return reduce_scatter_by(self.reducer, mesh_impl, values, groups, cuts)
+
+    def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
+        """See `Strategy.check`."""
+        getattr(self.reducer, "check", super().check)(mesh_impl, groups)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        """See `Strategy.wire_dtype`; of all other sums."""
+        return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)

@@ -1,0 +1,99 @@
+"""The compiler's own estimate of what a program costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.lowering.operations import walk
+
+# Custom calls that take no time: they name a piece of memory.
+_FREE = frozenset({"AllocateBuffer"})
+# What TensorFlow's conditionals become; its first branch is the one for true.
+_IF = "stablehlo.if"
+
+
+@dataclasses.dataclass(frozen=True)
+class CostEstimate:
+    """What the compiler expects of one step on one core. It is no timing.
+
+    The compiler adds up its operations one after the other: nothing overlaps, and neither the host
+    nor the input is in it. Two programs can be compared by it.
+
+    Attributes:
+      flops: floating-point operations.
+      bytes_accessed: bytes that operations read from memory and write to it.
+      seconds: how long all operations take that the compiler has an estimate for.
+      unknown: how many operations it has none for.
+      unknown_operations: custom calls of the compiled program that may be these, by target.
+    """
+
+    flops: float
+    bytes_accessed: float
+    seconds: float
+    unknown: int = 0
+    unknown_operations: tuple[str, ...] = ()
+
+
+def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
+    """Reads what libtpu says of a program.
+
+    Args:
+      numbers: "flops", "bytes accessed" and "optimal_seconds". The last has -1 in it for each
+        operation that the compiler cannot estimate (libtpu 0.0.42).
+      compiled: the compiled program, a serialized ``HloModuleProto``.
+
+    Returns:
+      The estimate.
+    """
+    seconds, unknown = numbers["optimal_seconds"], 0
+    while seconds < 0:
+        seconds, unknown = seconds + 1, unknown + 1
+    targets = {
+        instruction.custom_call_target
+        for computation in read_module(compiled).computations
+        for instruction in computation.instructions
+        if instruction.opcode == "custom-call"
+    }
+    names = tuple(sorted(targets - _FREE)) if unknown else ()
+    return CostEstimate(numbers["flops"], numbers["bytes accessed"], seconds, unknown, names)
+
+
+def with_conditions(module: str, value: bool) -> str | None:
+    """A program in which every condition has one value, so that the compiler estimates branches.
+
+    Its estimate leaves out what stands in a conditional.
+
+    Args:
+      module: the text of an MLIR module of StableHLO.
+      value: what all conditions are.
+
+    Returns:
+      The text of such a module; None where the program has no conditional.
+    """
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context(), ir.Location.unknown():
+        parsed = ir.Module.parse(module)
+        found = 0
+        while True:
+            conditional = next((op for op in walk(parsed.operation) if op.name == _IF), None)
+            if conditional is None:
+                return str(parsed) if found else None
+            _put_in_line(conditional, 0 if value else 1)
+            found += 1
+
+
+def _put_in_line(conditional: Any, branch: int) -> None:
+    """Puts a branch in the place of its conditional.
+
+    The compiler keeps a conditional with collectives even where its condition is a constant.
+    """
+    *operations, last = conditional.regions[branch].blocks[0].operations
+    for operation in operations:
+        operation.operation.move_before(conditional)
+    for result, value in zip(conditional.results, last.operands):
+        result.replace_all_uses_with(value)
+    conditional.erase()

@@ -1,0 +1,77 @@
+"""The model of `tests.reduce.rounded` with optimizers around it, on any runtime."""
+
+from __future__ import annotations
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
+from tests.reduce import rounded
+
+MESHES = {
+    "4": ("all:4", "batch:all"),
+    "2x2": ("rows:2;cols:2", "batch:rows;hidden:cols"),
+    "8": ("all:8", "batch:all"),
+    "one": harness.ONE,
+}
+SHARDS = {"4": 4, "2x2": 2, "8": 8, "one": 1}
+STEPS = 50
+FEEDS = rounded.batches(STEPS)
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(rounded.RATE)
+
+
+class Program:
+    """The model with an optimizer, on any runtime; sessions that go on from checkpoints."""
+
+    def __init__(self, kind, mesh, make, reported=False):
+        self.kind, self.mesh = kind, mesh
+        shape, layout = MESHES[mesh]
+        self.opt = None
+
+        def build(mtf_mesh, inputs):
+            loss = rounded.loss(mtf_mesh, inputs)
+            self.opt = make(dict(mesh_shape=shape, layout=layout))
+            operations = self.opt.apply_grads(*zip(*self.opt.compute_gradients(loss)))
+            return operations, {"loss": loss, **(gs.reported(self.opt) if reported else {})}
+
+        self.built = harness.built(kind, shape, layout, build, FEEDS[0])
+        if self.built.program is None:
+            with self.built.graph.as_default():
+                self.saver = gs.ReshardingSaver(max_to_keep=None)
+
+    def fetches(self, feeds):
+        """What the steps fetch, from the start."""
+        return self.built.run(feeds).fetched
+
+    def run(self, feeds, restore=None, save=None):
+        """Makes steps, from a checkpoint perhaps, and returns all masters."""
+        made = self.built
+        with made.graph.as_default(), made._session() as session:
+            if made.program is None:
+                session.run(made.init)
+                if restore:
+                    self.saver.restore(session, restore)
+                session.run(made.restore)
+            elif restore:
+                session.restore(restore)
+            for feed in feeds:
+                feed = {made.inputs[name]: value for name, value in feed.items()}
+                session.run([made.fetched, made.updates], feed)
+            if made.program is None:
+                session.run(made.collect)
+                if save:
+                    self.saver.save(session, save)
+                return session.run({v.op.name: v for v in tf.global_variables()})
+            if save:
+                session.save(save)
+            return session.variables()
+
+
+def cross_shard(mesh):
+    return gs.CrossShardOptimizer(sgd(), reducer=rounded.RoundedAllReduce(), **mesh)
+
+
+def rounding():
+    return rounded.RoundedAllReduce()
