@@ -8,7 +8,6 @@ from mtf_gradsync.compat_v1.given import (
     OptimizerLike,
     given_optimizer,
     is_v1,
-    refuse_with_v1,
 )
 from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
 from mtf_gradsync.compat_v1.wrappers import CrossShardOptimizer, Reduction, sync_replicas
@@ -25,6 +24,5 @@ __all__ = [
     "Reduction",
     "given_optimizer",
     "is_v1",
-    "refuse_with_v1",
     "sync_replicas",
 ]

@@ -7,7 +7,12 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import create_slots, number_of_tpu_shards, optimizers_inside
+from mtf_gradsync._private.tensorflow import (
+    control_flow_v1,
+    create_slots,
+    number_of_tpu_shards,
+    optimizers_inside,
+)
 from mtf_gradsync.compat_v1.given import OffMesh
 
 AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
@@ -258,14 +263,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
 def _control_flow_for(variables: Sequence[Any]) -> Iterator[None]:
     """Control flow of v1 where a variable is of the old kind, which functions cannot write."""
     is_old = any(v.dtype != v.dtype.base_dtype for v in variables)
-    if not is_old or not tf.control_flow_v2_enabled():
+    with control_flow_v1() if is_old else contextlib.nullcontext():
         yield
-        return
-    tf.disable_control_flow_v2()
-    try:
-        yield
-    finally:
-        tf.enable_control_flow_v2()
 
 
 def _local(value: tf.Tensor, name: str) -> tf.Variable:

@@ -6,6 +6,7 @@ import contextlib
 from typing import Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.step.as_call import can_call, run_as_call
 from mtf_gradsync.step.gate import Gate
@@ -97,7 +98,7 @@ class Conditional(mtf.Operation):
         waited_for = [lowering.operations[op] for op in self._behind]
         if self._gate is not None:
             waited_for.append(self._gate.barrier(lowering))
-        with tf.control_dependencies(waited_for):
+        with tf.control_dependencies(waited_for), control_flow_v1():
             done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
         # Those of branches inside this one, too: outside of it nothing else can be waited for.
         for op in [*lowering.operations]:

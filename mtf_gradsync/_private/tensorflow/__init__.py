@@ -7,6 +7,7 @@ each that fails where a version means something else.
 from mtf_gradsync._private.tensorflow.graphs import (
     TracedFunction,
     control_flow_context,
+    control_flow_v1,
     replace_capture,
     set_attr,
     trace_function,
@@ -59,6 +60,7 @@ __all__ = [
     "add_saving_listeners",
     "collective_sum",
     "control_flow_context",
+    "control_flow_v1",
     "create_slots",
     "cross_replica_gather",
     "cross_replica_scatter",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+import contextlib
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 
@@ -21,6 +22,23 @@ def control_flow_context(graph: tf.Graph) -> Any:
     Read on TensorFlow 2.12 to 2.21.
     """
     return graph._get_control_flow_context()
+
+
+@contextlib.contextmanager
+def control_flow_v1() -> Iterator[None]:
+    """Lets ``tf.cond`` make its operations in the graph itself, as after `disable_v2_behavior`.
+
+    Where TensorFlow 2's control flow is on, a branch is a graph of its own, and what it makes is of
+    no use to the lowering outside.
+    """
+    if not tf.control_flow_v2_enabled():
+        yield
+        return
+    tf.disable_control_flow_v2()
+    try:
+        yield
+    finally:
+        tf.enable_control_flow_v2()
 
 
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:

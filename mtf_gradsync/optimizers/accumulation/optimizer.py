@@ -11,6 +11,7 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
+from mtf_gradsync.compat_v1.given import refuse_with_v1
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
@@ -127,7 +128,7 @@ class GradientAccumulationOptimizer(Wrapper):
         """
         opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
-            compat_v1.refuse_with_v1(opt, should_skip_update_fn=should_skip_update_fn)
+            refuse_with_v1(opt, should_skip_update_fn=should_skip_update_fn)
             counterpart = compat_v1.GradientAccumulationOptimizer(
                 opt,
                 backward_passes_per_step,  # type: ignore[arg-type]  # it refuses functions itself

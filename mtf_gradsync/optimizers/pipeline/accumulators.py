@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients.stage import StageOperation, whole_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -210,7 +211,8 @@ class _AddUnless(StageOperation):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums
 
-            return tuple(tf.cond(tf.reshape(bypass, []), as_they_are, added, strict=True))
+            with control_flow_v1():
+                return tuple(tf.cond(tf.reshape(bypass, []), as_they_are, added, strict=True))
 
         tensors = whole_values(lowering, self.inputs)
         slices = [lowering.variables[v].laid_out_tensor for v in self.accumulators]
@@ -234,7 +236,8 @@ class _ClearUnless(mtf.Operation):
                 with tf.control_dependencies(writes):
                     return tf.constant(0)
 
-            return tf.cond(tf.reshape(bypass, []), lambda: tf.constant(0), cleared)
+            with control_flow_v1():
+                return tf.cond(tf.reshape(bypass, []), lambda: tf.constant(0), cleared)
 
         (bypass,) = whole_values(lowering, self.inputs)
         slices = [lowering.variables[v].laid_out_tensor for v in self._accumulators]

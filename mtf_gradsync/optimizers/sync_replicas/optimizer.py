@@ -10,6 +10,7 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
+from mtf_gradsync.compat_v1.given import refuse_with_v1
 from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
@@ -139,7 +140,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             check_whole("max_steps_without_update", max_steps_without_update)
         opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
-            compat_v1.refuse_with_v1(
+            refuse_with_v1(
                 opt,
                 contributes=contributes,
                 local_steps=local_steps,

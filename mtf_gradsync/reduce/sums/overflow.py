@@ -6,6 +6,7 @@ import sys
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.groups import ProcessorGroups
 
 
@@ -56,7 +57,8 @@ def say_where_sums_overflow(
             return tf.cond(number > 0, lambda: _say(number, len(pairs)), lambda: False)
 
     with tf.name_scope("overflow"), tf.device(host):
-        check = tf.cond(tf.reduce_all(tf.stack(finite)), lambda: False, look_closer)
+        with control_flow_v1():
+            check = tf.cond(tf.reduce_all(tf.stack(finite)), lambda: False, look_closer)
     tied = []
     for result in results:
         slices = list(result.tensor_list)
