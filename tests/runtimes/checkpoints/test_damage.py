@@ -7,6 +7,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.runtimes.checkpoints.damage import damage_of
 from mtf_gradsync.runtimes.checkpoints.manifest import MANIFEST_FILE, note_checkpoint
+from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.train.errors import ConfigError
 from tests.damage import HOWS, damage
 
@@ -127,7 +128,9 @@ def test_a_checkpoint_that_the_state_file_does_not_know_yet_is_made_again(run):
 
 
 def test_an_empty_directory_begins(tmp_path):
-    assert choose_checkpoint(str(tmp_path / "none"), False, pytest.fail) == (None, 0, ())
+    assert choose_checkpoint(str(tmp_path / "none"), False, pytest.fail) == Start(
+        path=None, step=0, kept=()
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"checkpoints": 3}', b"\xff\xfe", b"[1]"])

@@ -7,7 +7,7 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
 from tests.damage import damage
-from tests.train.checkpoints.test_damage import files, write_run
+from tests.runtimes.checkpoints.test_damage import files, write_run
 
 
 @pytest.fixture
