@@ -84,5 +84,6 @@ def test_other(): pass
     assert set(found["tests"]) == {f"room/test_it.py::test_{n}" for n in ("first", "second")}
     room = found["rooms"]["test_it.py"]
     assert [room["first tier"][0], room["rest"][0]] == [1, 2]
-    assert 0.2 <= room["rest"][1] < 0.4
+    # The kernel counts in hundredths of a second.
+    assert 0.18 <= room["rest"][1] < 0.4
     pytester.inline_run(*OPTIONS, "-m", "not slow").assertoutcome(passed=1)

@@ -63,7 +63,8 @@ def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
                     "ref variables",
                     "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
                     "race on a mesh, and training can go wrong silently. Call "
-                    "tf.compat.v1.enable_resource_variables() at the start of the program.",
+                    "tf.compat.v1.enable_resource_variables() at the start of the program, after "
+                    "tf.compat.v1.disable_v2_behavior(), which takes it back.",
                     variable.name,
                 )
                 return
