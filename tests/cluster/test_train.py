@@ -17,7 +17,7 @@ from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE
 from mtf_gradsync.train.metrics.file import read_metrics
 from tests.cluster.processes import TIME_LIMIT
-from tests.train.conftest import NO_EVAL, TINY, train_tiny
+from tests.train.conftest import NO_ATTENTION, NO_EVAL, TINY, train_tiny
 
 pytestmark = pytest.mark.cluster
 STEPS = 12
@@ -25,6 +25,7 @@ SILENCE = 3.0
 QUICK = [
     f"--gin_file={TINY}",
     "--gin_param=train.run.mesh_shape = 'batch:2;model:1'",
+    f"--gin_param={NO_ATTENTION}",
     f"--gin_param={NO_EVAL}",
     "--gin_param=train.run.save_checkpoints_steps = 3",
 ]
@@ -182,7 +183,7 @@ def test_two_processes_on_xla_devices_train_as_one(processes, tmp_path):
     directory = tmp_path / "two"
     more = [f"--coordinator=127.0.0.1:{free_ports(1)[0]}", "--num_processes=2"]
     # Evaluation, which only process 0 makes, changes nothing in the program.
-    given = ["train", f"--model_dir={directory}", *QUICK[:2], *more]
+    given = ["train", f"--model_dir={directory}", *QUICK[:3], *more]
     given.append("--gin_param=train.run.perplexity_eval_steps = 1")
     both = [
         processes.fork("-m", "tests.cluster.train_program", *given, f"--process_id={i}")

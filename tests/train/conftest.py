@@ -23,8 +23,15 @@ def mesh_defaults():
 
 
 # What surrounds the steps has nothing to do with a model axis, which makes graphs twice as large,
-# nor with XLA's compiler, which takes as long as the rest of a run.
-QUICK = ["train.run.mesh_shape = 'batch:2;model:1'", "train.run.runtime = 'cpu_replicas'"]
+# nor with XLA's compiler, which takes as long as the rest of a run, nor with attention, which is a
+# third of a graph.
+NO_ATTENTION = "make_layer_stack.layers = [@DenseReluDense]"
+ATTENTION = "make_layer_stack.layers = [@SelfAttention, @DenseReluDense]"
+QUICK = [
+    "train.run.mesh_shape = 'batch:2;model:1'",
+    "train.run.runtime = 'cpu_replicas'",
+    NO_ATTENTION,
+]
 FASTEST = "train.run.runtime = 'fastest'"
 NO_EVAL = "train.run.eval_dataset_fn = None"
 REPORTS = "train.run.reports = True"

@@ -19,7 +19,7 @@ from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.report.page import REPORT_FILE
 from tests import grappler
-from tests.train.conftest import FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
+from tests.train.conftest import ATTENTION, FASTEST, NO_EVAL, REPORTS, TINY, train_tiny
 from tests.train.metrics.test_metrics import events_shown
 
 in_main_thread = pytest.mark.skipif(
@@ -74,7 +74,7 @@ def stop_after(after_step):
 
 def test_whole_run_learns_and_leaves_its_files(train):
     four = "train.run.mesh_shape = 'batch:2;model:2'"
-    more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5"]
+    more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5", ATTENTION]
     result, directory, said = train(four, *more, with_plots=True)
     assert result.step == 40
     curve = losses(directory)
@@ -97,7 +97,7 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert page.count("<svg") == 6  # nothing is left out here
     assert f"report: {directory / REPORT_FILE}" in text
 
-    again, _, said = train(four, "train.run.train_steps = 40")
+    again, _, said = train(four, "train.run.train_steps = 40", ATTENTION)
     assert "has all 40 steps already" in said[0]
     assert again.held_out == result.held_out
     # What it knows of the mesh is from before.
@@ -197,7 +197,6 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
 def test_microbatches_make_the_same_step(train, plain):
     _, parts, _ = train(
         NO_EVAL,
-        FASTEST,
         "train.run.train_steps = 3",
         "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 32",
         model_dir="parts",
@@ -213,9 +212,6 @@ def test_checkpoint_of_another_model_is_refused_and_kept(train, plain, tmp_path)
     files = {path.name: path.read_bytes() for path in directory.glob("model.ckpt*")}
     with pytest.raises(ConfigError, match=r"was made by another model.*\n(.*\n)*Nothing was chan"):
         train(NO_EVAL, more, "d_model = 32")
-    other = "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer"
-    with pytest.raises(ConfigError, match=r"embedding_slot_v\n(.*\n)*.*/embedding/adam_m\n"):
-        train(NO_EVAL, more, other)
     assert files == {path.name: path.read_bytes() for path in directory.glob("model.ckpt*")}
     resumed, _, _ = train(NO_EVAL, more)
     assert resumed.step == 13
@@ -248,7 +244,7 @@ def test_initial_values_come_from_another_run(train, plain):
     assert after["global_step"] == 1
     changed = {n for n in after if n in before and not np.array_equal(after[n], before[n])}
     assert "transformer/positional_embedding" in {*changed}
-    assert not any("SelfAttention/q" in name and "slot" not in name for name in changed)
+    assert not any("DenseReluDense" in name and "slot" not in name for name in changed)
 
 
 def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):

@@ -37,10 +37,9 @@ def test_a_file_that_cannot_be_written_is_told_first(capsys):
 
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(missing), reason=missing)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_compiles_the_transformer_of_a_config(capsys, tmp_path, microbatches):
+def test_compiles_the_transformer_of_a_config(capsys, tmp_path):
     path = tmp_path / "compiled.json"
-    tokens = 4 * 16 // microbatches
+    tokens = 4 * 16 // 2  # two microbatches
     status = cli.main(
         [
             "compile",
@@ -57,8 +56,7 @@ def test_compiles_the_transformer_of_a_config(capsys, tmp_path, microbatches):
     assert compiled["num_replicas"] == 4
     assert compiled["memory"]["aliased"] > 0
     assert len(compiled["after"]) <= len(compiled["before"])
-    in_loop = [c for c in compiled["before"] if c["inside"]]
-    assert bool(in_loop) is (microbatches > 1)
+    assert {bool(c["inside"]) for c in compiled["before"]} == {False, True}
     assert "ENTRY" in (tmp_path / "after.hlo.txt").read_text()
 
 

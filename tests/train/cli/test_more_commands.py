@@ -10,7 +10,7 @@ from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation.scores import Evaluator
 from mtf_gradsync.train.job import resolve_job
-from tests.train.conftest import NO_EVAL, TINY
+from tests.train.conftest import ATTENTION, NO_EVAL, TINY
 
 
 @pytest.mark.parametrize("missing", ["", "This needs jax, which is not installed."])
@@ -70,6 +70,7 @@ def test_sample_writes_from_any_run_s_checkpoint(train, capsys, tmp_path, runtim
     directory = str(tmp_path / "a,run")  # a comma separates gin files, not this
     train(
         NO_EVAL,
+        ATTENTION,
         "train.run.train_steps = 2",
         f"train.run.runtime = '{runtime}'",
         model_dir="a,run",

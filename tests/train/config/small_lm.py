@@ -6,7 +6,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
-from tests.train.conftest import NO_EVAL, run_quietly
+from tests.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = [
@@ -17,11 +17,13 @@ SMALL = [
     "d_kv = 8",
     "Unitransformer.max_length = 16",
     "train.run.sequence_length = 16",
+    "train.run.batch_size = 8",
     NO_EVAL,
     "train.run.log_steps = 1",
     "train.run.mesh_devices = None",
     "train.run.runtime = 'cpu_replicas'",
     "train.run.reports = False",
+    NO_ATTENTION,
 ]
 
 

@@ -1,43 +1,59 @@
 """configs/lm_float16.gin and configs/lm_noise_scale.gin, with the model made small."""
 
+import re
+
+import gin
 import numpy as np
 import pytest
 
 from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.metrics.file import read_metrics
 from tests.train.config import small_lm
+from tests.train.conftest import ATTENTION
 
-# The mean of a batch of so many tokens: gradients are small.
-TOKENS, BATCH = 2**24, 32 * 64
-FLOAT16 = [
-    "d_model = 32",
-    "d_ff = 64",
-    "d_kv = 16",
-    "Unitransformer.max_length = 64",
-    "train.run.sequence_length = 64",
-    "train.run.runtime = 'xla'",
-    "train.run.log_steps = 5",
-    f"Unitransformer.loss_denominator = {TOKENS}",
-]
+STEPS = 3
+# The configs' warm-up begins with a rate of 0.
+CONSTANT_RATE = "train.run.learning_rate_schedule = 0.03"
+# The smallest number of float16 is 2^-24: divided by so many tokens, gradients are no larger.
+TINY_GRADIENTS = f"Unitransformer.loss_denominator = {2.0**24}"
+# Of float16, one behind the other, through a model of one layer and back, and in three updates.
+ROUNDINGS = 64
+EPS = 2.0**-11
+
+
+def way(directory):
+    """How far all weights, as one vector, have moved from a run's first checkpoint to its last."""
+    first, last = (small_lm.variables(directory / f"model.ckpt-{step}") for step in (1, STEPS))
+    weights = [name for name in sorted(first) if re.match("transformer/(?!.*slot)", name)]
+    return np.concatenate([(last[name] - first[name]).ravel() for name in weights])
 
 
 @pytest.mark.xla
 def test_float16_trains_with_a_scale_and_not_without(tmp_path):
+    """With a scale the weights go where float32 takes them, without it anywhere else."""
     narrow = "utils.get_variable_dtype.activation_dtype = 'float16'"
-    nats = {}
-    for name, config in (("scaled", "lm_float16.gin"), ("plain", "lm_cpu_mesh.gin")):
-        directory = tmp_path / name
-        small_lm.train(config, directory, "batch:2;model:1", 60, *FLOAT16, narrow)
-        nats[name] = np.mean(small_lm.losses(directory)[-2:]) * TOKENS / BATCH
-    # A guess by the frequencies of bytes has about 3.2, a uniform one 5.5.
-    assert nats["scaled"] < 3.2
-    assert nats["plain"] > 4
+    bindings = [TINY_GRADIENTS, "train.run.save_checkpoints_steps = 1", CONSTANT_RATE, ATTENTION]
+    ways = {}
+    for name, config, *more in (
+        ("float32", "lm_cpu_mesh.gin"),
+        ("plain", "lm_cpu_mesh.gin", narrow),
+        # On XLA devices, whose float16 is another implementation.
+        ("scaled", "lm_float16.gin", "train.run.runtime = 'xla'"),
+    ):
+        small_lm.train(config, tmp_path / name, "batch:2;model:1", STEPS, *bindings, *more)
+        ways[name] = way(tmp_path / name)
+        gin.clear_config()
+    apart = {name: np.linalg.norm(moved - ways["float32"]) for name, moved in ways.items()}
+    length = np.linalg.norm(ways["float32"])
+    # About 0.006 and 1 of the way.
+    assert apart["scaled"] < ROUNDINGS * EPS * length
+    assert apart["plain"] > 0.5 * length
 
 
-@pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
-def test_noise_scale_is_shown_and_written(runtime, tmp_path, capsys):
+@pytest.mark.parametrize(("runtime", "model"), [("placement_mesh", 2), ("xla", 1)])
+def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
     runtime = f"train.run.runtime = {runtime!r}"
-    small_lm.train("lm_noise_scale.gin", tmp_path, "batch:2;model:2", 4, runtime)
+    small_lm.train("lm_noise_scale.gin", tmp_path, f"batch:2;model:{model}", 4, runtime)
     rows = [row for row in read_metrics(tmp_path / held_out.METRICS_FILE) if "loss" in row]
     assert len(rows) == 4
     assert all(np.isfinite(row["gradient_noise_scale"]) for row in rows)
@@ -53,7 +69,7 @@ def test_what_was_left_out_is_told(runtime, tmp_path, capfd):
         # A sum over all tokens: times 2^15 it is more than float16 holds.
         "Unitransformer.loss_denominator = 1.0",
     ]
-    small_lm.train("lm_float16.gin", tmp_path, "batch:2;model:2", 2, *bindings)
+    small_lm.train("lm_float16.gin", tmp_path, "batch:2;model:1", 2, *bindings)
     error = capfd.readouterr().err
     assert "step left out, gradients that are not finite: transformer/" in error
     assert "left out 2" in error

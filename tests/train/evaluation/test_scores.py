@@ -10,7 +10,7 @@ from mtf_gradsync.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.train.evaluation import scores
 from mtf_gradsync.train.evaluation.sample import sample
 from mtf_gradsync.train.model import ModelSettings
-from tests.train.conftest import NO_EVAL, train_tiny
+from tests.train.conftest import ATTENTION, NO_EVAL, train_tiny
 
 
 class Words:
@@ -30,7 +30,7 @@ def evaluator(tmp_path_factory):
     """An evaluator of a model that has made two steps."""
     enable_mesh_defaults()
     directory = str(tmp_path_factory.mktemp("model"))
-    train_tiny(directory, "train.run.train_steps = 2", NO_EVAL)
+    train_tiny(directory, "train.run.train_steps = 2", NO_EVAL, ATTENTION)
     settings = ModelSettings(
         model_type="lm",
         vocabulary=ByteVocabulary(),
