@@ -60,11 +60,9 @@ def optimizers() -> dict[str, Callable[[], Any]]:
 
     made = {}
     # The sums below are by every strategy; a step does no more with them.
-    for name in ("fused", "levels", "collective"):
+    for name in ("fused", "levels"):
         made[f"train {name}"] = lambda name=name: cross(STRATEGIES[name])
-    for name in ("fused", "collective"):
-        made[f"accumulate {name}"] = lambda name=name: accumulate(STRATEGIES[name])
-    made["mesh levels"] = lambda: cross(STRATEGIES["levels"])
+    made["accumulate collective"] = lambda: accumulate(STRATEGIES["collective"])
     made["mesh collective"] = lambda: cross(STRATEGIES["collective"])
     return made
 

@@ -33,7 +33,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("strategy", two_processes.STRATEGIES)
 def test_edges_are_what_tensorflow_sends(found, order, strategy):
     one = found["sums"][f"{order}: {strategy}"]
-    if order == "mixed":
+    if order == "mixed" and strategy in program.WITH_GRAPPLER:
         assert one["with Grappler"]["bytes"] == one["real"]["bytes"]
     if strategy == "collective":
         # It sends by itself; what is left are the signals that make everyone wait for everyone.
