@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync.xla.runner import Step
+from mtf_gradsync.xla.runner.command import main
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla
@@ -97,16 +98,16 @@ def test_kept_inputs_can_be_given(exported):
     models.assert_same_bits({"": step.variables()["first"]}, {"": before})
 
 
-def test_inputs_are_made_up(exported):
-    done = models.run_alone(exported.step, "--random-inputs", "--steps", "3", "--below", "10")
-    assert done.returncode == 0, done.stderr
-    losses = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+def test_inputs_are_made_up(exported, capsys):
+    arguments = ["--random-inputs", "--steps", "3", "--below", "10"]
+    assert main([str(exported.step), *arguments], ".") == 0
+    losses = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split()[:3] for line in losses] == [["step", str(i), "loss"] for i in (1, 2, 3)]
 
 
-def test_the_contents_are_listed(exported):
-    done = models.run_alone(exported.step, "--list")
-    lines = done.stdout.splitlines()
+def test_the_contents_are_listed(exported, capsys):
+    assert main([str(exported.step), "--list"], ".") == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 cores, mesh rows:2;cols:2, after step 0"
     assert "input gain: float32[], 2 different on the cores" in lines
     # Read by the program itself, too; the host counts.

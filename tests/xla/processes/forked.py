@@ -59,7 +59,7 @@ def main(folder):
                 unfinished = path.with_suffix(".unfinished")
                 unfinished.write_text(str(code))
                 unfinished.replace(path)
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -178,6 +178,9 @@ class Run:
         losses = []
         for step in range(first, steps):
             time.sleep(plan.pace)
+            if plan.odd == "hold patiently in turn" and plan.index == step:
+                with patience():
+                    hold_the_lock()
             feeds = model.feeds(step, cores)
             # In turns, because steps that are only dispatched run another way through the code.
             if on_devices and step % 2:

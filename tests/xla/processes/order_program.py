@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -23,8 +24,15 @@ CORES = 8
 # Of two kinds, so that one taken for the other shows: gloo refuses what is longer than expected.
 LENGTHS = 1024, 512
 # Turns of a loop that take some milliseconds.
-SLOW = 200
+SLOW = 100
 KINDS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+_PLACES = "program", "loop", "branch"
+# A sum in every place beside something in every place, which is of every kind; in every second of
+# them, too.
+PAIRS = [
+    ((place, kind), (other, "all_reduce"))
+    for (place, other), kind in zip(itertools.product(_PLACES, _PLACES), itertools.cycle(KINDS))
+]
 _GROUPS = f"replica_groups = dense<[{list(range(CORES))}]> : tensor<1x{CORES}xi64>"
 _PAIRS = [[core, CORES - 1 - core] for core in range(CORES)]
 _SUM = """({
@@ -185,11 +193,8 @@ class Programs:
                 assert float(np.asarray(array)) == expected(kind, core), (kinds, kind, core)
 
 
-def in_one_program(programs: Programs) -> None:
-    """Every kind with a sum, then every place with every place."""
-    pairs = [(("program", kind), ("program", "all_reduce")) for kind in KINDS]
-    places = "program", "loop", "branch"
-    pairs += [((a, "all_reduce"), (b, "all_gather")) for a, b in itertools.product(places, places)]
+def in_one_program(programs: Programs, pairs: Sequence[Any]) -> None:
+    """Two collectives, of which now the one and now the other is late."""
     for first, second in pairs:
         program = programs.compiled(module(first, second))
         found = [c.operation for c in find_hlo_collectives(compiled_hlo(program.executable))]
@@ -207,7 +212,7 @@ def one_after_the_other(programs: Programs) -> None:
     kinds = [("all_reduce", "all_gather"), ("all_to_all", "all_reduce")]
     made = [programs.compiled(module(("program", a), ("program", b))) for a, b in kinds]
     waiting = []
-    for turn in range(30):
+    for turn in range(12):
         late = programs.index == turn % 2
         waiting.append((programs.dispatch(made[turn % 2], (SLOW * late, 0)), kinds[turn % 2]))
         if turn % 3 == 0:
@@ -228,7 +233,8 @@ def main(address: str, count: str, index: str, unused_folder: str) -> None:
     ):
         print("started", flush=True)
         programs = Programs(int(index))
-        in_one_program(programs)
+        # Two processes show the order; more, that it is everyone's.
+        in_one_program(programs, PAIRS if int(count) == 2 else PAIRS[::2])
         one_after_the_other(programs)
 
 

@@ -11,7 +11,7 @@ from mtf_gradsync._private.jax import hlo_from_text
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
 from tests import models
-from tests.harness import MESHES
+from tests.harness import MESHES, pairs
 from tests.xla.programs import Conditional
 from tests.xla.topology.test_collectives import FOUND, TEXT
 
@@ -67,8 +67,7 @@ def all_reduces(collectives, **where):
     ]
 
 
-@pytest.mark.parametrize("topology", ["v3:2x2", "v5e:2x4"])
-@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+@pytest.mark.parametrize(("wrapper", "topology"), pairs(WRAPPERS, ["v3:2x2", "v5e:2x4"]))
 def test_the_compiler_takes_the_training_step(wrapper, topology):
     step = Step(wrapper)
     compiled = xla.compile_for_tpu(step.program, [step.loss], topology, update_not_split=True)
