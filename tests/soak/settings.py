@@ -18,6 +18,8 @@ _WAITS = (f"--silence={SILENCE_S}", f"--timeout={TIMEOUT_S}")
 _COMMON = (
     "train.run.mesh_shape = 'batch:2;model:1'",
     "train.run.eval_dataset_fn = None",
+    # A third of a graph, and nothing that a fault would find there.
+    "make_layer_stack.layers = [@DenseReluDense]",
     f"train.run.train_steps = {STEPS}",
     f"train.run.save_checkpoints_steps = {SAVE_EVERY}",
     f"train.run.keep_checkpoint_max = {KEEP}",
