@@ -6,6 +6,7 @@ import tensorflow as tf2
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
 from tests.reduce import on_mesh
 from tests.reduce.strategies.test_strategies import SHAPES, STRATEGIES, arrays, check
 
@@ -13,7 +14,11 @@ SUM, MEAN = tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN
 MESH = "rows:4;cols:2"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("mesh_kind", "strategy"),
+    harness.pairs(["placement", "simd"], STRATEGIES),
+    indirect=["mesh_kind"],
+)
 def test_means_over_every_set_of_axes(mesh_kind, strategy):
     """Groups of two, four and eight."""
     mesh_shape, data = on_mesh.MESHES["2x2x2"], arrays()[2:5]

@@ -58,10 +58,16 @@ def usual_losses(kind, wrapper):
     return losses(kind, lambda inner: WRAPPERS[wrapper](inner, None))
 
 
+# A SIMD mesh has fewer ways to add up.
 @pytest.mark.parametrize(
-    ("strategy", "wrapper"),
-    [(strategy, "cross_shard") for strategy in STRATEGIES]
-    + [(strategy, "accumulation") for strategy in ("levels", "float16")],
+    ("mesh_kind", "strategy", "wrapper"),
+    [
+        *(("placement", strategy, "cross_shard") for strategy in STRATEGIES),
+        *(("simd", strategy, "cross_shard") for strategy in ("packs", "levels", "bfloat16")),
+        ("placement", "float16", "accumulation"),
+        ("simd", "levels", "accumulation"),
+    ],
+    indirect=["mesh_kind"],
 )
 def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
     check_training(mesh_kind, strategy, wrapper)
