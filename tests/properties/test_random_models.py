@@ -202,7 +202,7 @@ def check(kind, mesh, plan, setup):
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
 def test_training_is_that_of_numpy(kind):
-    @profile(4)
+    @profile(3)
     @given(st.data())
     def agrees(data):
         # On a placement mesh every processor has operations of its own.
@@ -279,7 +279,7 @@ def test_a_wrapped_step_sends_no_more_than_a_bare_one(use):
     check_sent(uses.ALL[use], "4x2")
 
 
-@profile(6)
+@profile(4)
 @given(random_models.plans(), st.sampled_from(["4x2", "2x2x2", "8"]))
 def test_a_wrapped_step_of_a_random_model_sends_no_more(plan, mesh):
     assume(all(name != "softplus" for name, *_ in plan.nodes))

@@ -150,30 +150,29 @@ def whole_gradients(feed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [*(("simd", what) for what in MIXED), ("placement", "product"), ("placement", "quotient")],
+    ("kind", "what", "stage"),
+    [
+        *(("simd", *pair) for pair in harness.pairs(MIXED, STAGES)),
+        ("placement", "product", "clip_by_shard_norm"),
+        ("placement", "quotient", "per_shard"),
+    ],
 )
-def test_what_is_accepted_adds_up(kind, what):
+def test_what_is_accepted_adds_up(kind, what, stage):
     """Over all shards the gradients are what the program made of them."""
     change, in_numpy, _ = MIXED[what]
     (feed,) = small_models.batches(1)
 
     def build(mesh, inputs):
         grads, variables, _ = changed(mesh, inputs, change)
-        fetches = {}
-        for stage, take in STAGES.items():
-            shards = take(grads, accept_summed=True)
-            totals = gs.sum_shards(shards, AXES)
-            fetches.update({f"{stage} {v.name}": g for v, g in zip(variables, totals)})
+        totals = gs.sum_shards(STAGES[stage](grads, accept_summed=True), AXES)
+        fetches = {v.name: g for v, g in zip(variables, totals)}
         return sync_replicas(accept_summed=True).apply_grads(grads, variables), fetches
 
     result = harness.run(kind, MESH, LAYOUT, build, [feed])
     for name, expected in zip(NAMES, in_numpy(whole_gradients(feed))):
         # A handful of float32 roundings; a quotient's are as large as it is.
         atol = 32 * small_models.FLOAT32 * max(1.0, np.max(np.abs(expected)))
-        for stage in STAGES:
-            found = result.fetched[0][f"{stage} {name}"]
-            np.testing.assert_allclose(found, expected, atol=atol, err_msg=f"{stage} {name}")
+        np.testing.assert_allclose(result.fetched[0][name], expected, atol=atol, err_msg=name)
         updated = MODEL.values()[name] - RATE * expected
         np.testing.assert_allclose(result.variables[name], updated, atol=atol, err_msg=name)
     assert list(result.variables["sync_replicas/made"]) == [1, 1]
@@ -282,7 +281,6 @@ APART = {
     ("kind", "what"),
     [
         *(("simd", what) for what in APART),
-        ("placement", "unscaled by a variable"),
         ("placement", "mixed with each other"),
     ],
 )
