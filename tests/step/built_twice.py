@@ -43,12 +43,11 @@ def digest(names: list[str], kind: str, autostack: bool) -> str:
 
 
 def digests() -> list[str]:
-    """One for each stack of wrappers, on both kinds of mesh, with and without stacked variables."""
+    """One for each stack of wrappers, on some mesh, with or without stacked variables."""
     cross_shard, accumulation, sync_replicas = STACKS
     return [
         digest(cross_shard, "placement", autostack=False),
         digest(accumulation, "placement", autostack=True),
-        digest(accumulation, "simd", autostack=False),
         digest(sync_replicas, "simd", autostack=True),
     ]
 

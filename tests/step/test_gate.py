@@ -7,12 +7,13 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import AdvanceStep
-from tests import models
+from tests import harness, models
 from tests.step.steps import ancestors, lowered, of_type
 
 
-@pytest.mark.parametrize("autostack", [True, False])
-@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("autostack", "optimizer"), harness.pairs([True, False], sorted(models.OPTIMIZERS))
+)
 def test_every_write_waits_for_every_gradient_and_read(optimizer, autostack, fresh_graph):
     make = models.OPTIMIZERS[optimizer]
     _, lowering, operations = lowered(lambda: gs.CrossShardOptimizer(make()), autostack=autostack)

@@ -76,7 +76,7 @@ def one_update(kind, names, autostack):
     return harness.run(kind, MESH, LAYOUT, build, feeds, autostack).variables
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @given(
     # Without a wrapper it is bare Mesh-TensorFlow, which races on a placement mesh (docs/races.md).
     names=STACKS.filter(lambda names: names and sensible(names)),
@@ -117,7 +117,7 @@ def test_the_same_step_built_twice_is_the_same_graph():
     env = {**os.environ, "PYTHONHASHSEED": seed}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     found = built_twice.digests()
-    assert len(set(found)) == 4
+    assert len(set(found)) == 3
     assert found == done.stdout.splitlines()
 
 
@@ -194,7 +194,12 @@ class _Fails(mtf.optimize.SgdOptimizer):
 
 
 @pytest.mark.parametrize(
-    "names", [["cross_shard"], ["clip"], ["local", "clip"], ["synced"], ["sync_replicas"]]
+    ("mesh_kind", "names"),
+    harness.pairs(
+        ["placement", "simd"],
+        [["cross_shard"], ["clip"], ["local", "clip"], ["synced"], ["sync_replicas"]],
+    ),
+    indirect=["mesh_kind"],
 )
 def test_an_error_in_midway_leaves_graph_and_plan_as_they_were(names, mesh_kind):
     def build(mesh, inputs):
