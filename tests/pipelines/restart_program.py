@@ -59,8 +59,15 @@ WRAPPERS: dict[str, Callable[[dict[str, tf.Tensor], list[mtf.Variable]], Any]] =
 }
 
 
-def main(wrapper: str, directory: str, steps: list[int], forever: bool) -> None:
-    """Trains some steps in each run; forever: until killed, each in a process of its own."""
+def main(wrapper: str, whole: str, parts: str, steps: list[int]) -> None:
+    """Trains some steps in each run, until it is killed, and before that all steps in one.
+
+    Args:
+      wrapper: a key of `WRAPPERS`.
+      whole: directory of the run that is not killed.
+      parts: directory of the others.
+      steps: how many are made in each, up to its checkpoint.
+    """
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)
@@ -82,7 +89,7 @@ def main(wrapper: str, directory: str, steps: list[int], forever: bool) -> None:
     to_slices, to_masters = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
     saver = tf.train.Saver()
 
-    def run(number: int) -> None:
+    def run(directory: str, number: int, forever: bool) -> None:
         config = gs.session_config(num_cpu_devices=4)
         # Most of the time of so many short runs otherwise; see tests/grappler.py.
         config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -102,24 +109,25 @@ def main(wrapper: str, directory: str, steps: list[int], forever: bool) -> None:
             train(number)
             session.run(to_masters)
             saver.save(session, os.path.join(directory, "model.ckpt"), made + number)
-            print(f"saved {made + number} by {os.getpid()}", flush=True)
+            if forever:
+                print(f"saved {made + number} by {os.getpid()}", flush=True)
             while forever:
                 train(1)
 
-    for number in steps:
-        pid = os.fork() if forever else 0
+    for directory, number in ((whole, sum(steps)), *((parts, n) for n in steps)):
+        pid = os.fork()
         if pid:
             os.waitpid(pid, 0)
             continue
-        if forever:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: to end with its parent
-        run(number)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: to end with its parent
+        run(directory, number, forever=directory == parts)
+        os._exit(0)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("wrapper", choices=sorted(WRAPPERS))
-    parser.add_argument("directory")
+    parser.add_argument("whole")
+    parser.add_argument("parts")
     parser.add_argument("steps", type=int, nargs="+")
-    parser.add_argument("--forever", action="store_true", help="go on until killed")
     main(**vars(parser.parse_args()))

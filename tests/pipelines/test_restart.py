@@ -16,28 +16,22 @@ from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
 
 
-def whole_run(wrapper, directory, steps):
-    """Runs the program here from the first step to the last; returns the checkpoint's variables."""
-    with tf.Graph().as_default():
-        restart_program.main(wrapper, str(directory), [steps], forever=False)
-    return variables(directory)
-
-
-def killed_runs(wrapper, directory, numbers):
+def killed_runs(wrapper, folder, numbers):
     """Kills each run when it has saved after some steps, in the middle of others.
+
+    A run of all steps that is not killed is in `folder / "whole"` then.
 
     Yields:
       How many steps are made in all, and the checkpoint's variables.
     """
     with Processes() as processes:
-        program = processes.fork(
-            "-m", restart_program.__name__, wrapper, directory, *numbers, "--forever"
-        )
+        directories = folder / "whole", folder / "parts"
+        program = processes.fork("-m", restart_program.__name__, wrapper, *directories, *numbers)
         for end in itertools.accumulate(numbers):
             processes.wait_for(program, f"saved {end} by ")
             pid = re.search(rf"^saved {end} by (\d+)$", program.output(), re.M).group(1)
             os.kill(int(pid), signal.SIGKILL)
-            yield end, variables(directory)
+            yield end, variables(folder / "parts")
         processes.wait(program)
 
 
@@ -53,22 +47,21 @@ def assert_same_bits(actual, expected):
 
 
 def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
-    expected = whole_run("accumulation", tmp_path / "whole", 2 * K)
-    runs = killed_runs("accumulation", tmp_path / "parts", [1] * 2 * K)
+    runs = killed_runs("accumulation", tmp_path, [1] * 2 * K)
     for step, actual in runs:
         assert actual["GradientAccumulationOptimizer/mini_step"] == step % K
         assert actual["GradientAccumulationOptimizer/update_step"] == step // K
         # Nothing of this test would fail if sums were never kept.
         assert np.any(actual["w1/gradient_accumulator"]) == (step % K > 0)
+    expected = variables(tmp_path / "whole")
     assert step == expected["global_step"] == 2 * K
     assert_same_bits(actual, expected)
 
 
 def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
-    expected = whole_run("sync_replicas", tmp_path / "whole", len(CONTRIBUTES))
     # After one step one replica's contribution is pending, after two both, after four the
     # other's alone; the last run goes on for two steps, with an update.
-    runs = killed_runs("sync_replicas", tmp_path / "parts", [1, 1, 2, 2])
+    runs = killed_runs("sync_replicas", tmp_path, [1, 1, 2, 2])
     expected_counts = {1: (1, 0), 2: (2, 0), 4: (1, 1), 6: (0, 2)}
     for end, actual in runs:
         count, updates = expected_counts[end]
@@ -81,6 +74,7 @@ def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
         pending = {1: [True, False], 2: [True, True], 4: [False, True], 6: [False, False]}[end]
         assert list(np.any(sums, axis=1)) == pending
     assert end == len(CONTRIBUTES)
+    expected = variables(tmp_path / "whole")
     assert_same_bits(actual, expected)
     assert np.any(expected["w1/ExponentialMovingAverage"] != expected["w1"])
 

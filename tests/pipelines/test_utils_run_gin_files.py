@@ -1,7 +1,7 @@
 """`utils.run` as its command line starts it: its own defaults, then the files of `--gin_file`.
 
-An encoder and a decoder with bfloat16 activations, which are the defaults, in microbatches, under
-replicas that may sit out.
+An encoder and a decoder with bfloat16 activations, which are the defaults, under replicas that may
+sit out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODEL = """
     utils.run.train_dataset_fn = @one_batch
     utils.run.train_model_fn = @train_with_a_seed
     utils.get_variable_dtype.master_dtype = "float32"
-    utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 16
+    utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = None
 """
 INNER = """
     import mtf_gradsync
@@ -101,8 +101,8 @@ def run(folder, *files, **arguments):
         model_dir = str(folder / "model")
         utils.run(None, None, None, None, model_dir=model_dir, vocabulary=Vocabulary())
     finally:
-        with gin.unlock_config():
-            gin.clear_config()
+        # Which unlocks it, too: other tests register more.
+        gin.clear_config()
     return _hook.values
 
 
