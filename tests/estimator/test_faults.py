@@ -14,6 +14,7 @@ import pytest
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd import UnsupportedProgramError
+from tests import harness
 from tests.estimator import digits
 from tests.estimator.test_estimator import RUNTIMES, VARIABLES, config, ours, train
 
@@ -60,7 +61,7 @@ def test_an_input_that_ends_ends_the_training_with_a_checkpoint(tmp_path):
 
 
 def test_an_input_without_batches_is_warned_of(tmp_path, caplog):
-    runs = ours(tmp_path)
+    runs = ours(tmp_path, runtime="cpu_replicas")
     assert train(runs, input_fn=lambda mode: digits.input_fn(mode).take(0)) == []
     (warning,) = [r for r in caplog.records if r.name.startswith("mtf_gradsync")]
     assert warning.levelname == "WARNING"
@@ -171,17 +172,20 @@ def test_an_input_that_raises_ends_it_with_its_error(runtime, tmp_path):
     assert runs.latest_checkpoint().endswith("model.ckpt-3")
 
 
-@pytest.mark.parametrize("size", of_another_size)
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(
+    ("runtime", "size"), harness.pairs(["placement_mesh", "cpu_replicas"], of_another_size)
+)
 def test_a_batch_of_another_size_is_an_error(runtime, size, tmp_path):
     """Mesh-TF alone takes a part of a long one without a word."""
     given = of_another_size[size]
     runs = ours(tmp_path, runtime=runtime)
-    if runtime == "xla":
-        with pytest.raises(UnsupportedProgramError, match="needs static shapes"):
-            train(runs, input_fn=given)
-        return
     message = r"[Ss]hape of tensor .* is not compatible with expected shape"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         train(runs, input_fn=given)
     assert runs.latest_checkpoint().endswith("model.ckpt-3")
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES[2:])
+def test_batches_of_an_unknown_size_are_refused_on_xla_devices(runtime, tmp_path):
+    with pytest.raises(UnsupportedProgramError, match="needs static shapes"):
+        train(ours(tmp_path, runtime=runtime), input_fn=of_another_size["short"])

@@ -77,9 +77,8 @@ def training_spec(num_cores, optimizer):
 
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(xla.why_no_tpu_compiler()), reason=xla.why_no_tpu_compiler())
-@pytest.mark.parametrize("topology", ["v3:2x2", "v5e:2x4"])
-def test_the_tpu_compiler_takes_the_program(topology):
+def test_the_tpu_compiler_takes_the_program():
     program, spec = training_spec(8, "local")
-    compiled = xla.compile_for_tpu(program, [spec.loss], topology=topology)
+    compiled = xla.compile_for_tpu(program, [spec.loss], topology="v5e:2x4")
     assert compiled.accepted, compiled.error
     assert any(c.is_conditional for c in compiled.after)

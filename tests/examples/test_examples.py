@@ -35,10 +35,10 @@ def test_every_example_has_a_test():
 
 
 def test_digits_learns_to_read_them():
-    output = run("digits.py", "--steps=200")
+    output = run("digits.py", "--steps=100")
     accuracy = re.search(r"held-out accuracy: ([0-9.]+)%", output)
     assert accuracy, output
-    assert float(accuracy.group(1)) > 95
+    assert float(accuracy.group(1)) > 90
 
 
 def test_digits_fits_on_one_screen():

@@ -9,12 +9,12 @@ from tests.examples.test_examples import ROOT, run
 
 @pytest.mark.xla
 def test_what_was_trained_elsewhere_comes_back(tmp_path):
-    output = run("take_along.py", "--steps=200", f"--folder={tmp_path}")
+    output = run("take_along.py", "--steps=100", f"--folder={tmp_path}")
     accuracy = re.search(r"held-out accuracy: ([0-9.]+)%", output)
     assert accuracy, output
-    assert float(accuracy.group(1)) > 95
+    assert float(accuracy.group(1)) > 90
     assert "8 cpu devices" in output
-    assert len(re.findall(r"^step \d+ loss ", output, re.M)) == 200
+    assert len(re.findall(r"^step \d+ loss ", output, re.M)) == 100
     assert (tmp_path / "trained" / "run.py").exists()
 
 
