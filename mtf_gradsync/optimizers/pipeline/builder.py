@@ -281,7 +281,10 @@ class StepBuilder:
                 mixing = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
                 warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
+            # The step's first reduction is that of all gradients.
+            first = self.reduced
             reduced = list(self.reduce_whole(some, reduction).grads)
+            self.reduced = first
         apart = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
         shards = split_into_shards(apart, axes, strategy, accept_summed=stage.mixed != "refuse")
