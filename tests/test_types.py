@@ -22,7 +22,12 @@ class Mine:
     def apply_grads(self, grads: list, variables: list) -> list:
         return []
 
+class Takes:
+    def apply_grads(self, grads: list, variables: list, grad_scale: float) -> list:
+        return []
+
 mine = Mine()
+gs.CrossShardOptimizer(Takes()).apply_grads([], [], grad_scale=2.0)
 gs.CrossShardOptimizer(mine)
 gs.CrossShardOptimizer(mine, reduction="weighted_mean")
 gs.CrossShardOptimizer(mine, reduction="meen")  # wrong

@@ -11,7 +11,7 @@ from mtf_gradsync._private.tensorflow import optimizers_inside
 class AppliesGradients(Protocol):
     """An optimizer that updates mesh variables, such as one of `mtf.optimize`."""
 
-    def apply_grads(self, grads: Any, variables: Any, /) -> Any:
+    def apply_grads(self, grads: Any, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Updates variables by a gradient for each; returns a list of mtf operations."""
 
 

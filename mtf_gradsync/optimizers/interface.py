@@ -7,6 +7,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import checks
+from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits
 from mtf_gradsync.step import Plan, advance_step
 
@@ -18,6 +19,7 @@ class TrainOptimizerInterface:
     step: StepBuilder | None
     apply_grads: Callable[..., list[mtf.Operation]]
     _without_scales: Callable[..., list[Any]]
+    _check_arguments: Callable[[OwnArguments], None]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for variables that cannot be updated; creates nothing."""
@@ -56,7 +58,11 @@ class TrainOptimizerInterface:
             return list(zip(self._without_scales(grads, variables), variables))
 
     def apply_gradients(
-        self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
+        self,
+        grads_and_vars: checks.GradsAndVars,
+        global_step: Any = None,
+        name: Any = None,
+        **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Applies gradients, then advances global_step by one.
 
@@ -64,18 +70,20 @@ class TrainOptimizerInterface:
           grads_and_vars: pairs as `compute_gradients` returns them.
           global_step: an mtf or tf variable to add one to after the update, or None.
           name: name of the operation that advances global_step; None takes the wrapper's name.
+          **kwargs: what `apply_grads` of the innermost optimizer takes beside gradients and
+            variables.
 
         Returns:
           A flat list of mtf operations.
 
         Raises:
-          TypeError: an argument has the wrong type.
+          TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: grads_and_vars is malformed, or a gradient does not fit its variable.
         """
         pairs = checks.check_pairs(grads_and_vars)
         checks.check_step(global_step)
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        operations = self.apply_grads(grads, variables)
+        operations = self.apply_grads(grads, variables, **kwargs)
         if global_step is not None:
             mesh = variables[0].mesh
             updated = self.step.updated if operations and self.step else None
@@ -90,10 +98,13 @@ class TrainOptimizerInterface:
         global_step: Any = None,
         var_list: Sequence[mtf.Variable] | None = None,
         name: Any = None,
+        **kwargs: Any,
     ) -> list[mtf.Operation]:
         """`compute_gradients` and `apply_gradients` in one."""
         checks.check_step(global_step)
-        return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
+        self._check_arguments(OwnArguments((), kwargs))
+        pairs = self.compute_gradients(loss, var_list)
+        return self.apply_gradients(pairs, global_step, name, **kwargs)
 
 
 def _deprecated(old: str, *new: str) -> property:

@@ -10,9 +10,10 @@ from typing import Any, Iterable, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients.losses import take_without_scale
-from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
+from mtf_gradsync.mesh.axes import as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
+from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -23,6 +24,7 @@ from mtf_gradsync.optimizers.pipeline import (
     Traits,
     check_order,
 )
+from mtf_gradsync.optimizers.shard_shapes import ShardShapes
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategies.compressed import WireDtype
@@ -31,7 +33,7 @@ from mtf_gradsync.step import Plan
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
+class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it
@@ -53,7 +55,6 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
     shown: Sequence[tuple[str, str]] = ()
 
     opt: Any
-    axes: ReplicaAxes | None
     reducer: Strategy
     _gradient_reducer: Strategy
     name: str
@@ -160,6 +161,14 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
           variables: their variables.
         """
 
+    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for arguments that the optimizer cannot get from this wrapper.
+
+        Args:
+          own: what the innermost optimizer is to be called with beside gradients and variables.
+          variables: the variables.
+        """
+
     def reported(self) -> dict[str, mtf.Tensor]:
         """What this wrapper adds to `mtf_gradsync.reported`, by name."""
         return {}
@@ -169,68 +178,40 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}
 
-    # The shards, as a shape shows them.
-
-    def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
-        """The shard dims that a shape has, in the order that numbers the shards."""
-        by_name = {d.name: d for d in shape.dims}
-        return [by_name[name] for name in self._shard_names if name in by_name]
-
-    def _has_own_copy(self, variable: mtf.Variable) -> bool:
-        """Whether every shard has its own copy of a variable.
-
-        Raises:
-          ValueError: the variable has some of the shard dims, but not all.
-        """
-        dims = self._shard_dims(variable.shape)
-        needed = [d.name for d in self.axes.shard_dims] if self.axes else []
-        missing = [name for name in needed if name not in [d.name for d in dims]]
-        if dims and missing:
-            raise ValueError(
-                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
-                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
-                "them (every shard its own copy) or none."
-            )
-        return bool(dims)
-
-    def _check_shapes(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
-    ) -> None:
-        for grad, variable in zip(grads, variables):
-            if grad is None:
-                continue
-            shard_dims = [] if self._has_own_copy(variable) else self._shard_dims(grad.shape)
-            if [d for d in grad.shape.dims if d not in shard_dims] != variable.shape.dims:
-                raise ValueError(
-                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
-                    f"the variable has {variable.shape.to_string}: a gradient has the "
-                    f"variable's shape, or the shard dims {list(self._shard_names)} in front."
-                )
-
     # The interface of mtf.optimize.Optimizer.
 
     def apply_grads(
-        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+        self,
+        grads: Sequence[mtf.Tensor | None],
+        variables: Sequence[mtf.Variable],
+        *args: Any,
+        **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Applies gradients to variables.
 
         Args:
           grads: a gradient or None for each variable.
           variables: mesh variables, for example `graph.trainable_variables`.
+          *args: what `apply_grads` of the innermost optimizer takes beside these two. An update
+            uses their values of its own step.
+          **kwargs: likewise, by name.
 
         Returns:
           A flat list of mtf operations, to be looked up by `lowering.lowered_operation`; empty if
           every gradient is None.
 
         Raises:
-          TypeError: an argument has the wrong type.
+          TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: a gradient does not fit its variable, or lengths differ.
         """
+        own = OwnArguments(args, kwargs)
+        self._check_arguments(own)
         grads, variables = checks.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
         wrappers = self._segment_wrappers()
         for wrapper in wrappers:
             wrapper.check(grads, variables)
+            wrapper.check_arguments(own, variables)
         if all(g is None for g in grads):
             return []
         with contextlib.ExitStack() as undone:
@@ -246,15 +227,21 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, mtf.optimize.Optimizer):
                 takes_pending=len(wrappers) < len(self._wrappers()),
                 partition=next((p for p in (w.partition() for w in wrappers) if p), None),
                 slots=innermost._slots,
+                arguments=own,
             )
             operations = step.build(given)
         for wrapper in wrappers:
             wrapper._note_step(step)
         return operations
 
-    def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
+    def apply_grad(
+        self, grad: mtf.Tensor | None, var: mtf.Variable, *args: Any, **kwargs: Any
+    ) -> list[mtf.Operation]:
         """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
-        return self.apply_grads([grad], [var])
+        return self.apply_grads([grad], [var], *args, **kwargs)
+
+    def _check_arguments(self, own: OwnArguments) -> None:
+        own.check(self._segment_wrappers()[-1].opt)
 
     def _segment(self) -> Segment:
         return Segment(self.stages(), self._gradient_reduction(), self.name)

@@ -14,6 +14,7 @@ from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
+from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -185,6 +186,20 @@ class LossScaleOptimizer(Wrapper):
             return state.scale.value if self._rule.is_dynamic else self._rule.initial
 
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
+
+    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for an argument by which an optimizer would take the scale out again.
+
+        A fixed scale is a number, which cannot be told from another.
+        """
+        scale = self._state and self._state.scale
+        for name, tensor in own.tensors():
+            if scale is not None and variables_behind(tensor) == {scale}:
+                raise ValueError(
+                    f"The argument {name} for {self.innermost()!r} is made of the scale of "
+                    f"{self.name}, but the gradients that {self.name} passes on are without it: "
+                    "leave the argument out, or give a scale of your own."
+                )
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
         plan = Plan.of(mesh.graph)

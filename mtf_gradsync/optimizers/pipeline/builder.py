@@ -11,6 +11,7 @@ from mtf_gradsync.gradients.parts import scatter_gradients
 from mtf_gradsync.gradients.pending import Cause
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
 from mtf_gradsync.gradients.told_apart import mixed_gradients
+from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -41,6 +42,7 @@ class StepBuilder:
         takes_pending: bool,
         partition: Partition | None,
         slots: SlotBook,
+        arguments: OwnArguments,
     ):
         """Describes the step; builds nothing.
 
@@ -50,8 +52,9 @@ class StepBuilder:
           takes_pending: whether it wants gradients as they come, not reduced.
           partition: how its updates are sharded; None for whole updates.
           slots: where the slots are recorded that it makes.
+          arguments: what it is called with beside gradients and variables.
         """
-        self._slots = slots
+        self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
         self._lists: list[list[mtf.Operation]] = [[]]
@@ -312,7 +315,10 @@ class StepBuilder:
 
         def apply_inner(given: GradientSet) -> list[mtf.Operation]:
             before = set(given.graph.all_variables)
-            updates = self._opt.apply_grads(list(given.grads), list(given.variables))
+            args, kwargs = self._arguments
+            updates = self._opt.apply_grads(
+                list(given.grads), list(given.variables), *args, **kwargs
+            )
             if updates is None:
                 raise TypeError(
                     f"apply_grads of {self._opt!r} must return a list of mtf operations, got None."

@@ -13,6 +13,7 @@ from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.shared_copies import shares_all
+from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline import (
     Form,
     GradientSet,
@@ -195,6 +196,21 @@ class ShardedUpdateOptimizer(Wrapper):
 
     def _kept(self) -> set[str]:
         return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
+
+    def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
+        """Raises ValueError for a tensor with a dimension that variables are split along."""
+        shape_of = self.partition().shape_of
+        for name, tensor in own.tensors():
+            for variable in variables:
+                part = shape_of(variable)
+                split = [d.name for d in variable.shape.dims if part and d not in part.dims]
+                if set(split).intersection(d.name for d in tensor.shape.dims):
+                    raise ValueError(
+                        f"ShardedUpdateOptimizer gives the optimizer parts of {variable.name!r}, "
+                        f"split along {split}, but its argument {name} of shape "
+                        f"{tensor.shape.to_string} would be whole: give scalars, or leave the "
+                        "wrapper out."
+                    )
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError where no variable has a part, or one has its part already."""

@@ -38,13 +38,12 @@ from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
 @gin.configurable(module="mtf_gradsync")
 class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
-    """Averages gradients of fresh replicas and applies them once enough have come.
+    """Averages gradients of fresh replicas and applies them once there are enough.
 
-    The replicas are the shards of the mesh, in lock step. A replica contributes unless its
-    gradient is stale (for an older step than the update step), holds a NaN or an infinity, or a
-    mask leaves it out. When `replicas_to_aggregate` contributions have come, over one step or
-    several, their average is applied once and every replica's local step becomes the new update
-    step. Until then variables and slots stand still.
+    The replicas are the shards of the mesh, in lock step. A replica contributes unless its gradient
+    is stale (for an older step than the update step), is not finite, or a mask skips it. After
+    `replicas_to_aggregate` contributions, over one step or several, their average is applied once
+    and every replica's local step becomes the new update step; else variables and slots stay.
 
     The loss is the mean over the replicas' losses, a number or, with the shard dims, one for each
     replica; `compute_gradients` makes the mean then. What a replica adds to the gradient of the
@@ -192,7 +191,11 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         ]
 
     def apply_gradients(
-        self, grads_and_vars: checks.GradsAndVars, global_step: Any = None, name: Any = None
+        self,
+        grads_and_vars: checks.GradsAndVars,
+        global_step: Any = None,
+        name: Any = None,
+        **kwargs: Any,
     ) -> list[mtf.Operation]:
         """Takes this step's contributions, and applies their average if enough have come.
 
@@ -201,6 +204,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           global_step: an mtf or tf variable to add one to after an update is applied, and only
             then. Required, as TensorFlow's optimizer has it; `apply_grads` goes without.
           name: name of the operation that advances global_step; None takes the wrapper's name.
+          **kwargs: as for `apply_grads`.
 
         Returns:
           A flat list of mtf operations.
@@ -220,7 +224,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         if all(grad is None for grad, _ in pairs):
             checks.check_step(global_step)
             return []
-        return super().apply_gradients(pairs, global_step, name)
+        return super().apply_gradients(pairs, global_step, name, **kwargs)
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
@@ -331,12 +335,11 @@ class _AggregateReplicas(Stage):
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
         wrapper = self._wrapper
-        wrapper._steps_without_update = None
-        if not wrapper._max_steps:
-            return []
-        check = StepsWithoutUpdate(self._before, self._now, operations, wrapper._max_steps)
-        wrapper._steps_without_update = check
-        return [check]
+        check = wrapper._max_steps and StepsWithoutUpdate(
+            self._before, self._now, operations, wrapper._max_steps
+        )
+        wrapper._steps_without_update = check or None
+        return [check] if check else []
 
 
 def _times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:

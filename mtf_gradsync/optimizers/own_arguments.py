@@ -1,0 +1,71 @@
+"""What an optimizer's `apply_grads` takes beside gradients and variables."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Iterator, NamedTuple
+
+from mtf_gradsync._private.libraries import mtf
+
+
+class OwnArguments(NamedTuple):
+    """Arguments for the innermost optimizer of a stack.
+
+    Attributes:
+      positional: those behind gradients and variables, in order.
+      named: those by name.
+    """
+
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+    def check(self, opt: Any) -> None:
+        """Raises TypeError where `apply_grads` of an optimizer does not take them.
+
+        Args:
+          opt: the optimizer. One without a signature that can be read is not checked.
+        """
+        try:
+            # What a decorator takes is what counts, not what it is wrapped around.
+            signature = inspect.signature(opt.apply_grads, follow_wrapped=False)
+        except (TypeError, ValueError):
+            return
+        try:
+            signature.bind(None, None, *self.positional, **self.named)
+        except TypeError as error:
+            given = [*map(repr, self.positional), *(f"{k}={v!r}" for k, v in self.named.items())]
+            raise TypeError(
+                f"The optimizer {opt!r} cannot be called with "
+                f"apply_grads({', '.join(['grads', 'variables', *given])}): {error}. It takes "
+                f"apply_grads{signature}; wrappers pass on what they get behind grads and "
+                "variables."
+            ) from None
+
+    def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
+        """Mesh tensors among them, and in their lists and dictionaries, for each its name."""
+        for number, value in enumerate(self.positional):
+            yield from _tensors_in(f"positional argument {number + 3}", value)
+        for name, value in self.named.items():
+            yield from _tensors_in(name, value)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
+    if isinstance(value, mtf.Variable):
+        value = value.value
+    if isinstance(value, mtf.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(name, inner)
+
+
+def variables_behind(tensor: mtf.Tensor) -> set[mtf.Variable]:
+    """The variables that a tensor is computed from."""
+    seen: set[mtf.Operation] = set()
+    todo = [tensor.operation]
+    while todo:
+        operation = todo.pop()
+        if operation not in seen:
+            seen.add(operation)
+            todo += [x.operation for x in operation.inputs]
+    return {operation for operation in seen if isinstance(operation, mtf.Variable)}

@@ -1,0 +1,51 @@
+"""What the shapes of gradients and variables say of the shards."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+
+
+class ShardShapes:
+    """Mixed into wrappers, whose replica axes it knows."""
+
+    axes: ReplicaAxes | None
+    _shard_names: tuple[str, ...]
+
+    def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
+        """The shard dims that a shape has, in the order that numbers the shards."""
+        by_name = {d.name: d for d in shape.dims}
+        return [by_name[name] for name in self._shard_names if name in by_name]
+
+    def _has_own_copy(self, variable: mtf.Variable) -> bool:
+        """Whether every shard has its own copy of a variable.
+
+        Raises:
+          ValueError: the variable has some of the shard dims, but not all.
+        """
+        dims = self._shard_dims(variable.shape)
+        needed = [d.name for d in self.axes.shard_dims] if self.axes else []
+        missing = [name for name in needed if name not in [d.name for d in dims]]
+        if dims and missing:
+            raise ValueError(
+                f"Variable {variable.name!r} of shape {variable.shape.to_string} has the shard "
+                f"dims {[d.name for d in dims]} but not {missing}: a variable has either all of "
+                "them (every shard its own copy) or none."
+            )
+        return bool(dims)
+
+    def _check_shapes(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> None:
+        for grad, variable in zip(grads, variables):
+            if grad is None:
+                continue
+            shard_dims = [] if self._has_own_copy(variable) else self._shard_dims(grad.shape)
+            if [d for d in grad.shape.dims if d not in shard_dims] != variable.shape.dims:
+                raise ValueError(
+                    f"The gradient of {variable.name!r} has shape {grad.shape.to_string}, but "
+                    f"the variable has {variable.shape.to_string}: a gradient has the "
+                    f"variable's shape, or the shard dims {list(self._shard_names)} in front."
+                )

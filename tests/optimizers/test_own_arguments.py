@@ -1,0 +1,197 @@
+"""An optimizer whose apply_grads takes more than gradients and variables gets what was given."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness, models, reference
+
+SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
+AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
+SCALE, NORM = 128.0, 0.2
+FACTORS = (1.0, 2.0, 1.0, 4.0)
+# As for CrossShardOptimizer's trajectories.
+TOLERANCE = len(FACTORS) * 16 * np.finfo(np.float32).eps
+
+
+class Adam:
+    """Adam by hand, of no class of Mesh-TF's, that divides gradients by a scale."""
+
+    def apply_grads(self, grads, variables, grad_scale, rate=0.01):
+        updates = []
+        for grad, variable in zip(grads, variables):
+            if grad is None:
+                continue
+            m, v = (
+                mtf.get_variable(
+                    variable.mesh,
+                    f"{variable.name}/{name}",
+                    variable.shape,
+                    initializer=tf.zeros_initializer(),
+                    trainable=False,
+                )
+                for name in ("m", "v")
+            )
+            grad = grad / grad_scale
+            new_m = 0.9 * m + 0.1 * grad
+            new_v = 0.999 * v + 0.001 * mtf.square(grad)
+            step = new_m / (mtf.sqrt(new_v) + 1e-6)
+            updates.append(mtf.assign(variable, variable.value - step * rate))
+            updates += [mtf.assign(m, new_m), mtf.assign(v, new_v)]
+        return updates
+
+
+# name -> the wrapper, the steps to an update, what these add up to, and how the scale is given.
+WRAPPERS = {
+    "cross_shard": (gs.CrossShardOptimizer, 1, 1.0, "mesh tensor"),
+    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, NORM * SCALE), 1, 1.0, "tf tensor"),
+    "average": (lambda opt: gs.AverageOptimizer(opt, 0.9), 1, 1.0, "pending"),
+    "sharded": (lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=1, **AXES), 1, 1.0, "pending"),
+    "loss_scale": (lambda opt: gs.LossScaleOptimizer(opt, 64.0), 1, 1.0, "mesh tensor"),
+    "local": (
+        lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="local", **AXES),
+        2, 1.0, "pending",
+    ),
+    "synced": (
+        lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="synced"),
+        2, 1.0, "tf tensor",
+    ),
+    "sync_replicas": (lambda opt: gs.SyncReplicasOptimizer(opt, 4, **AXES), 2, 0.5, "mesh tensor"),
+}  # fmt: skip
+
+
+def given(form, mesh, weights):
+    """The scale of a step: SCALE times the sum of weights of the examples."""
+    if form == "tf tensor":
+        return tf.reduce_sum(weights) * SCALE
+    batch = models.batch_shape(BATCH_DIMS)
+    factor = mtf.reduce_sum(mtf.import_tf_tensor(mesh, weights, mtf.Shape(batch)))
+    # Divided, the sum over the batch is made; only multiplied, it is pending.
+    return SCALE / (1.0 / factor) if form == "mesh tensor" else factor * SCALE
+
+
+def expected(every, share, clips):
+    values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
+    adam, total = reference.Adam(weight_decay=0.0), {}
+    for number, (feed, factor) in enumerate(zip(models.mlp_batches(len(FACTORS)), FACTORS), 1):
+        grads = reference.mlp_grads(values, *(feed[k].astype(np.float64) for k in "xy"))
+        total = {k: total.get(k, 0.0) + g * share for k, g in grads.items()}
+        if number % every:
+            continue
+        norm = np.sqrt(sum(np.square(g).sum() for g in total.values()))
+        kept = min(1, NORM / norm) if clips else 1
+        values = adam(values, {k: g * kept / factor for k, g in total.items()})
+        total = {}
+    return values
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_an_update_uses_the_argument_of_its_step(mesh_kind, name):
+    wrap, every, share, form = WRAPPERS[name]
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS) * SCALE
+        grad_scale = given(form, mesh, inputs["weights"])
+        return wrap(Adam()).minimize(
+            loss, tf.train.get_or_create_global_step(), grad_scale=grad_scale
+        ), {}
+
+    feeds = [
+        {**feed, "weights": np.full(models.BATCH, factor / models.BATCH, "f")}
+        for feed, factor in zip(models.mlp_batches(len(FACTORS)), FACTORS)
+    ]
+    made = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+    assert mesh_kind == "simd" or not made.races()
+    found = made.run(feeds).variables
+    for variable, value in expected(every, share, name == "clip").items():
+        np.testing.assert_allclose(
+            found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
+        )
+
+
+def parts():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    features = mtf.Dimension("d", 8)
+    w = mtf.get_variable(mesh, "w", mtf.Shape([features])).operation
+    loss = mtf.reduce_sum(mtf.square(w.value))
+    return mesh, mtf.gradients([loss], [w.value]), [w]
+
+
+class Keeps:
+    """Keeps what it is called with."""
+
+    def apply_grads(self, grads, variables, grad_scale=1.0, *, rate=0.1):
+        self.got = grad_scale, rate
+        return []
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_arguments_by_position_and_by_name_in_every_call(name):
+    inner = Keeps()
+    wrap = WRAPPERS[name][0]
+    with tf.Graph().as_default():
+        _, grads, variables = parts()
+        wrap(inner).apply_grads(grads, variables, 2.0, rate=3.0)
+    assert inner.got == (2.0, 3.0)
+    with tf.Graph().as_default():
+        _, grads, variables = parts()
+        wrap(inner).apply_grad(grads[0], variables[0], 4.0)
+    assert inner.got == (4.0, 0.1)
+    with tf.Graph().as_default():
+        mesh, grads, variables = parts()
+        count = mtf.get_variable(mesh, "count", mtf.Shape([]), dtype=tf.int32, trainable=False)
+        wrap(inner).apply_gradients(list(zip(grads, variables)), count, rate=5.0)
+    assert inner.got == (1.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda o, g, v: o(Keeps()).apply_grads(g, v, scale=2.0), "Keeps.*scale=2.0.*'scale'"),
+        (lambda o, g, v: o(Keeps()).apply_grads(g, v, 1.0, 2.0), "too many positional"),
+        (lambda o, g, v: o(Keeps()).apply_grads(g, v, 1.0, grad_scale=2.0), "grad_scale"),
+        (lambda o, g, v: o(Adam()).apply_grads(g, v), r"'grad_scale'.*grad_scale, rate=0\.01\)"),
+        (lambda o, g, v: o(Adam()).apply_grads([None], v), "'grad_scale'"),
+        (lambda o, g, v: o(Adam()).minimize(mtf.reduce_sum(v[0].value)), "'grad_scale'"),
+        (
+            lambda o, g, v: o(mtf.optimize.SgdOptimizer(0.1)).apply_grads(g, v, grad_scale=2.0),
+            r"SgdOptimizer.*grad_scale=2\.0",
+        ),
+        (
+            lambda o, g, v: o(gs.MeshOptimizer(tf.train.AdamOptimizer())).apply_grads(g, v, 2.0),
+            "MeshOptimizer",
+        ),
+    ],
+)
+def test_what_the_optimizer_does_not_take_is_an_error(call, words):
+    mesh, grads, variables = parts()
+    before = list(mesh.graph.all_variables)
+    with pytest.raises(TypeError, match=words):
+        call(
+            lambda opt: gs.ClipByGlobalNormOptimizer(gs.CrossShardOptimizer(opt), 1.0),
+            grads,
+            variables,
+        )
+    assert mesh.graph.all_variables == before
+
+
+def test_a_tensor_of_a_split_dimension_is_refused_by_sharded_updates():
+    _, grads, variables = parts()
+    opt = WRAPPERS["sharded"][0](Keeps())
+    with pytest.raises(ValueError, match=r"argument grad_scale of shape Shape\[d=8\]"):
+        opt.apply_grads(grads, variables, grad_scale={"w": grads[0]})
+    assert not hasattr(opt.opt, "got")
+
+
+def test_the_wrapper_s_own_loss_scale_is_refused_as_an_argument():
+    _, _, variables = parts()
+    opt = gs.LossScaleOptimizer(Keeps())
+    pairs = opt.compute_gradients(mtf.reduce_sum(mtf.square(variables[0].value)))
+    with pytest.raises(
+        ValueError, match=r"grad_scale .* is made of the scale of LossScaleOptimizer"
+    ):
+        opt.apply_gradients(pairs, grad_scale=1.0 / opt.scale.value)
+    # A norm of gradients is theirs, though the scale was in them.
+    opt.apply_gradients(pairs, grad_scale=mtf.reduce_sum(mtf.square(pairs[0][0])))
+    assert opt.opt.got
