@@ -16,6 +16,7 @@ from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.step import OwnWrites
 
 MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
@@ -241,6 +242,10 @@ def sum_shards(
 ) -> list[mtf.Tensor | None]:
     """Sums gradients over the shards and over every mesh axis that is still pending.
 
+    All of them cross the mesh in one group of sums. Assignments that the program makes itself
+    (`mtf.assign`, an optimizer without a wrapper) wait for the sums that were made before them and
+    for the reads of all variables, so that no write overtakes a read.
+
     Args:
       grads: gradients of shape `[shard dims...] + var dims` (the shard dims are summed away) or
         `var dims` (the pending all-reduce runs); None passes through.
@@ -261,7 +266,9 @@ def sum_shards(
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         sum_dims = [[] if axes is None else shard_dims_in(g.shape, axes) for g in present]
-        return SumGradients(present, sum_dims, strategy, batch_dims).outputs
+        sums = SumGradients(present, sum_dims, strategy, batch_dims).outputs
+        OwnWrites.wait_for(sums)
+        return sums
 
     return on_present(grads, make)
 

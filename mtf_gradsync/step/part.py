@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import ContextManager
+from typing import Callable, ContextManager, Mapping, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 
 
 class PartLowering:
-    """What a part does in one lowering. The base class does nothing."""
+    """What a part does in one lowering. The base class does nothing.
+
+    Attributes:
+      waits: operations of the graph that wait in this lowering, and what gives the tf operations
+        that each waits for.
+    """
+
+    waits: Mapping[mtf.Operation, Callable[[mtf.Lowering], Sequence[tf.Operation]]] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:
         """Lowers an operation, by its `lower_itself` or otherwise.

@@ -113,6 +113,10 @@ class Plan:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
 
+    def is_free(self, operation: mtf.Operation) -> bool:
+        """Whether an operation neither waits nor belongs to a branch, as far as wrappers want."""
+        return operation not in self._waits and operation not in self._branch_of
+
     @property
     def is_held(self) -> bool:
         """Whether what surrounds the operations that are being built makes them wait."""
@@ -217,7 +221,9 @@ class Plan:
         branch = self._branch_of.get(operation)
         if operation in lowered.early or (branch is not None and branch is not lowered.branch):
             return
-        waits = [op for find in self._waits.get(operation, ()) for op in find(lowering)]
+        of_parts = [part.waits[operation] for part in lowered.parts if operation in part.waits]
+        finds = [*self._waits.get(operation, ()), *of_parts]
+        waits = [op for find in finds for op in find(lowering)]
         with tf.control_dependencies(waits) if waits else contextlib.nullcontext():
             if not any(part.lower(operation) for part in lowered.parts):
                 operation.lower_itself(lowering)
@@ -261,7 +267,7 @@ class Plan:
                 wanted.update((t, branch) for t in operation.inputs)
 
     def _lower_variables(self, lowering: mtf.Lowering, lowered: Lowered) -> None:
-        several_reads = {*self._in_place, *self._assigned_elsewhere()}
+        several_reads = {*self._in_place, *self._assigned_elsewhere(lowered)}
         for operation in list(self.graph.operations):
             is_variable = isinstance(operation, mtf.Variable)
             if not is_variable and not takes_stack_apart(operation):
@@ -277,14 +283,15 @@ class Plan:
                     _read(operation, lowering)
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
-    def _assigned_elsewhere(self) -> set[mtf.Variable]:
+    def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
         """Variables that operations assign which do not wait for the plan's updates."""
+        waiting = {operation for part in lowered.parts for operation in part.waits}
         return {
             variable
             for operation in flat(self.graph.operations)
             if isinstance(operation, mtf.Assign)
-            and operation not in self._waits
-            and operation not in self._branch_of
+            and self.is_free(operation)
+            and operation not in waiting
             for variable in operation.variables
         }
 

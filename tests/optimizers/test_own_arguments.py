@@ -123,7 +123,7 @@ class Keeps:
 
     def apply_grads(self, grads, variables, grad_scale=1.0, *, rate=0.1):
         self.got = grad_scale, rate
-        return []
+        return [mtf.assign(v, v.value - g) for g, v in zip(grads, variables)]
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))

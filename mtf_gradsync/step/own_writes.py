@@ -1,0 +1,61 @@
+"""A program's own assignments, ordered where it has its gradients reduced without a wrapper."""
+
+from __future__ import annotations
+
+import functools
+from typing import Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step.gate import Gate
+from mtf_gradsync.step.part import Part, PartLowering
+from mtf_gradsync.step.plan import ControlInputs, Plan
+
+
+class OwnWrites(Part):
+    """Holds assignments that nothing else orders behind all reads, and the sums made before them.
+
+    Their variables are then read once, as those that a wrapper updates.
+    """
+
+    def __init__(self) -> None:
+        self._sums: tuple[tuple[mtf.Tensor, ...], ...] = ()
+
+    @classmethod
+    def wait_for(cls, sums: Sequence[mtf.Tensor]) -> None:
+        """Makes the program's assignments wait for sums; inside a branch it does nothing.
+
+        Args:
+          sums: reduced gradients of one mesh, at least one.
+        """
+        plan = Plan.of(sums[0].graph)
+        if plan.is_in_branch:
+            return  # the branch waits
+        plan.adopt()
+        part = plan.part(cls)
+        part._sums += (tuple(sums),)
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """See `Part.begin`."""
+        plan = Plan.of(lowering.graph)
+        made_by = {sums[0].operation: sums for sums in self._sums}
+        meshes = {operation.mesh for operation in made_by}
+        gates: dict[mtf.Mesh, list[Gate]] = {}
+        waits: dict[mtf.Operation, ControlInputs] = {}
+        for operation in lowering.graph.operations:
+            mesh = operation.mesh
+            if operation in made_by:
+                gates.setdefault(mesh, []).append(Gate(plan, made_by[operation]))
+            elif isinstance(operation, mtf.Assign) and mesh in meshes and plan.is_free(operation):
+                # Without a sum before it, a write still waits for the reads.
+                before = gates.get(mesh) or [Gate(plan, operation.inputs)]
+                waits[operation] = functools.partial(_barriers, tuple(before))
+        return _OwnWritesLowering(waits)
+
+
+class _OwnWritesLowering(PartLowering):
+    def __init__(self, waits: dict[mtf.Operation, ControlInputs]):
+        self.waits = waits
+
+
+def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operation]:
+    return [gate.barrier(lowering) for gate in gates]
