@@ -178,6 +178,16 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 
+def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
+    """What replicas add to a reduced gradient together: zeros for none, even in place of NaNs."""
+    wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
+
+    def multiply(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        return zeros_where(tf.equal(count, 0), tf.cast(x, wide) * tf.cast(count, wide))
+
+    return mtf.cwise(multiply, [grad, contributions], wide)
+
+
 class _AddUnless(StageOperation):
     """Gradients as they are, or what accumulators hold once gradients were added."""
 

@@ -19,8 +19,8 @@ from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuild
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     Bypass,
+    times,
     without_skipped,
-    zeros_where,
 )
 from mtf_gradsync.optimizers.sync_replicas import freshness
 from mtf_gradsync.optimizers.sync_replicas.hooks import SessionInterface
@@ -309,7 +309,7 @@ class _AggregateReplicas(Stage):
         # The only thing but gradients that is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
-        gradients = gradients.change_reduced(lambda g: _times(contributions, g))
+        gradients = gradients.change_reduced(lambda g: times(contributions, g))
         accumulators = Accumulators(
             gradients, wrapper._slots, is_share=True, counter=before.count.name
         )
@@ -340,13 +340,3 @@ class _AggregateReplicas(Stage):
         )
         wrapper._steps_without_update = check or None
         return [check] if check else []
-
-
-def _times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
-    """What replicas add to a reduced gradient together: zeros for none, even in place of NaNs."""
-    wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
-
-    def times(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        return zeros_where(tf.equal(count, 0), tf.cast(x, wide) * tf.cast(count, wide))
-
-    return mtf.cwise(times, [grad, contributions], wide)
