@@ -115,9 +115,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           max_steps_without_update: most steps in a row without an update; one more raises an error
             that lists the replicas that did not contribute, on SIMD meshes by the hook of
             `make_session_run_hook`.
-          accept_summed: take gradients, too, in which the replicas are mixed (they were clipped by
-            a norm of all, say), in place of an error. A replica that is skipped is in such a
-            gradient all the same, and its NaN drops all replicas.
+          accept_summed: take gradients, too, in which the replicas are mixed (by a norm of all,
+            say). A skipped replica is in these all the same, and its NaN drops all replicas.
           learning_rate: only with a class or factory as opt.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
@@ -127,8 +126,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
           reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
             `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
-            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
-            their own.
+            rounded once. None sends their dtype. Sharded updates have a way of their own.
 
         Raises:
           ValueError: an argument is out of range, or there is no mesh.
