@@ -104,7 +104,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           total_num_replicas: number of shards; None takes the mesh's.
           variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
           variables_to_average: what is averaged; only with variable_averages.
-          use_locking: updates of a mesh never overlap; has no effect.
+          use_locking: has no effect.
           name: name of the wrapper, prefix of its state.
           contributes: which replicas may contribute in this step: booleans, as a tf tensor, array
             or list of shape `[num_shards]` or of the shard dims' sizes, or as an mtf tensor of
@@ -112,12 +112,11 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           local_steps: the update step that each replica's gradient of this step is for, where the
             program knows: whole numbers in the same forms. None takes `<name>/local_step`, which
             each update sets to the new update step for all.
-          max_steps_without_update: largest number of steps in a row without an update; one more
-            raises an error that lists the replicas that did not contribute. On SIMD meshes it
-            takes the hook of `make_session_run_hook`.
-          accept_summed: take gradients, too, in which the replicas are mixed (they were clipped by
-            a norm of all, say), in place of an error. A replica that is skipped is in such a
-            gradient all the same, and its NaN drops all replicas.
+          max_steps_without_update: most steps in a row without an update; one more raises an error
+            that lists the replicas that did not contribute, on SIMD meshes by the hook of
+            `make_session_run_hook`.
+          accept_summed: take gradients, too, in which the replicas are mixed (by a norm of all,
+            say). A skipped replica is in these all the same, and its NaN drops all replicas.
           learning_rate: only with a class or factory as opt.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
@@ -127,8 +126,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
           reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
             `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
-            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
-            their own.
+            rounded once. None sends their dtype. Sharded updates have a way of their own.
 
         Raises:
           ValueError: an argument is out of range, or there is no mesh.
@@ -201,8 +199,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them.
-          global_step: an mtf or tf variable to add one to after an update is applied, and only
-            then. Required, as TensorFlow's optimizer has it; `apply_grads` goes without.
+          global_step: an mtf or tf variable, required, to add one to after an update alone.
           name: name of the operation that advances global_step; None takes the wrapper's name.
           **kwargs: as for `apply_grads`.
 
@@ -335,8 +332,8 @@ class _AggregateReplicas(Stage):
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
         wrapper = self._wrapper
-        check = wrapper._max_steps and StepsWithoutUpdate(
-            self._before, self._now, operations, wrapper._max_steps
-        )
-        wrapper._steps_without_update = check or None
+        limit, check = wrapper._max_steps, None
+        if limit:
+            check = StepsWithoutUpdate(self._before, self._now, operations, limit)
+        wrapper._steps_without_update = check
         return [check] if check else []
