@@ -63,3 +63,5 @@ def fresh_graph():
 def mesh_kind(request):
     """Both kinds of mesh that a program is lowered on."""
     return request.param
+    # Or the tests after it would build other loops and conditionals.
+    assert not tf.control_flow_v2_enabled()
