@@ -95,7 +95,7 @@ def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs):
         assert f"jaxlib {jaxlib.__version__}" in last
         assert "The last that it had begun is step 1." in last
         assert "The main thread stood at File" in last
-        assert "job.py" in last
+        assert "job.py" in last, job.outputs()
     assert "lost process 1 (host " in job.members[0].output()
 
 
