@@ -17,7 +17,7 @@ from typing import Any, Callable
 
 from mtf_gradsync.processes.watchdog import Alarm
 
-_FRAMES = 3
+_FRAMES = 5
 
 
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
