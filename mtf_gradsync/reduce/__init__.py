@@ -10,6 +10,7 @@ from mtf_gradsync.reduce.strategies.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.strategies.compressed import CompressedAllReduce
 from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
 from mtf_gradsync.reduce.strategies.hierarchical import AllReduceSpec, HierarchicalAllReduce
+from mtf_gradsync.reduce.strategies.low_rank import LowRankAllReduce
 from mtf_gradsync.reduce.strategies.quantized import QuantizedAllReduce
 from mtf_gradsync.reduce.strategies.ring import RingAllReduce
 from mtf_gradsync.reduce.strategies.to_one_device import ReductionToOneDevice
@@ -26,6 +27,7 @@ __all__ = [
     "GradientOfCores",
     "GradientStrategy",
     "HierarchicalAllReduce",
+    "LowRankAllReduce",
     "PlacementMeshImpl",
     "ProcessorGroups",
     "QuantizedAllReduce",

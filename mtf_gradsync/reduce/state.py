@@ -59,7 +59,7 @@ class StateMaker(abc.ABC):
         dtype: tf.DType = tf.float32,
         shard_dims: Sequence[mtf.Dimension] = (),
         start: float = 0,
-        fresh_dims: int = 0,
+        begins_anew: bool = False,
     ) -> mtf.Variable:
         """Makes a variable that does not train and is saved in checkpoints.
 
@@ -72,8 +72,8 @@ class StateMaker(abc.ABC):
             another mesh the sum over the cores stays. Empty for one that all replicas share: each
             has to compute the same new value.
           start: what it begins with, in a new run and after a checkpoint that does not have it.
-          fresh_dims: without shard_dims, how many of its first dimensions depend on the mesh or on
-            settings: it begins with `start` after a checkpoint that has others there.
+          begins_anew: whether it begins with `start` after a checkpoint that has it in another
+            shape, without shard_dims; else that is an error.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.

@@ -37,7 +37,7 @@ class _Maker(StateMaker):
         dtype: tf.DType = tf.float32,
         shard_dims: Sequence[mtf.Dimension] = (),
         start: float = 0,
-        fresh_dims: int = 0,
+        begins_anew: bool = False,
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
         mesh = self._gradients.mesh
@@ -49,8 +49,9 @@ class _Maker(StateMaker):
             )
         whole = mtf.Shape([*shard_dims, *shape.dims])
         note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
-        if fresh_dims:
-            note = {"num_shard_dims": fresh_dims, "fill": start}
+        if begins_anew:
+            # Any shape in a checkpoint is then one of other shards.
+            note = {"num_shard_dims": len(whole.dims), "fill": start}
         made = named_state(mesh, name, whole, dtype, start=start, **note)
         self._slots.record([made], self._gradients.variables)
         self.made.append(made)

@@ -143,8 +143,8 @@ def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
 
 def _largest_scale(largest: int) -> np.float32:
     """The largest scale of 8 bits whose product with the largest whole number is finite."""
-    scale = np.finfo(np.float32).max / np.float32(largest)
-    return (np.array(scale, np.float32).view(np.int32) & -0x10000).view(np.float32)[()]
+    mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
+    return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))
 
 
 def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:

@@ -9,11 +9,18 @@ import gin
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.checks import check_count, check_values
-from mtf_gradsync.reduce.compression import blocks as in_blocks_of
-from mtf_gradsync.reduce.compression.blocks import Blocks, Encoded
+from mtf_gradsync.reduce.compression.blocks import (
+    Blocks,
+    Encoded,
+    decode,
+    encode,
+    in_blocks,
+    out_of_blocks,
+    rows_of_part,
+)
 from mtf_gradsync.reduce.compression.exchange import all_gather, all_to_all, positions
 from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
-from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy
+from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy, in_dtype_of, plus_errors
 from mtf_gradsync.reduce.strategy import Strategy
 
 _BITS = (4, 8)
@@ -112,9 +119,7 @@ class QuantizedAllReduce(GradientStrategy):
         self.check(mesh_impl, groups)
         check_values(values)
         errors = list(state.of)
-        wanted = [
-            x if e is None else mesh_impl.slicewise(_plus, x, e) for x, e in zip(values, errors)
-        ]
+        wanted = plus_errors(mesh_impl, values, errors)
         sent = [
             i
             for i, x in enumerate(values)
@@ -127,12 +132,12 @@ class QuantizedAllReduce(GradientStrategy):
                 kept[i] = mesh_impl.slicewise(tf.zeros_like, error)
         whole = [i for i in range(len(values)) if i not in sent]
         sums: dict[int, Any] = {}
-        as_given = [_as(mesh_impl, wanted[i], values[i]) for i in whole]
+        as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
         sums.update(zip(whole, self.reducer.all_reduce(mesh_impl, as_given, groups)))
         if sent:
             totals, left = self._exchange(mesh_impl, [wanted[i] for i in sent], groups)
             for i, total, error in zip(sent, totals, left):
-                sums[i] = _as(mesh_impl, total, values[i])
+                sums[i] = in_dtype_of(mesh_impl, total, values[i])
                 if errors[i] is not None:
                     kept[i] = error
         results = [sums[i] for i in range(len(values))]
@@ -145,34 +150,28 @@ class QuantizedAllReduce(GradientStrategy):
         blocks, parts = self._blocks, groups.group_size
         shapes = [x.slice_shape for x in values]
 
-        def pack(*xs: tf.Tensor) -> tf.Tensor:
-            return in_blocks_of.in_blocks([tf.cast(x, tf.float32) for x in xs], blocks, parts)
+        def pack_and_encode(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return encode(in_blocks([tf.cast(x, tf.float32) for x in xs], blocks, parts), blocks)
 
-        def encode(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            return in_blocks_of.encode(x, blocks)
-
-        def add(numbers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_sum(in_blocks_of.decode(numbers, scales, blocks), 0)
+        def add_and_encode(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return encode(tf.reduce_sum(decode(numbers, scales, blocks), 0), blocks)
 
         def unpack(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return in_blocks_of.out_of_blocks(x, shapes, blocks)
+            return out_of_blocks(x, shapes, blocks)
 
-        def decode(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return unpack(in_blocks_of.decode(numbers, scales, blocks))
+        def decode_and_unpack(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return unpack(decode(numbers, scales, blocks))
 
         def plus_own(left: tf.Tensor, of_sum: tf.Tensor, position: Any) -> tuple[tf.Tensor, ...]:
             # What the sum of a core's own part lacks waits on that core.
             here = tf.reshape(tf.equal(tf.range(parts), position), [parts, 1, 1])
             return unpack(left + tf.where_v2(here, of_sum[tf.newaxis], 0.0))
 
-        *of_cores, left = mesh_impl.slicewise(encode, mesh_impl.slicewise(pack, *values))
-        part = mesh_impl.slicewise(
-            add, *[all_to_all(mesh_impl, x, groups) for x in Encoded(*of_cores)]
-        )
-        *of_part, of_sum = mesh_impl.slicewise(encode, part)
-        totals = mesh_impl.slicewise(
-            decode, *[all_gather(mesh_impl, x, groups) for x in Encoded(*of_part)]
-        )
+        *of_cores, left = mesh_impl.slicewise(pack_and_encode, *values)
+        received = [all_to_all(mesh_impl, x, groups) for x in Encoded(*of_cores)]
+        *of_part, of_sum = mesh_impl.slicewise(add_and_encode, *received)
+        gathered = [all_gather(mesh_impl, x, groups) for x in Encoded(*of_part)]
+        totals = mesh_impl.slicewise(decode_and_unpack, *gathered)
         if not self.error_feedback:
             return totals, [None] * len(values)
         at = positions(mesh_impl, groups)
@@ -199,17 +198,5 @@ class QuantizedAllReduce(GradientStrategy):
             else:
                 as_they_are += size * gradient.dtype.size
                 whole.append(gradient.name)
-        in_parts = parts * in_blocks_of.rows_of_part(count, parts) * blocks.bytes
+        in_parts = parts * rows_of_part(count, parts) * blocks.bytes
         return Compression(given, in_parts + as_they_are, tuple(whole))
-
-
-def _plus(x: tf.Tensor, error: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, tf.float32) + error
-
-
-def _as(mesh_impl: Any, value: Any, other: Any) -> Any:
-    """A value in the dtype of another."""
-    dtype = other.tensor_list[0].dtype.base_dtype
-    if value.tensor_list[0].dtype.base_dtype == dtype:
-        return value
-    return mesh_impl.slicewise(lambda x: tf.cast(x, dtype), value)
