@@ -45,8 +45,9 @@ def loss(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> mtf.Tensor:
 
 
 def gradients(feed: dict[str, np.ndarray], shards: int) -> dict[str, np.ndarray]:
-    """The gradients of each shard by hand, `[shards, ...]`; w, and the sums of all others."""
-    x, y = (feed[k].astype(float).reshape(shards, BATCH // shards, -1) for k in ("x", "y"))
+    """The gradients of each shard by hand, `[shards, ...]`, of a batch of any size."""
+    each = len(feed["x"]) // shards
+    x, y = (feed[k].astype(float).reshape(shards, each, -1) for k in ("x", "y"))
     return {"w": np.einsum("sbi,sbh->sih", x, y), "b": y.sum(1), "gain": y.sum((1, 2))}
 
 

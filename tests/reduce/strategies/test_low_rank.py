@@ -28,23 +28,14 @@ def optimizer(**settings):
     return make
 
 
-def loss(mesh, inputs):
-    """The model's; all variables and state are fetched before the step changes them."""
-    return compressed.loss(mesh, inputs)
+def program(kind, mesh, make):
+    """The model; fetches all variables as they are before each step."""
+    return Program(
+        kind, mesh, lambda axes: Seen(make(axes)), True, compressed.loss, FEEDS[0]
+    )
 
 
-class Seen(Program):
-    """Fetches all variables as they are before each step."""
-
-    def __init__(self, kind, mesh, make):
-        def seeing(axes):
-            opt = make(axes)
-            return Seeing(opt)
-
-        super().__init__(kind, mesh, seeing, reported=True, loss=loss, feed=FEEDS[0])
-
-
-class Seeing:
+class Seen:
     """An optimizer whose report is every variable of the graph."""
 
     def __init__(self, opt):
@@ -55,8 +46,7 @@ class Seeing:
 
     def apply_grads(self, grads, variables):
         self.graph = variables[0].graph
-        self.operations = self.opt.apply_grads(grads, variables)
-        return self.operations
+        return self.opt.apply_grads(grads, variables)
 
     def reported(self):
         values = {v.name: mtf.cast(v.value, tf.float32) for v in self.graph.all_variables}
@@ -69,7 +59,7 @@ def programs():
 
     def get(kind, mesh):
         if (kind, mesh) not in made:
-            made[kind, mesh] = Seen(kind, mesh, optimizer(rank=3))
+            made[kind, mesh] = program(kind, mesh, optimizer(rank=3))
         return made[kind, mesh]
 
     return get
@@ -127,7 +117,7 @@ def test_fifty_steps_are_numpy_s_and_a_restart_has_the_same_bits(kind, programs,
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_rank_is_the_plain_sum(kind):
     full = optimizer(rank=20, min_compression_rate=0.1)
-    found = Seen(kind, "2x2", full).run(FEEDS[:10])
+    found = program(kind, "2x2", full).run(FEEDS[:10])
     total = sum(compressed.gradients(feed, 1)["w"][0] for feed in FEEDS[:10])
     size = sum(np.linalg.norm(compressed.gradients(feed, 1)["w"][0]) for feed in FEEDS[:10])
     assert np.abs(-found["w"] / compressed.RATE - total).max() <= (24 + 20) * EPS * size
@@ -152,7 +142,7 @@ def test_it_moves_to_another_mesh_with_the_sum_of_what_was_not_sent(programs, tm
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_steps_reduce_gradients_as_they_are(kind):
-    made = Seen(kind, "2x2", optimizer(rank=3, start_step=2, warm_start=False))
+    made = program(kind, "2x2", optimizer(rank=3, start_step=2, warm_start=False))
     seen = made.fetches(FEEDS[:5])
     assert [s["CrossShardOptimizer/low_rank_step"] for s in seen] == [0, 1, 2, 3, 4]
     grads = [compressed.gradients(feed, 1)["w"][0] for feed in FEEDS]
