@@ -18,7 +18,7 @@ class GradientOfCores(NamedTuple):
         size and laid out over it; in front of a shape they make one that gives each core its own.
         Empty on a mesh of one shard whose layout has no axis for the batch.
       dtype: of the parts.
-      slice_shape: what a core holds of it: the sizes of its dimensions where the layout splits them.
+      slice_shape: of what a core holds of it, where the layout splits its dimensions.
     """
 
     name: str

@@ -94,7 +94,10 @@ def quantized_sums(
         left[shard, shard] += of_total[shard]
     total, left = total.reshape(-1), left.reshape(shards, -1)
     return [
-        (total[a : a + y.shape[1]].reshape(x.shape[1:]), left[:, a : a + y.shape[1]].reshape(x.shape))
+        (
+            total[a : a + y.shape[1]].reshape(x.shape[1:]),
+            left[:, a : a + y.shape[1]].reshape(x.shape),
+        )
         for a, x, y in zip(starts, wanted, flat)
     ]
 

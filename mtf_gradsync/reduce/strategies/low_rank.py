@@ -81,14 +81,14 @@ class LowRankAllReduce(GradientStrategy):
     `min_compression_rate` times smaller. `reported` has the rate that is reached, the log the
     names. `ShardedUpdateOptimizer` cuts its parts from the sums.
 
-    State, by name: `<variable>/low_rank_error`, a value for each core; `<variable>/low_rank_factor`,
-    which begins anew on a mesh with other slices; `<wrapper>/low_rank_step`, where start_step or
-    warm_start needs it.
+    State, by name: `<variable>/low_rank_error`, a value for each core;
+    `<variable>/low_rank_factor`, which begins anew on a mesh with other slices;
+    `<wrapper>/low_rank_step`, where start_step is given or warm_start is off.
 
     References:
-      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Beyond it: Q is orthonormal as well, so that
-      small directions of a matrix of almost full rank are not lost, and columns of it that have
-      become zero begin anew.
+      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Beyond it: Q is orthonormal as well, so
+      that small directions of a matrix of almost full rank are not lost, and columns of it that
+      have become zero begin anew.
     """
 
     def __init__(
@@ -125,8 +125,11 @@ class LowRankAllReduce(GradientStrategy):
         for name, flag in (("warm_start", warm_start), ("error_feedback", error_feedback)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r}.")
-        self.rank, self.start_step, self.min_compression_rate = rank, start_step, float(rate)
-        self.warm_start, self.error_feedback = warm_start, error_feedback
+        self.rank = rank
+        self.start_step = start_step
+        self.min_compression_rate = float(rate)
+        self.warm_start = warm_start
+        self.error_feedback = error_feedback
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """See `Strategy.gradient_state`."""
@@ -217,9 +220,7 @@ class LowRankAllReduce(GradientStrategy):
                     drawn[i] = q
             if self.warm_start:
                 last = [tf.reshape(q, [m.rank, m.columns]) for q, m in zip(factors, made)]
-                drawn = [
-                    without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)
-                ]
+                drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]
             return orthonormal(drawn)
 
         def times(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:

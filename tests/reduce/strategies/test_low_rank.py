@@ -30,9 +30,7 @@ def optimizer(**settings):
 
 def program(kind, mesh, make):
     """The model; fetches all variables as they are before each step."""
-    return Program(
-        kind, mesh, lambda axes: Seen(make(axes)), True, compressed.loss, FEEDS[0]
-    )
+    return Program(kind, mesh, lambda axes: Seen(make(axes)), True, compressed.loss, FEEDS[0])
 
 
 class Seen:
@@ -206,9 +204,7 @@ def test_matrices_of_any_numbers(kind):
     ]
     sums, errors = reduced(kind, arrays, rank=3)
     for x, total, error in zip(arrays, sums, errors):
-        parts, got, kept = (
-            v.astype(float).reshape(4, 2, *v.shape[1:]) for v in (x, total, error)
-        )
+        parts, got, kept = (v.astype(float).reshape(4, 2, *v.shape[1:]) for v in (x, total, error))
         size = np.abs(parts).max(initial=0)
         off = np.abs(got[0] + kept.sum(0) - parts.sum(0)).max(initial=0)
         assert off <= 4 * (24 + 20) * EPS * size + 2.0**-120
@@ -224,9 +220,7 @@ def test_a_simd_program_sends_what_the_formula_says():
     with tf.Graph().as_default(), simd.tpu_program("all:4", "") as made:
         impl = made.mesh_impl
         shapes = [[64, 48], [64, 48], [48], []]
-        values = [
-            impl.LaidOutTensor([made.per_replica([tf.zeros(shape)] * 4)]) for shape in shapes
-        ]
+        values = [impl.LaidOutTensor([made.per_replica([tf.zeros(shape)] * 4)]) for shape in shapes]
         groups = reduce.ProcessorGroups.along(impl, [0])
         factor = impl.LaidOutTensor([tf.zeros([4, 48])])
         state = LowRankState(None, (None,) * 4, (factor, factor, None, None))

@@ -116,7 +116,7 @@ def test_fifty_steps_are_numpy_s_to_the_bit_and_so_is_a_restart(kind, programs, 
 
 
 def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(programs, tmp_path):
-    """On "2x2" a core's slice of b is too small to be sent in blocks: what waits is sent as it is."""
+    """On "2x2" a slice of b is too small to be sent in blocks: what waits is sent as it is."""
     reference, path = Reference("4"), None
     stations = zip(["4", "2x2", "one", "4"], ["simd", "placement", "placement", KINDS[-1]])
     for number, (mesh, kind) in enumerate(stations):
@@ -192,9 +192,7 @@ def test_blocks_of_any_numbers(kind, bits):
     sums, errors = run(kind, arrays, bits)
     half = 0.5 / (2 ** (bits - 1) - 1) * (1 + 2.0**-7)
     for x, total, error in zip(arrays, sums, errors):
-        parts, got, kept = (
-            v.astype(float).reshape(4, 2, *v.shape[1:]) for v in (x, total, error)
-        )
+        parts, got, kept = (v.astype(float).reshape(4, 2, *v.shape[1:]) for v in (x, total, error))
         want = parts.sum(0)
         # Four roundings of sums, and one of each error, in float32.
         eps = 16 * np.finfo("f").eps * np.abs(parts).sum(0) + 2.0**-120
