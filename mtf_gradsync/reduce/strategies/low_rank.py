@@ -120,7 +120,8 @@ class LowRankAllReduce(GradientStrategy):
         check_count("rank", rank, "a number of columns", least=1)
         check_count("start_step", start_step, "a number of updates")
         rate = min_compression_rate
-        if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 < rate < math.inf:
+        number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+        if not number or not 0 < rate < math.inf:
             raise ValueError(f"min_compression_rate must be a number above 0, got {rate!r}.")
         for name, flag in (("warm_start", warm_start), ("error_feedback", error_feedback)):
             if not isinstance(flag, bool):
