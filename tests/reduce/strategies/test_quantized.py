@@ -141,6 +141,26 @@ def test_four_bits_and_no_feedback(kind):
     np.testing.assert_array_equal(found["w"], rounded.values["w"])
 
 
+def test_processors_of_one_memory_that_have_the_same_send_it_once():
+    devices = [f"/device:CPU:{i}" for i in range(4)]
+    parts = [np.random.RandomState(i).randn(24, 20).astype("f") for i in range(2)]
+    with tf.Graph().as_default() as graph:
+        impl = gs.placement_mesh_impl("rows:2;cols:2", "", devices)
+        first, second = map(tf.constant, parts)
+        value = impl.LaidOutTensor([first, first, second, second])
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        strategy, state = gs.QuantizedAllReduce(block_size=SIZE), QuantizationErrors((None,))
+        (total,), _ = strategy.reduce_gradients(impl, [value], groups, state)
+        cast = [op for op in graph.get_operations() if op.type == "Cast"]
+        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+            found = session.run(total.tensor_list)
+    # Each of the two rows' own blocks, and each of the two parts of the sum.
+    assert len([op for op in cast if op.outputs[0].dtype == tf.int8]) == 4
+    ((expected, _),) = compressed.quantized_sums([np.stack(parts)], 8, SIZE)
+    for one in found:
+        np.testing.assert_array_equal(one, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_is_found_and_nothing_of_it_kept(kind, programs):
     feeds = [FEEDS[0], {k: x.copy() for k, x in FEEDS[1].items()}]
