@@ -51,26 +51,37 @@ def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Ten
     stand_in._outputs = [value]
 
 
-class _Reshaped:
-    """A master variable, seen in another shape. TensorFlow takes it as a tensor and in `assign`."""
+class Reshaped:
+    """A variable, seen in another shape. TensorFlow takes it as a tensor and in assignments."""
 
-    def __init__(self, master: tf.Variable, shape: list[int]):
-        self._master = master
-        self.shape, self.dtype, self.device = tf.TensorShape(shape), master.dtype, master.device
+    def __init__(self, variable: Any, shape: list[int]):
+        self._variable = variable
+        self.shape, self.dtype = tf.TensorShape(shape), variable.dtype
+        # What stands for the slices of a SIMD mesh has no device of its own.
+        self.device = getattr(variable, "device", "")
 
     def value(self) -> tf.Tensor:
-        return tf.reshape(self._master, self.shape)
+        """Reads it."""
+        return tf.reshape(self._variable, self.shape)
 
     def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
-        return tf.assign(self._master, tf.reshape(value, self._master.shape), name=name)
+        """As `tf.assign` asks for it."""
+        return tf.assign(self._variable, self._as_held(value), name=name)
+
+    def assign_add(self, value: tf.Tensor, name: str | None = None) -> Any:
+        """As `tf.assign_add` asks for it."""
+        return tf.assign_add(self._variable, self._as_held(value), name=name)
+
+    def _as_held(self, value: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(value, self._variable.shape)
 
 
-def _as_tensor(x: _Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+def _as_tensor(x: Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
     del name, as_ref
     return x.value() if dtype in (None, x.dtype) else NotImplemented
 
 
-tf.register_tensor_conversion_function(_Reshaped, _as_tensor)
+tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
@@ -89,10 +100,20 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     master = variable.get_master()
     if shape.to_integer_list != master.shape.as_list():
         # Autostack asks the master of what it stacks to be one that can be assigned to.
-        seen = _Reshaped(master, shape.to_integer_list)
+        seen = Reshaped(master, shape.to_integer_list)
         variable.get_master = lambda: seen
         variable.assign_to_master = seen.assign
     return variable._outputs[0]
+
+
+def master_of(variable: mtf.Variable) -> tf.Variable:
+    """The variable of TensorFlow's that is a variable's master, in the shape of checkpoints."""
+    return variable._master
+
+
+def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
+    """Gives a variable that is not lowered yet a dtype that autostack knows to leave alone."""
+    variable._dtype = dtype
 
 
 def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:

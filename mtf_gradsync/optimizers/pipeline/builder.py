@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
@@ -33,6 +33,8 @@ class StepBuilder:
       reduced: the first reduction; None before.
       updated: int32 scalar, 1 where the step has an update and 0 where not; None where every step
         counts as one.
+      agree: makes the decision of all islands of boolean scalars that each island has decided
+        for itself, where a wrapper has made islands: whether it holds on all of them, or on any.
     """
 
     def __init__(
@@ -70,6 +72,9 @@ class StepBuilder:
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
         self.updated: mtf.Tensor | None = None
+        self.agree: Callable[[mtf.Tensor, bool], mtf.Tensor] | None = None
+        self._shown: dict[mtf.Variable, mtf.Variable] = {}
+        self._shown_after: list[mtf.Operation] = []
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Builds the step.
@@ -154,6 +159,46 @@ class StepBuilder:
         if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(due, tf.int32)
         self._branches.enter_context(self._branch(due, gate, behind, as_call, at_end))
+
+    def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
+        """A decision that follows from gradients, the same on all processors of the mesh.
+
+        Stages ask for it before they decide by gradients whether a step counts: inside of
+        `OuterOptimizer` the gradients of each island are its own.
+
+        Args:
+          holds: a boolean scalar, the same on the processors of an island.
+          by_any: whether it holds where it holds on any island, or else on all of them.
+        """
+        return holds if self.agree is None else self.agree(holds, by_any)
+
+    @contextlib.contextmanager
+    def branch_when(
+        self, due: mtf.Tensor, gate: Gate | None, behind: Sequence[mtf.Operation]
+    ) -> Iterator[None]:
+        """Within it, what is added belongs to a branch that runs on some steps only.
+
+        Args:
+          due: a boolean scalar, the same on all processors.
+          gate: the point of the step that the branch waits for; None inside another branch.
+          behind: operations of the step that the branch waits for, too.
+        """
+        with self._branch(due, gate, behind, as_call=False, at_end=list):
+            yield
+
+    def show(
+        self,
+        shown: Mapping[mtf.Variable, mtf.Variable],
+        writes: Sequence[mtf.Operation],
+    ) -> None:
+        """Makes `value_after` of stages around this one give what other variables hold.
+
+        Args:
+          shown: for each variable the one to show.
+          writes: what writes those; operations of the step.
+        """
+        self._shown = {**self._shown, **shown}
+        self._shown_after += writes
 
     def beside_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
@@ -244,7 +289,8 @@ class StepBuilder:
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
         """What variables hold after operations; see `mtf_gradsync.step.values_after`."""
-        return values_after(variables, updates)
+        shown = [self._shown.get(v, v) for v in variables]
+        return values_after(shown, [*updates, *self._shown_after])
 
     # The way.
 
