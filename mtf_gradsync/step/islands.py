@@ -84,7 +84,8 @@ class HeldSlices:
         # Slices that processors share stay shared.
         self._seen = {id(x): Reshaped(x, shape) for x in slices}
         self.laid_out_tensor = mesh_impl.LaidOutTensor([self._seen[id(x)] for x in slices])
-        self.copy_master_to_slices = self.copy_slices_to_master = tf.group([])
+        with mtf.utils.outside_all_rewrites(), tf.control_dependencies(None):
+            self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
         """As Mesh-TF's laid-out variables have it."""
