@@ -7,13 +7,15 @@ from typing import Sequence
 
 from mtf_gradsync._private.libraries import mtf
 
-_NUMBER = re.compile(r"\d+")
+# Of a part of a name that others follow: "decoder/layer_003/kernel", "h3/w".
+_NUMBER = re.compile(r"\d+(?=/)")
 
 
 def fragments_of(variables: Sequence[mtf.Variable], count: int) -> list[list[mtf.Variable]]:
     """Cuts variables into sets that are sent on different steps.
 
-    The layers of a stack, known by the first number in their variables' names, are strided: layer l
+    The layers of a stack, known by the first number that ends a part of
+    their variables' names, are strided: layer l
     belongs to set l modulo count, as streaming DiLoCo has it. What belongs to no layer, and layers
     that would make a set larger than its share, go where there is room, the largest first.
 

@@ -16,7 +16,7 @@ from typing import Any, Sequence
 import gin
 
 from mtf_gradsync._numbers import check_whole, is_number
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
@@ -188,8 +188,8 @@ class OuterOptimizer(Wrapper):
         """See `mtf_gradsync.reported`; `outer/skipped` has a count for each island."""
         if self._now is None:
             return {}
-        every = mtf.constant(self._now.inner_step.mesh, self.inner_steps, dtype="int32")
-        values = {"outer/step": mtf.floordiv(self._now.inner_step, every)}
+        made = mtf.cwise(lambda x: x // self.inner_steps, [self._now.inner_step], tf.int32)
+        values = {"outer/step": made}
         if self.leave_out_not_finite:
             values["outer/skipped"] = self._now.skipped
         return values
