@@ -137,7 +137,8 @@ class OuterSteps(Stage):
         if wrapper.leave_out_not_finite:
             skip = self._not_finite(updates, step)
             away = ZerosWhere(away, skip).outputs
-            count = mtf.reduce_sum(1.0 - mtf.cast(mtf.anonymize(skip), tf.float32))
+            skipped = _told_to_all(skip)
+            count = mtf.reduce_sum(1.0 - skipped)
         gradients = self._mean(away, variables, count, step)
         new_outer, new_velocity = [], []
         # Where no island is finite the outer values stay, and so does their momentum.
@@ -159,7 +160,7 @@ class OuterSteps(Stage):
         step.add(writes)
         if wrapper.leave_out_not_finite:
             rest = [v for v in self._variables if v not in variables]
-            self._begin_anew(skip, rest, updates, step)
+            self._begin_anew(skip, skipped, rest, updates, step)
         return writes
 
     def _mean(
@@ -192,15 +193,16 @@ class OuterSteps(Stage):
     def _begin_anew(
         self,
         skip: mtf.Tensor,
+        skipped: mtf.Tensor,
         variables: Sequence[mtf.Variable],
         updates: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
         """Gives skipped islands the outer values, and slots of zeros, and counts them."""
-        skipped = mtf.cast(mtf.anonymize(skip), tf.int32)
-        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0), None, ()):
-            counted = self._state.skipped
-            writes = [mtf.assign(counted, counted.value + mtf.reshape(skipped, counted.shape))]
+        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None, ()):
+            before = self._state.skipped
+            now = before.value + mtf.cast(skipped, tf.int32)
+            writes = [mtf.assign(before, now)]
             (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
             outer = [self._outer[v] for v in variables]
             read = step.value_after([*variables, *self._slots, *outer], updates)
@@ -211,6 +213,11 @@ class OuterSteps(Stage):
                 is_slot = index >= len(anew)
                 writes.append(mtf.assign(variable, _where(mine, new, old, is_slot)))
             step.add(step.plan.graph.combine_assignments(writes))
+
+
+def _told_to_all(skip: mtf.Tensor) -> mtf.Tensor:
+    """Booleans of islands as float32 numbers that every processor holds whole."""
+    return mtf.anonymize(mtf.cast(skip, tf.float32))
 
 
 def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor, zeros: bool) -> mtf.Tensor:
