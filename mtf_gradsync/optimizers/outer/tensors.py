@@ -89,9 +89,11 @@ def differing_variables(
     while True:
         before = len(found)
         for operation in operations:
-            if isinstance(operation, _SAME_EVERYWHERE) or not differs.intersection(
-                operation.inputs
-            ):
+            # What reads variables late has no inputs.
+            reads = getattr(operation, "reads", ())
+            differs.update(x for x, v in zip(operation.outputs, reads) if v.value in differs)
+            is_same = isinstance(operation, _SAME_EVERYWHERE)
+            if is_same or not differs.intersection(operation.inputs):
                 continue
             differs.update(operation.outputs)
             written = getattr(operation, "variables", ())
