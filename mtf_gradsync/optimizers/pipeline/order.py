@@ -54,17 +54,24 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
+        lambda outer, inner: outer.makes_islands and inner.makes_islands,
+        "{inner} inside {outer} would make islands of islands; use one.",
+    ),
+    Rule(
+        lambda outer, inner: (
+            (outer.makes_islands and inner.counts_shards)
+            or (outer.counts_shards and inner.makes_islands)
+        ),
+        "{outer} cannot stand around {inner}: each island would decide by itself when there is an "
+        "update. OuterOptimizer goes around GradientAccumulationOptimizer, which counts steps.",
+    ),
+    Rule(
         lambda outer, inner: (
             inner.makes_islands
             and (outer.reduces or outer.needs_shards or outer.watches_not_finite)
         ),
         "{outer} around {inner} would reduce gradients over the islands that {inner} keeps apart: "
         "turn them round, {inner}({outer}(opt, ...), ...).",
-    ),
-    Rule(
-        lambda outer, inner: outer.makes_islands and inner.counts_shards,
-        "{inner} inside {outer} would let each island decide by itself when there is an update: "
-        "use {outer} around GradientAccumulationOptimizer, which counts steps.",
     ),
     Rule(
         lambda outer, inner: outer.makes_islands and inner.averages,
