@@ -21,7 +21,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
-from mtf_gradsync.optimizers.pipeline import Stage, Traits
+from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.step import Islands, Plan
@@ -92,8 +92,8 @@ class OuterOptimizer(Wrapper):
             inner_steps / fragments updates: less is sent at a time, and the same in all.
           outer_dims: which of batch_dims are split over islands; None for all of them. The
             others are split over the replicas inside of an island.
-          leave_out_not_finite: whether an island with values that are not finite is skipped in an
-            outer step: it begins anew with the outer values, and with zeros in its slots.
+          leave_out_not_finite: whether an island with values, or slots, that are not finite is
+            skipped in an outer step: it begins anew with the outer values and zeros in its slots.
           name: name of the wrapper, prefix of its state.
           learning_rate: only with a class or factory as opt: passed on untouched, to the inner
             optimizer.
@@ -138,6 +138,10 @@ class OuterOptimizer(Wrapper):
         for inner in self._wrappers()[1:]:
             inner._stand_inside(self.islands, self.inside)
         self._outer: dict[mtf.Variable, mtf.Variable] = {}
+
+    def _gradient_reduction(self) -> Reduction:
+        # Gradients are reduced inside of an island; the wrapper's reducer is for outer steps.
+        return Reduction(FusedAllReduce(), self._shard_names, self.axes, self.name)
 
     @property
     def plain_reducer(self) -> Strategy:

@@ -184,8 +184,12 @@ class OuterSteps(Stage):
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Which islands have values that are not finite, boolean `[islands...]`."""
-        values = list(step.value_after(self._variables, updates))
+        """Which islands have values that are not finite, boolean `[islands...]`.
+
+        A slot may have what values are to get: Mesh-TF's momentum moves one step later.
+        """
+        slots = [v for v in self._slots if v.slice_dtype.is_floating]
+        values = list(step.value_after([*self._variables, *slots], updates))
         found = NotFinite(values, self._islands, self._wrapper.plain_reducer).outputs[0]
         dims = mtf.Shape(list(self._islands.shard_dims))
         return mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -26,8 +26,12 @@ def train(
     momentum: float,
     nesterov: bool,
     turns: Sequence[Sequence[str]],
+    change: Callable[[Values], Values] = lambda grads: grads,
 ) -> Trained:
-    """Trains islands on their parts of the batches; variables of `turns[i]` move together."""
+    """Trains islands on their parts of the batches; variables of `turns[i]` move together.
+
+    `change` is what is done to the gradients of each island.
+    """
     outer = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
     islands = [dict(outer) for _ in range(num_islands)]
     inner = [reference.OPTIMIZERS[optimizer]() for _ in range(num_islands)]
@@ -35,7 +39,7 @@ def train(
     for step, feed in enumerate(feeds, 1):
         parts = zip(*(np.split(feed[k].astype(np.float64), num_islands) for k in ("x", "y")))
         for number, (x, y) in enumerate(parts):
-            grads = reference.mlp_grads(islands[number], x, y)
+            grads = change(reference.mlp_grads(islands[number], x, y))
             islands[number] = inner[number](islands[number], grads)
         for turn, names in enumerate(turns, 1):
             if step % inner_steps != turn * inner_steps // len(turns) % inner_steps:
