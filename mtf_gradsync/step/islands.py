@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import Reshaped
+from mtf_gradsync._private.reshaped import Reshaped
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
 

@@ -108,4 +108,3 @@ def test_an_optimizer_inside_that_fails_leaves_the_graph_as_it_was():
     with pytest.raises(RuntimeError, match="fails"):
         gs.OuterOptimizer(Fails(), 2, **FOUR).apply_grads(grads, variables)
     assert (list(loss.graph.operations), list(loss.graph.all_variables)) == before
-

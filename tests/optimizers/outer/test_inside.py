@@ -47,18 +47,20 @@ def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
     assert_as_reference(found, expected, 4)
 
 
-@pytest.mark.parametrize(("mesh", "accumulate"), [("4", "local"), ("2x2", "local"), ("4", "synced")])
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [("4", "local"), ("2x2", "local"), ("4", "synced")]
+)
 def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, mesh_kind):
     def inside(opt, mesh):
         local = where(mesh) if accumulate == "local" else {}
-        return gs.GradientAccumulationOptimizer(
-            opt, 2, average_aggregated_gradients=True, **local
-        )
+        return gs.GradientAccumulationOptimizer(opt, 2, average_aggregated_gradients=True, **local)
 
     feeds, islands = batches(8), 2 if mesh == "2x2" else 4
     merged = [
         {
-            k: np.concatenate([x for pair in zip(*(np.split(f[k], islands) for f in two)) for x in pair])
+            k: np.concatenate(
+                [x for pair in zip(*(np.split(f[k], islands) for f in two)) for x in pair]
+            )
             for k in two[0]
         }
         for two in zip(feeds[::2], feeds[1::2])

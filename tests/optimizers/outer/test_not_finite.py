@@ -57,9 +57,7 @@ def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_k
     ]  # fmt: skip
     # Its slots began with zeros: Mesh-TF's momentum moves by the velocity of the step before.
     for name in models.mlp_values():
-        np.testing.assert_array_equal(
-            found.variables[f"{name}/island"][2], found.variables[name]
-        )
+        np.testing.assert_array_equal(found.variables[f"{name}/island"][2], found.variables[name])
         assert all(np.isfinite(v).all() for v in found.variables.values())
         others = found.variables[f"{name}/island"][[0, 1, 3]]
         assert np.abs(others - found.variables[name]).min() > 0 or name != "w1"

@@ -96,7 +96,7 @@ def test_one_step_a_round_at_rate_one_is_the_mean_of_the_islands_updates(opt, me
 
 def test_the_model_reads_the_islands_values_and_programs_see_the_outer_ones(mesh_kind):
     """The loss of the second step is that of islands that have moved, before an outer step."""
-    shape, layout, dims = harness.MESHES["4"]
+    shape, layout, _ = harness.MESHES["4"]
     opt = outer("sgd", "4", 4)
 
     def build(mesh, inputs):
@@ -121,7 +121,7 @@ def test_the_model_reads_the_islands_values_and_programs_see_the_outer_ones(mesh
 
 
 def test_slots_are_found_by_the_variable():
-    shape, layout, dims = harness.MESHES["4"]
+    shape, layout, _ = harness.MESHES["4"]
     opt = outer("adam", "4", 2)
 
     def build(mesh, inputs):
