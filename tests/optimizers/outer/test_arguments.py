@@ -48,7 +48,7 @@ def test_arguments_that_contradict_each_other(arguments, error):
 
 def test_sharded_updates_need_several_replicas_in_an_island():
     inner = gs.ShardedUpdateOptimizer(sgd(), **FOUR)
-    with pytest.raises(ValueError, match="each of the islands along .'batch'. has one"):
+    with pytest.raises(ValueError, match=r"each of the islands along .'batch'. has one"):
         gs.OuterOptimizer(inner, 4, **FOUR)
 
 

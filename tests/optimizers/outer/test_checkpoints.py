@@ -115,7 +115,7 @@ def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp
 
 
 def test_every_runtime_continues_the_others(tmp_path):
-    feeds, path = batches(4), None
+    feeds, path, saved = batches(4), None, None
     for number, kind in enumerate(("simd", "placement", "xla", "simd")):
         made = built(kind, "4")
         with session_of(made) as session:
