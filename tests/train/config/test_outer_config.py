@@ -5,7 +5,12 @@ import numpy as np
 from tests.train.config import small_lm
 from tests.train.conftest import REPORTS
 
-ROUNDS = ["OuterOptimizer.inner_steps = 2", "train.run.save_checkpoints_steps = 3"]
+ROUNDS = [
+    "OuterOptimizer.inner_steps = 2",
+    "train.run.save_checkpoints_steps = 3",
+    # The config's schedule depends on how long the run is to be.
+    "train.run.learning_rate_schedule = [0.02]",
+]
 
 
 def test_goes_on_in_the_middle_of_a_round_and_keeps_outer_values(tmp_path):
