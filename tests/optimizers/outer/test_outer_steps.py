@@ -56,8 +56,8 @@ CASES = [
     ("placement", "4", 4, "adam", 4, True, FOUR),
     ("placement", "4", 4, "sgd", 5, True, ALL),
     ("placement", "2x2x2", 2, "momentum", 4, False, TWO),
-    ("xla", "4", 4, "momentum", 4, True, TWO),
-    ("xla", "2x2x2", 2, "sgd", 5, True, ALL),
+    pytest.param("xla", "4", 4, "momentum", 4, True, TWO, marks=pytest.mark.xla),
+    pytest.param("xla", "2x2x2", 2, "sgd", 5, True, ALL, marks=pytest.mark.xla),
 ]
 
 
