@@ -10,7 +10,7 @@ from typing import Any, Iterable, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients.losses import take_without_scale
-from mtf_gradsync.mesh.axes import as_dim_names, axes_of_pipeline, resolve_axes
+from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
@@ -127,6 +127,17 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
     def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
         check_order(self, self.inner_stack())
+
+    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        """Takes the replica axes of one island for those of the mesh, where it knows these.
+
+        Args:
+          islands: the axes between islands.
+          inside: the others.
+        """
+        if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
+            self.axes = inside
+            self._shard_names = inside.batch_dims
 
     # What a wrapper says of itself.
 

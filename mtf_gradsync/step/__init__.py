@@ -5,6 +5,7 @@ from mtf_gradsync.step.branch import Branch, Conditional
 from mtf_gradsync.step.count import AdvanceStep, advance_step, is_advanced
 from mtf_gradsync.step.gate import Gate, gated_update
 from mtf_gradsync.step.in_place import WriteInPlace
+from mtf_gradsync.step.islands import HeldSlices, Islands
 from mtf_gradsync.step.own_writes import OwnWrites
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
@@ -15,6 +16,8 @@ __all__ = [
     "Branch",
     "Conditional",
     "Gate",
+    "HeldSlices",
+    "Islands",
     "OwnWrites",
     "Part",
     "PartLowering",

@@ -85,6 +85,10 @@ class Plan:
         """
         self._in_place[variable] = None
 
+    def is_in_place(self, variable: mtf.Variable) -> bool:
+        """Whether a wrapper writes a variable in place."""
+        return variable in self._in_place
+
     @property
     def is_in_branch(self) -> bool:
         """Whether a branch is being built: what surrounds it waits, so its updates need not."""
@@ -275,7 +279,8 @@ class Plan:
             if operation not in lowering.variables:  # a stacked one may stand before all others
                 lowered.early.add(operation)
                 with lowered.name_scope(operation.name):
-                    operation.lower_itself(lowering)
+                    if not any(part.lower_variable(operation) for part in lowered.parts):
+                        operation.lower_itself(lowering)
             if isinstance(operation, mtf.StackedVariable) or operation in several_reads:
                 continue
             if is_variable:

@@ -240,6 +240,7 @@ class _SkipNotFinite(Stage):
             passed_on = step.reduce_whole(gradients, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+            finite = step.agreed(finite)
         else:
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)

@@ -123,6 +123,15 @@ class ShardedUpdateOptimizer(Wrapper):
         """See `Wrapper.get_slot`."""
         return super().get_slot(self._parts.get(var, var), name)
 
+    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        if inside.num_shards == 1:
+            raise ValueError(
+                f"{self.name} splits updates over replicas, but each of the islands along "
+                f"{list(islands.batch_dims)} has one: leave it out, or make islands of several "
+                "replicas by outer_dims."
+            )
+        super()._stand_inside(islands, inside)
+
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
         """The shape of a variable's part: dimensions that are named after the batch are split.
 

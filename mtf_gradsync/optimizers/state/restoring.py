@@ -191,6 +191,10 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
     if change.note.fill is not None:
         return _filled(change.note.fill, reader, change, changed)
     assert change.num_shard_dims is not None  # or it would not fit
+    if change.note.is_mean:
+        over = tuple(range(change.num_shard_dims))
+        mean = np.asarray(reader.get_tensor(name), np.float64).mean(over)
+        return np.broadcast_to(mean.astype(change.dtype.as_numpy_dtype), change.shape)
     value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
     value = value.astype(change.dtype.as_numpy_dtype, copy=False)
     if change.note.is_share:

@@ -177,6 +177,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             skips_not_finite=True,
             averages=bool(averaged),
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
+            counts_shards=True,
         )
         self._check_order()
         return self
