@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step.later import built
 from mtf_gradsync.step.plan import Plan
 
 
@@ -70,4 +71,4 @@ def advance_step(
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
     """Whether a step counter of TensorFlow's, made by `advance_step`, is among operations."""
-    return any(isinstance(op, AdvanceStep) for op in update)
+    return any(isinstance(op, AdvanceStep) for op in built(update))

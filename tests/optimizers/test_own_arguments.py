@@ -136,7 +136,9 @@ def test_arguments_by_position_and_by_name_in_every_call(name):
     assert inner.got == (2.0, 3.0)
     with tf.Graph().as_default():
         _, grads, variables = parts()
-        wrap(inner).apply_grad(grads[0], variables[0], 4.0)
+        optimizer = wrap(inner)
+        optimizer.apply_grad(grads[0], variables[0], 4.0)
+        assert optimizer.step is not None  # what the pairs so far come to
     assert inner.got == (4.0, 0.1)
     with tf.Graph().as_default():
         mesh, grads, variables = parts()

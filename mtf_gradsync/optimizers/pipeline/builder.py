@@ -19,7 +19,15 @@ from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduc
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan, gated_update, values_after
+from mtf_gradsync.step import (
+    Branch,
+    Conditional,
+    Gate,
+    Plan,
+    built,
+    gated_update,
+    values_after,
+)
 
 
 class StepBuilder:
@@ -324,10 +332,11 @@ class StepBuilder:
                     f"apply_grads of {self._opt!r} must return a list of mtf operations, got None."
                 )
             tells = getattr(self._opt, "variables", None)
+            updates = built(updates)
             told = {*before, *(tells() if callable(tells) else ())}
             created = [v for v in given.graph.all_variables if v not in told]
             self._slots.record(created, given.variables, tf.get_variable_scope().name)
-            return list(updates)
+            return updates
 
         def around(stage: Stage, inner: Callable[[GradientSet], list[mtf.Operation]]) -> Any:
             return lambda given: stage.update(given, self, inner)

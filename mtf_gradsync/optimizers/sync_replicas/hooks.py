@@ -12,7 +12,6 @@ from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
-from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
 from mtf_gradsync.step import WatchHook
 
 
@@ -91,9 +90,9 @@ class SessionInterface:
     """What `tf.compat.v1.train.SyncReplicasOptimizer` offers to a session; mixed into ours."""
 
     axes: ReplicaAxes
-    state: ReplicaState | None
+    state: Any  # `ReplicaState`, or None
     _to_aggregate: int
-    _steps_without_update: StepsWithoutUpdate | None = None
+    _steps_without_update: Any  # `StepsWithoutUpdate`, or None
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Makes a hook for the session.

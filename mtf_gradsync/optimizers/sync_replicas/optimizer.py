@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Sequence, Union
 
 import gin
 
@@ -15,6 +15,7 @@ from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
@@ -66,8 +67,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         ("dropped", "sync_replicas/dropped"),
     )
     axes: ReplicaAxes
-    state: ReplicaState | None = None
-    _now: ReplicaState | None = None  # their values after a step
+    state = OfStep[Union[ReplicaState, None]](None)
+    _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
+    _steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
     def __new__(
         cls,
