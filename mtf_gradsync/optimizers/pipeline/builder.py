@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator, Sequence
 
+from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
@@ -19,15 +20,7 @@ from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduc
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import (
-    Branch,
-    Conditional,
-    Gate,
-    Plan,
-    built,
-    gated_update,
-    values_after,
-)
+from mtf_gradsync.step import Branch, Conditional, Gate, Plan, built, gated_update, values_after
 
 
 class StepBuilder:
@@ -288,8 +281,8 @@ class StepBuilder:
         reduced: list[mtf.Tensor | None] = [None] * len(grads)
         if mixed:
             if stage.mixed_warning:
-                names = [gradients.variables[i].name for i in mixed]
-                mixing = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+                names = counted([gradients.variables[i].name for i in mixed], "variable")
+                mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
                 warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             # The step's first reduction is that of all gradients.

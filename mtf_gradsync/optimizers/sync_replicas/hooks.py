@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -80,8 +81,8 @@ class SyncReplicasHook(WatchHook):
         missing = [name.decode() for name in session.run(self._not_ready)]
         if missing:
             raise RuntimeError(
-                "The model is not ready for SyncReplicasOptimizer: these variables are not "
-                f"initialized: {', '.join(missing)}."
+                "The model is not ready for SyncReplicasOptimizer: not initialized: "
+                f"{counted(missing, 'variable')}."
             )
         super().after_create_session(session, coord)
 

@@ -7,6 +7,7 @@ from typing import Any, Sequence, Union
 import gin
 
 from mtf_gradsync import compat_v1
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
@@ -271,8 +272,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
         if elsewhere:
             raise ValueError(
-                f"variables_to_average {elsewhere} are on another mesh, or in another graph, than "
-                "the variables that gradients are applied to; make an optimizer for each graph."
+                f"variables_to_average: {counted(elsewhere, 'variable')}, of another mesh or graph "
+                "than what gradients are applied to; make an optimizer for each graph."
             )
 
     def _note(self, before: ReplicaState, now: ReplicaState) -> None:
