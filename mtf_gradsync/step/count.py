@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._refs import ref_variables_explained
 from mtf_gradsync.step.later import built
 from mtf_gradsync.step.plan import Plan
 
@@ -33,7 +34,8 @@ class AdvanceStep(mtf.Operation):
             if self.inputs:
                 amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
                 one = tf.cast(amount, dtype)
-            lowering.operations[self] = tf.assign_add(self._step, one).op
+            with ref_variables_explained():
+                lowering.operations[self] = tf.assign_add(self._step, one).op
 
 
 def advance_step(
