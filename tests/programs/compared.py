@@ -20,6 +20,11 @@ NORM = 0.2
 TOLERANCE = STEPS * 2.0**9 * np.finfo(np.float32).eps
 
 
+def at_once(optimizer, grads, variables):
+    """As most programs apply gradients."""
+    return optimizer.apply_grads(grads, variables)
+
+
 class Style(NamedTuple):
     """A program.
 
@@ -37,7 +42,7 @@ class Style(NamedTuple):
     loss: Callable[[mtf.Mesh, dict[str, tf.Tensor]], mtf.Tensor]
     feed: Callable[[np.random.RandomState, int], dict[str, np.ndarray]]
     optimizer: Callable[[], Any]
-    apply: Callable[..., list[mtf.Operation]] = lambda opt, *given: opt.apply_grads(*given)
+    apply: Callable[..., list[mtf.Operation]] = at_once
     exchanged: float = 0.0
 
 
@@ -217,7 +222,8 @@ def check(style, name, kind, groups=0):
         first, second = made.run(given), made.run(given)
         found = sums(made)
         assert len(found) == groups, found
-        assert max(found.values()) == gradient_bytes(made.lowering), found
+        wanted = gradient_bytes(made.lowering)
+        assert max(found.values()) == wanted, (found, wanted)
     tolerance = TOLERANCE + (style.exchanged if kind != "placement" else 0.0)
     losses, variables = on_one(style, wrapper, expected)
     got = np.array([step["loss"] for step in first.fetched if np.isfinite(step["loss"])])

@@ -70,7 +70,7 @@ AXES = gs.ReplicaAxes(SHAPE, LAYOUT, ("nx", "ny"))
 LINES = {
     "no wrapper": (gs.sum_shards, lambda opt: opt, None, 1),
     "clip": (list, lambda opt: gs.ClipByGlobalNormOptimizer(opt, 0.3, axes=AXES), 0.3, 2),
-    "loss scale": (list, lambda opt: gs.LossScaleOptimizer(opt, 64.0, axes=AXES), None, 2),
+    "loss scale": (list, lambda opt: gs.LossScaleOptimizer(opt, 64.0, axes=AXES), None, 3),
 }
 
 
