@@ -12,6 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     note_gradients,
     note_meshes,
 )
+from mtf_gradsync._private.mtf_lowering import call_before_lowering, keep_apart_when_combined
 from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
@@ -47,11 +48,14 @@ from mtf_gradsync.reduce import (
     placement_mesh_impl,
 )
 from mtf_gradsync.session import session_config
+from mtf_gradsync.step import StandIn, build_later
 
 note_meshes()
 note_gradients()
 keep_masks_finite()
 check_imported_shapes()
+call_before_lowering(build_later)
+keep_apart_when_combined(StandIn)
 explain_mesh_tensors_to_tensorflow()
 
 __all__ = [

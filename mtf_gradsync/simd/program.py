@@ -7,6 +7,7 @@ from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import forget_mesh
+from mtf_gradsync._refs import ref_variables_explained
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.simd import replicated
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
@@ -175,6 +176,7 @@ def tpu_program(
 
     Raises:
       ValueError: when the arguments do not describe a mesh; nothing is created then.
+      NotImplementedError: the program writes a ref variable that was made outside of it.
     """
     shape = mtf.convert_to_shape(mesh_shape)
     if logical_to_physical is not None:
@@ -185,5 +187,5 @@ def tpu_program(
         device_assignment=replicated.made_up_device_assignment(shape.size),
         logical_to_physical=logical_to_physical,
     )
-    with replicated.replicated_program(shape.size) as name:
+    with ref_variables_explained(), replicated.replicated_program(shape.size) as name:
         yield Program(tf.get_default_graph(), impl, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping, Sequence
 
+from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
@@ -20,7 +21,7 @@ from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.state import Compression
-from mtf_gradsync.step import Plan, gated_update, values_after
+from mtf_gradsync.step import Plan, built, gated_update, values_after
 
 
 class StepBuilder(StepConditions):
@@ -229,8 +230,8 @@ class StepBuilder(StepConditions):
         reduced: list[mtf.Tensor | None] = [None] * len(grads)
         if mixed:
             if stage.mixed_warning:
-                names = [gradients.variables[i].name for i in mixed]
-                mixing = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+                names = counted([gradients.variables[i].name for i in mixed], "variable")
+                mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
                 warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             # The step's first reduction is that of all gradients.
@@ -274,10 +275,11 @@ class StepBuilder(StepConditions):
                     f"apply_grads of {self._opt!r} must return a list of mtf operations, got None."
                 )
             tells = getattr(self._opt, "variables", None)
+            updates = built(updates)
             told = {*before, *(tells() if callable(tells) else ())}
             created = [v for v in given.graph.all_variables if v not in told]
             self._slots.record(created, given.variables, tf.get_variable_scope().name)
-            return list(updates)
+            return updates
 
         def around(stage: Stage, inner: Callable[[GradientSet], list[mtf.Operation]]) -> Any:
             return lambda given: stage.update(given, self, inner)

@@ -16,6 +16,7 @@ from typing import Any, Iterable, Mapping, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote, reshard
 
@@ -112,13 +113,11 @@ def adapt_checkpoint(path: str, directory: str) -> str:
             )
     new = sorted(name for name, change in changed.items() if change.saved_shape is None)
     if new:
-        more = f" and {len(new) - 2} more" if len(new) > 2 else ""
         _logger.warning(
-            "The checkpoint %s has no %s%s of this wrapper: it is of a run without it, and they "
+            "The checkpoint %s has no %s of this wrapper: it is of a run without it, and they "
             "begin as in a new run.",
             path,
-            ", ".join(new[:2]),
-            more,
+            some_of(new),
         )
     name = os.path.basename(path)
     if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
