@@ -8,6 +8,7 @@ _CLOUD = "https://cloud.google.com/tpu/docs"
 _V2_V3 = "https://doi.org/10.1145/3360307"
 _V4 = "https://arxiv.org/abs/2304.01433"
 _BOOK = "https://jax-ml.github.io/scaling-book"
+_GIB = 2**30
 
 #: Seconds that one hop from chip to chip takes, however little is sent; source:
 #: https://jax-ml.github.io/scaling-book/sharding ("about 1 us").
@@ -57,13 +58,13 @@ class Chip(NamedTuple):
 #: both directions (400, 1200, 800 and 1200 GB/s): a link in one direction has that by twice the
 #: number of links. The papers of v2, v3 and v4 give links (496 and 656 Gbit/s, 50 GB/s).
 CHIPS = (
-    Chip("v2", 46e12, 16e9, 700e9, 4, 62e9, 16, (_V2_V3, _V2_V3)),
-    Chip("v3", 123e12, 32e9, 900e9, 4, 82e9, 32, (f"{_CLOUD}/v3", _V2_V3)),
-    Chip("v4", 275e12, 32e9, 1200e9, 6, 50e9, 0, (f"{_CLOUD}/v4", _V4)),
+    Chip("v2", 46e12, 16 * _GIB, 700e9, 4, 62e9, 16, (_V2_V3, _V2_V3)),
+    Chip("v3", 123e12, 32 * _GIB, 900e9, 4, 82e9, 32, (f"{_CLOUD}/v3", _V2_V3)),
+    Chip("v4", 275e12, 32 * _GIB, 1200e9, 6, 50e9, 0, (f"{_CLOUD}/v4", _V4)),
     Chip("v5e", 197e12, 16e9, 819e9, 4, 50e9, 16, (f"{_CLOUD}/v5e", f"{_BOOK}/tpus")),
-    Chip("v5p", 459e12, 95e9, 2765e9, 6, 100e9, 0, (f"{_CLOUD}/v5p", f"{_BOOK}/tpus")),
+    Chip("v5p", 459e12, 95 * _GIB, 2765e9, 6, 100e9, 0, (f"{_CLOUD}/v5p", f"{_BOOK}/tpus")),
     Chip("v6e", 918e12, 32e9, 1638e9, 4, 100e9, 16, (f"{_CLOUD}/v6e", f"{_BOOK}/tpus")),
-    Chip("tpu7x", 2307e12, 192e9, 7380e9, 6, 100e9, 0, (f"{_CLOUD}/tpu7x", f"{_CLOUD}/tpu7x")),
+    Chip("tpu7x", 2307e12, 192 * _GIB, 7380e9, 6, 100e9, 0, (f"{_CLOUD}/tpu7x", f"{_CLOUD}/tpu7x")),
 )
 
 
