@@ -61,9 +61,7 @@ class Machine(Protocol):
     def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
         """Compiles it; `begun` is called with each process that is started for it."""
 
-    def seconds(
-        self, operation: str, groups: Sequence[Sequence[int]], size: float
-    ) -> float:
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """How long a collective takes beside what the estimate holds; see `Torus.seconds`."""
 
 
@@ -108,8 +106,6 @@ class TpuMachine:
             seconds=made.seconds,
         )
 
-    def seconds(
-        self, operation: str, groups: Sequence[Sequence[int]], size: float
-    ) -> float:
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """See `Machine`. The estimate has what a collective reads and writes, and no links."""
         return self._torus.seconds(operation, groups, size)

@@ -9,9 +9,9 @@ from typing import Any
 from tabulate import tabulate
 
 _UNKNOWN = (
-    "A prediction is no timing: the compiler's operations one after the other, then collectives at "
-    "the links' published rates. It does not know what overlaps (with all of it hidden a step takes "
-    '"at best"), how long the host and the input take, nor other traffic on the links.'
+    "A prediction is no timing: the compiler's operations one after the other, then collectives "
+    "at the links' published rates. It does not know what overlaps (with all of it hidden, a step "
+    'takes "at best"), how long the host and the input take, nor other traffic on the links.'
 )
 
 

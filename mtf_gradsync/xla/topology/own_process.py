@@ -76,9 +76,13 @@ def ask(
         text=True,
         errors="replace",
     )
-    begun(process)
     with process:
-        said, _ = process.communicate()
+        try:
+            begun(process)
+            said, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
     try:
         return json.loads((place / "answer.json").read_text())
     except OSError:
