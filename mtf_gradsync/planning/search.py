@@ -182,7 +182,8 @@ class _Search:
             self._done()
 
     def _refuse(self, candidate: Candidate, reason: str) -> None:
-        reason = " ".join(reason.split())
+        # Gin writes below a message what it was called from.
+        reason = " ".join(reason.strip().split("\n  In call to ")[0].split())
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
         shape, layout, machine = candidate
