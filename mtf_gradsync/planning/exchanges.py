@@ -70,7 +70,7 @@ def exchanges_of(
     for row in report.rows:
         if row.loops:
             operation = _HLO_NAMES[row.operation]
-            groups = tuple(tuple(sorted(g)) for g in by_axis.get(row.group, everyone))
+            groups = tuple(sorted(tuple(sorted(g)) for g in by_axis.get(row.group, everyone)))
             times = 1 if row.turns is None else row.turns
             found.append(Exchange(operation, row.group, groups, row.bytes_per_core or 0, times))
     return found

@@ -118,6 +118,8 @@ class _Search:
                 self._finish_one()
         except KeyboardInterrupt:
             self._stopped = True
+            while any(future.done() for _, future, _ in self._pending):
+                self._finish_one()
         finally:
             self._end(pool)
         found = len(self._rows) + len(self._refused)

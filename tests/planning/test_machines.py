@@ -1,0 +1,71 @@
+"""Plans with real compilers: the TPU's, and XLA's for the CPU devices of this machine."""
+
+import pytest
+
+from mtf_gradsync import planning, xla
+from mtf_gradsync.planning.machines import TpuMachine
+from mtf_gradsync.planning.rings import bytes_sent
+from mtf_gradsync.planning.this_machine import CpuMachine
+from tests.planning.machines import LAYOUT, build
+
+no_compiler = xla.why_no_tpu_compiler()
+no_xla = xla.why_no_xla()
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+def test_a_plan_for_tpus():
+    plan = planning.plan(build, "v5e:2x2,v3:2x1", LAYOUT, jobs=2)
+    assert [(r.mesh_shape, r.machine) for r in plan.refused] == []
+    found = {(row.machine, row.mesh_shape): row for row in plan.rows}
+    shapes = ("batch:4;model:1", "batch:2;model:2", "batch:1;model:4")
+    assert set(found) == {(m, shape) for m in ("v5e:2x2", "v3:2x1") for shape in shapes}
+    for row in found.values():
+        assert row.fits
+        assert row.flops > 0
+        assert 0 < row.estimate_seconds < row.step_seconds
+        assert row.step_seconds == row.estimate_seconds + row.link_seconds
+        assert row.tokens_per_second == 12 / row.step_seconds
+    # The gradient of w, 8 x 8 floats and the loss.
+    (along,) = found["v5e:2x2", "batch:4;model:1"].traffic
+    assert (along.axis, along.bytes_per_core) == ("batch", 4 * 8 * 8 + 4)
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+def test_places_are_those_of_libtpu():
+    machine = TpuMachine("v3:2x2")
+    assert machine.cores == 8
+    assert machine.peak_flops_per_core == 123e12 / 2
+    # Cores of one chip follow each other.
+    assert machine.seconds("all-reduce", [[0, 1], [2, 3], [4, 5], [6, 7]], 1e9) == 0
+    assert machine.seconds("all-reduce", [[0, 2], [1, 3]], 1e9) > 0
+
+
+@pytest.mark.skipif(not no_compiler, reason="the TPU compiler is installed")
+def test_without_the_compiler_the_error_says_what_to_install():
+    with pytest.raises(xla.XlaMissingError, match="pip install"):
+        planning.plan(build, "v5e:2x2", LAYOUT)
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(bool(no_xla), reason=no_xla)
+def test_a_plan_for_cpu_devices_has_rates_that_were_measured():
+    machine = CpuMachine("cpu:2", 2)
+    rates = machine.rates
+    assert set(rates.sums) == {2}
+    assert rates.flop > 0
+    assert rates.byte > 0
+    call, byte = rates.sums[2]
+    small, large = (machine.seconds("all-reduce", [[0, 1]], size) for size in (0, 1e6))
+    assert small == call
+    assert large == pytest.approx(call + 1e6 * max(0, byte - 2 * rates.byte))
+    assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
+    half = machine.seconds("reduce-scatter", [[0, 1]], 1e6) - call
+    assert half == pytest.approx((large - call) / 2)
+    built = build("batch:2;model:1", LAYOUT)
+    made = machine.compile(machine.lower(built.program, built.fetches), lambda process: None)
+    # Forward: 6 x 8 by 8 x 8; backward the same again, by w alone.
+    assert made.flops >= 2 * 2 * 6 * 8 * 8
+    assert made.estimate_seconds > rates.run
+    assert bytes_sent("all-reduce", 2, 1) == 1
