@@ -64,9 +64,9 @@ def measure(options: report.Options) -> report.Table:
         title="Step time by mesh shape, as planned and as measured, on XLA devices",
         rows=rows,
         notes=tuple(
-            f"{n} devices: {1e6 * r.operation:.2f} us an operation, {1e-9 / r.flop:.1f} GFLOP/s, "
-            f"{1e-9 / r.byte:.1f} GB/s a device, all-reduce of all "
-            f"{1e6 * r.sums.get(n, (0, 0))[0]:.0f} us"
+            f"{n} devices: {1e6 * r.operation:.2f} us an operation, "
+            f"{1e-9 * n / r.products[128]:.0f} GFLOP/s (128 x 128), {1e-9 * n / r.byte:.1f} GB/s, "
+            f"all-reduce of all {1e6 * r.all_reduce(n, 1024) if n > 1 else 0:.0f} us"
             for n, r in rates.items()
         ),
         targets=targets,

@@ -8,9 +8,14 @@ from typing import Any, Callable, NamedTuple, Sequence
 import numpy as np
 
 _CHAIN = 20
-_WIDTH = 256
-_SMALL, _LARGE = 256, 65536  # floats
-_ROUNDS = 5
+_ROUNDS = 9
+# Products of square matrices of these widths; long chains of small ones, short ones of large.
+_WIDTHS = {32: 20, 64: 20, 128: 20, 256: 5, 512: 3}
+_LOAD = 128
+# Floats that each core puts into a sum.
+_SIZES = (256, _LOAD**2, 131072)
+# Floats of all devices together, as a step's own tensors are divided among them.
+_PASS = 2**20
 
 
 class Rates(NamedTuple):
@@ -19,16 +24,33 @@ class Rates(NamedTuple):
     Attributes:
       run: of a program that does nothing.
       operation: of an operation on next to no data.
-      flop: of a floating-point operation in a product of matrices.
+      products: width of square matrices -> of a floating-point operation in their product.
       byte: of a byte read or written.
-      sums: members of a group -> of an all-reduce of next to no data, and of a byte put in.
+      sums: members of a group -> (bytes that each puts in, seconds of an all-reduce), by size.
+      waits: members of a group -> what an all-reduce takes more between products of matrices,
+        where members wait for each other, and where other groups may work meanwhile.
     """
 
     run: float
     operation: float
-    flop: float
+    products: dict[int, float]
     byte: float
-    sums: dict[int, tuple[float, float]]
+    sums: dict[int, tuple[tuple[float, float], ...]]
+    waits: dict[int, float]
+
+    def product(self, batch: int, m: int, n: int, k: int) -> float:
+        """Seconds of products of [m, k] and [k, n], as of cubes of the same volume."""
+        width = (m * n * k) ** (1 / 3)
+        widths = sorted(self.products)
+        flop = np.interp(np.log(width), np.log(widths), [self.products[w] for w in widths])
+        return float(2.0 * batch * m * n * k * flop)
+
+    def all_reduce(self, members: int, size: float) -> float:
+        """Seconds of an all-reduce in groups, between other work."""
+        sizes, seconds = zip(*self.sums[members])
+        if size > sizes[-1]:
+            return self.waits[members] + seconds[-1] * size / sizes[-1]
+        return self.waits[members] + float(np.interp(size, sizes, seconds))
 
 
 def measure(devices: Sequence[Any]) -> Rates:
@@ -45,10 +67,10 @@ def measure(devices: Sequence[Any]) -> Rates:
 
     count = len(devices)
 
-    def timed(step: Callable[[Any], Any], size: int) -> float:
-        """Seconds of a program that makes a vector from a vector on each device."""
+    def timed(step: Callable[[Any], Any], *shape: int) -> float:
+        """Seconds of a program that makes an array from an array on each device."""
         program = jax.pmap(step, axis_name="core", devices=devices)
-        value = jax.device_put_sharded([np.full(size, 0.5, np.float32)] * count, devices)
+        value = jax.device_put_sharded([np.full(shape, 0.01, np.float32)] * count, devices)
         program(value).block_until_ready()
         seconds = []
         for _ in range(_ROUNDS):
@@ -57,39 +79,39 @@ def measure(devices: Sequence[Any]) -> Rates:
             seconds.append(time.perf_counter() - start)
         return float(np.median(seconds))
 
-    def products(width: int) -> Callable[[Any], Any]:
+    def chain(
+        length: int, groups: list[list[int]] | None, is_loaded: bool = True
+    ) -> Callable[[Any], Any]:
         def step(x: Any) -> Any:
-            x = x.reshape(-1, width)
-            for _ in range(_CHAIN):
-                x = jnp.tanh(x @ x)
-            return x.reshape(-1)
-
-        return step
-
-    def passes(x: Any) -> Any:
-        return jax.lax.fori_loop(0, 4 * _CHAIN, lambda i, v: v * 0.999 + 0.001, x)
-
-    def sums(members: int) -> Callable[[Any], Any]:
-        groups = np.arange(count).reshape(-1, members).tolist()
-
-        def step(x: Any) -> Any:
-            for _ in range(_CHAIN):
-                x = jax.lax.psum(x, "core", axis_index_groups=groups) * (1 / members)
+            for _ in range(length):
+                if is_loaded:
+                    x = jnp.tanh(x @ x)
+                if groups:
+                    x = jax.lax.psum(x, "core", axis_index_groups=groups) * (1 / len(groups[0]))
             return x
 
         return step
 
-    run = timed(lambda x: x, _SMALL)
-    operation = max(0.0, timed(products(16), 256) - run) / (2 * _CHAIN)
-    product = max(0.0, timed(products(_WIDTH), _WIDTH**2) - run) / _CHAIN - 2 * operation
-    flop = max(0.0, product) / (2 * _WIDTH**3)
+    def passes(x: Any) -> Any:
+        return jax.lax.fori_loop(0, _CHAIN, lambda i, v: v * 0.999 + 0.001, x)
+
+    def each(seconds: float, length: int = _CHAIN) -> float:
+        return max(0.0, seconds - run) / length
+
+    run = timed(lambda x: x, 256)
+    # A product and the function after it.
+    operation = each(timed(chain(_CHAIN, None), 16, 16)) / 2
+    product = {w: each(timed(chain(n, None), w, w), n) for w, n in _WIDTHS.items()}
+    floats = max(1, _PASS // count)
     # A pass reads a vector and writes one.
-    byte = max(0.0, timed(passes, _LARGE) - timed(passes, 16)) / (4 * _CHAIN * 8 * _LARGE)
-    found = {}
+    byte = each(timed(passes, floats)) / (8 * floats)
+    sums, waits = {}, {}
     for members in range(2, count + 1):
         if count % members == 0:
-            small = max(0.0, timed(sums(members), _SMALL) - run) / _CHAIN
-            large = max(0.0, timed(sums(members), _LARGE) - run) / _CHAIN
-            each = max(0.0, large - small) / (4 * (_LARGE - _SMALL))
-            found[members] = (max(0.0, small - operation), each)
-    return Rates(run, operation, flop, byte, found)
+            groups = np.arange(count).reshape(-1, members).tolist()
+            alone = [each(timed(chain(_CHAIN, groups, False), size)) for size in _SIZES]
+            loaded = each(timed(chain(_CHAIN, groups), _LOAD, _LOAD))
+            sums[members] = tuple((4.0 * size, s) for size, s in zip(_SIZES, alone))
+            waits[members] = max(0.0, loaded - product[_LOAD] - alone[_SIZES.index(_LOAD**2)])
+    products = {w: s / (2 * w**3) for w, s in product.items()}
+    return Rates(run, operation, products, byte, sums, waits)

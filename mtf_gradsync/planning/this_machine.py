@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes
 from mtf_gradsync.planning.calibration import Rates, measure
@@ -15,10 +16,11 @@ from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered as DeviceLowered
 from mtf_gradsync.xla.devices.executable import loaded, lowered
-from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.hlo import read_module, shape_bytes
 from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import CoreMemory
 from mtf_gradsync.xla.topology.compiling import Lowered
 
 # They name values and run nothing.
@@ -82,44 +84,63 @@ class CpuMachine:
         except UnsupportedProgramError as error:
             return Compiled(error=str(error))
         hlo, cost = compiled_hlo(executable), cost_numbers(executable)
-        memory = memory_bytes(executable)
+        memory = CoreMemory(*memory_bytes(executable))
         collectives = tuple(find_hlo_collectives(hlo))
         flops, touched = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
-        rates = self.rates
+        work, rates = _work(hlo), self.rates
+        # What products and collectives read and write is in their own times.
+        other = touched - work.product_bytes - 2 * sum(c.bytes_per_core for c in collectives)
         return Compiled(
-            bytes_per_core=memory.arguments
-            + memory.outputs
-            - memory.aliased
-            + memory.temporaries
-            + memory.code,
+            bytes_per_core=memory.total,
             flops=flops,
             bytes_accessed=touched,
             estimate_seconds=rates.run
-            + _operations(hlo) * rates.operation
-            + flops * rates.flop
-            + touched * rates.byte,
+            + work.operations * rates.operation
+            + sum(rates.product(*sizes) for sizes in work.products)
+            + max(0.0, other) * rates.byte,
             collectives=collectives,
             seconds=time.monotonic() - start,
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`.
-
-        Those of an all-reduce were measured; others take as long for each byte sent. What an
-        all-reduce reads and writes is in the estimate.
-        """
+        """See `Machine`. Those of an all-reduce were measured; others take as long for a byte."""
         members = max(len(group) for group in groups)
         if members < 2:
             return 0.0
         near = min(self.rates.sums, key=lambda n: abs(n - members))
-        call, byte = self.rates.sums[near]
-        byte = max(0.0, byte - 2 * self.rates.byte)
         share = bytes_sent(operation, members, 1.0) / bytes_sent("all-reduce", members, 1.0)
-        return call + size * byte * share
+        return self.rates.all_reduce(near, size * share)
 
 
-def _operations(hlo: bytes) -> int:
-    """How many operations a core starts in a step; what a loop repeats counts once."""
+class _Work(NamedTuple):
+    """What a core does in a step; what a loop repeats counts once.
+
+    Attributes:
+      operations: how many it starts.
+      products: (batch, m, n, k) of each product of matrices.
+      product_bytes: what these read and write.
+    """
+
+    operations: int
+    products: list[tuple[int, int, int, int]]
+    product_bytes: int
+
+
+def _work(hlo: bytes) -> _Work:
     module: Any = read_module(hlo)
-    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
-    return sum(instruction.opcode not in _NAMES for instruction in entry.instructions)
+    operations, products, product_bytes = 0, [], 0
+    for computation in module.computations:
+        shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
+        if computation.id == module.entry_computation_id:
+            operations = sum(i.opcode not in _NAMES for i in computation.instructions)
+        for instruction in computation.instructions:
+            if instruction.opcode == "dot":
+                left, right = (shapes[i] for i in instruction.operand_ids)
+                numbers = instruction.dot_dimension_numbers
+                k = math.prod(left.dimensions[i] for i in numbers.lhs_contracting_dimensions)
+                batch = math.prod(left.dimensions[i] for i in numbers.lhs_batch_dimensions)
+                m = math.prod(left.dimensions) // (k * batch)
+                n = math.prod(right.dimensions) // (k * batch)
+                products.append((batch, m, n, k))
+                product_bytes += sum(map(shape_bytes, (left, right, instruction.shape)))
+    return _Work(operations, products, product_bytes)
