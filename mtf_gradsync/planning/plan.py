@@ -11,6 +11,7 @@ from mtf_gradsync.planning.machines import Machine, TpuMachine
 from mtf_gradsync.planning.meshes import factorizations
 from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
+from mtf_gradsync.simd.compiled_only import compiled_only
 from mtf_gradsync.simd.program import Program
 
 _THIS_MACHINE = "cpu"
@@ -76,7 +77,8 @@ def plan(
                     refused.append(Refused(shape, layout, machine.name, reason))
 
     def built(mesh_shape: str, layout: str) -> Built:
-        made = build(mesh_shape, layout)
+        with compiled_only():
+            made = build(mesh_shape, layout)
         return made if isinstance(made, Built) else Built(made)
 
     with _bar(len(candidates), progress) as bar:

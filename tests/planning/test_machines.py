@@ -15,11 +15,11 @@ no_xla = xla.why_no_xla()
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
 def test_a_plan_for_tpus():
-    plan = planning.plan(build, "v5e:2x2,v3:2x1", LAYOUT, jobs=2)
+    plan = planning.plan(build, "v5e:2x2,v5p:2x2x1", LAYOUT, jobs=2)
     assert [(r.mesh_shape, r.machine) for r in plan.refused] == []
     found = {(row.machine, row.mesh_shape): row for row in plan.rows}
     shapes = ("batch:4;model:1", "batch:2;model:2", "batch:1;model:4")
-    assert set(found) == {(m, shape) for m in ("v5e:2x2", "v3:2x1") for shape in shapes}
+    assert set(found) == {(m, shape) for m in ("v5e:2x2", "v5p:2x2x1") for shape in shapes}
     for row in found.values():
         assert row.fits
         assert row.flops > 0
