@@ -11,11 +11,13 @@ from benchmarks import (
     graph_building,
     mesh_optimizer,
     numerics,
+    plan,
     races,
     reductions,
     repeatability,
     report,
     runtimes,
+    scale,
     sharded_updates,
     simd_collectives,
     sync_replicas,
@@ -38,6 +40,8 @@ TABLES = (
     reductions,
     repeatability,
     races,
+    plan,
+    scale,
     two_processes,
 )
 
