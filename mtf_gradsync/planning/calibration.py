@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -11,9 +12,10 @@ _CHAIN = 20
 _ROUNDS = 9
 # Products of square matrices of these widths; long chains of small ones, short ones of large.
 _WIDTHS = {32: 20, 64: 20, 128: 20, 256: 5, 512: 3}
-_LOAD = 128
+#: Width of the products between which all-reduces are measured, too.
+LOAD = 128
 # Floats that each core puts into a sum.
-_SIZES = (256, _LOAD**2, 131072)
+_SIZES = (256, LOAD**2, 131072)
 # Floats of all devices together, as a step's own tensors are divided among them.
 _PASS = 2**20
 
@@ -27,8 +29,8 @@ class Rates(NamedTuple):
       products: width of square matrices -> of a floating-point operation in their product.
       byte: of a byte read or written.
       sums: members of a group -> (bytes that each puts in, seconds of an all-reduce), by size.
-      waits: members of a group -> what an all-reduce takes more between products of matrices,
-        where members wait for each other, and where other groups may work meanwhile.
+      waits: members of a group -> what an all-reduce takes more after a product of matrices of
+        width `LOAD`, where members wait for each other and other groups may work meanwhile.
     """
 
     run: float
@@ -46,11 +48,22 @@ class Rates(NamedTuple):
         return float(2.0 * batch * m * n * k * flop)
 
     def all_reduce(self, members: int, size: float) -> float:
-        """Seconds of an all-reduce in groups, between other work."""
+        """Seconds of an all-reduce in groups that nobody waits for."""
         sizes, seconds = zip(*self.sums[members])
         if size > sizes[-1]:
-            return self.waits[members] + seconds[-1] * size / sizes[-1]
-        return self.waits[members] + float(np.interp(size, sizes, seconds))
+            return float(seconds[-1] * size / sizes[-1])
+        return float(np.interp(size, sizes, seconds))
+
+    def wait(self, members: int, work: float) -> float:
+        """Seconds that members of a group wait for the last of them.
+
+        Args:
+          members: of the group.
+          work: seconds of each member's work since they last met. What makes one of them late adds
+            up by chance, and so grows with the root of it.
+        """
+        measured = self.products[LOAD] * 2 * LOAD**3
+        return self.waits[members] * math.sqrt(work / measured)
 
 
 def measure(devices: Sequence[Any]) -> Rates:
@@ -110,8 +123,8 @@ def measure(devices: Sequence[Any]) -> Rates:
         if count % members == 0:
             groups = np.arange(count).reshape(-1, members).tolist()
             alone = [each(timed(chain(_CHAIN, groups, False), size)) for size in _SIZES]
-            loaded = each(timed(chain(_CHAIN, groups), _LOAD, _LOAD))
+            loaded = each(timed(chain(_CHAIN, groups), LOAD, LOAD))
             sums[members] = tuple((4.0 * size, s) for size, s in zip(_SIZES, alone))
-            waits[members] = max(0.0, loaded - product[_LOAD] - alone[_SIZES.index(_LOAD**2)])
+            waits[members] = max(0.0, loaded - product[LOAD] - alone[_SIZES.index(LOAD**2)])
     products = {w: s / (2 * w**3) for w, s in product.items()}
     return Rates(run, operation, products, byte, sums, waits)

@@ -90,26 +90,37 @@ class CpuMachine:
         work, rates = _work(hlo), self.rates
         # What products and collectives read and write is in their own times.
         other = touched - work.product_bytes - 2 * sum(c.bytes_per_core for c in collectives)
+        alone = (
+            rates.run
+            + work.operations * rates.operation
+            + sum(rates.product(*sizes) for sizes in work.products)
+            + max(0.0, other) * rates.byte
+        )
+        meetings = [max(map(len, c.groups), default=self.cores) for c in collectives]
+        meetings = [self._nearest(members) for members in meetings if members > 1]
         return Compiled(
             bytes_per_core=memory.total,
             flops=flops,
             bytes_accessed=touched,
-            estimate_seconds=rates.run
-            + work.operations * rates.operation
-            + sum(rates.product(*sizes) for sizes in work.products)
-            + max(0.0, other) * rates.byte,
+            estimate_seconds=alone + sum(rates.wait(n, alone / len(meetings)) for n in meetings),
             collectives=collectives,
             seconds=time.monotonic() - start,
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. Those of an all-reduce were measured; others take as long for a byte."""
+        """See `Machine`. Those of an all-reduce were measured; others take as long for a byte.
+
+        What cores wait for each other is in the estimate, as it depends on what is in between.
+        """
         members = max(len(group) for group in groups)
         if members < 2:
             return 0.0
-        near = min(self.rates.sums, key=lambda n: abs(n - members))
         share = bytes_sent(operation, members, 1.0) / bytes_sent("all-reduce", members, 1.0)
-        return self.rates.all_reduce(near, size * share)
+        return self.rates.all_reduce(self._nearest(members), size * share)
+
+    def _nearest(self, members: int) -> int:
+        """The size of groups that was measured and is nearest to another."""
+        return min(self.rates.sums, key=lambda n: abs(n - members))
 
 
 class _Work(NamedTuple):

@@ -63,10 +63,13 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_measured(monkeypatch):
     assert rates.product(3, 64, 64, 64) == pytest.approx(3 * 2 * 64**3 * rates.products[64])
     sizes, seconds = zip(*rates.sums[2])
     for size, alone in zip(sizes, seconds):
-        assert machine.seconds("all-reduce", [[0, 1]], size) == rates.waits[2] + alone
+        assert machine.seconds("all-reduce", [[0, 1]], size) == alone
     # Of a reduce-scatter half as much is sent.
     half = machine.seconds("reduce-scatter", [[0, 1]], 2 * sizes[1])
-    assert half == rates.waits[2] + seconds[1]
+    assert half == seconds[1]
+    # After four times the work, twice the wait.
+    once = 2 * calibration.LOAD**3 * rates.products[calibration.LOAD]
+    assert rates.wait(2, 4 * once) == pytest.approx(2 * rates.waits[2])
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
     built = build("batch:2;model:1", LAYOUT)
     made = machine.compile(machine.lower(built.program, built.fetches), lambda process: None)
