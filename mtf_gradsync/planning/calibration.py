@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import numpy as np
 
 _CHAIN = 20
-_ROUNDS = 9
+_ROUNDS = 15
 # Products of square matrices of these widths; long chains of small ones, short ones of large.
 _WIDTHS = {32: 20, 64: 20, 128: 20, 256: 5, 512: 3}
 #: Width of the products between which all-reduces are measured, too.
@@ -18,6 +18,8 @@ LOAD = 128
 _SIZES = (256, LOAD**2, 131072)
 # Floats of all devices together, as a step's own tensors are divided among them.
 _PASS = 2**20
+
+_Step = Callable[[Any], Any]
 
 
 class Rates(NamedTuple):
@@ -79,28 +81,20 @@ def measure(devices: Sequence[Any]) -> Rates:
     import jax.numpy as jnp
 
     count = len(devices)
+    floats = max(1, _PASS // count)
+    groups = {
+        members: np.arange(count).reshape(-1, members).tolist()
+        for members in range(2, count + 1)
+        if count % members == 0
+    }
 
-    def timed(step: Callable[[Any], Any], *shape: int) -> float:
-        """Seconds of a program that makes an array from an array on each device."""
-        program = jax.pmap(step, axis_name="core", devices=devices)
-        value = jax.device_put_sharded([np.full(shape, 0.01, np.float32)] * count, devices)
-        program(value).block_until_ready()
-        seconds = []
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            program(value).block_until_ready()
-            seconds.append(time.perf_counter() - start)
-        return float(np.median(seconds))
-
-    def chain(
-        length: int, groups: list[list[int]] | None, is_loaded: bool = True
-    ) -> Callable[[Any], Any]:
+    def chain(length: int, among: list[list[int]] | None, is_loaded: bool = True) -> _Step:
         def step(x: Any) -> Any:
             for _ in range(length):
                 if is_loaded:
                     x = jnp.tanh(x @ x)
-                if groups:
-                    x = jax.lax.psum(x, "core", axis_index_groups=groups) * (1 / len(groups[0]))
+                if among:
+                    x = jax.lax.psum(x, "core", axis_index_groups=among) * (1 / len(among[0]))
             return x
 
         return step
@@ -108,23 +102,67 @@ def measure(devices: Sequence[Any]) -> Rates:
     def passes(x: Any) -> Any:
         return jax.lax.fori_loop(0, _CHAIN, lambda i, v: v * 0.999 + 0.001, x)
 
-    def each(seconds: float, length: int = _CHAIN) -> float:
-        return max(0.0, seconds - run) / length
+    # What makes an array from an array on each device, and the array's shape.
+    programs: dict[Any, tuple[_Step, tuple[int, ...]]] = {
+        "run": (lambda x: x, (256,)),
+        "operations": (chain(_CHAIN, None), (16, 16)),
+        "passes": (passes, (floats,)),
+    }
+    for width, length in _WIDTHS.items():
+        programs["product", width] = (chain(length, None), (width, width))
+    for members, among in groups.items():
+        programs["loaded", members] = (chain(_CHAIN, among), (LOAD, LOAD))
+        for size in _SIZES:
+            programs["alone", members, size] = (chain(_CHAIN, among, False), (size,))
+    seconds = _timed(programs, devices)
 
-    run = timed(lambda x: x, 256)
-    # A product and the function after it.
-    operation = each(timed(chain(_CHAIN, None), 16, 16)) / 2
-    product = {w: each(timed(chain(n, None), w, w), n) for w, n in _WIDTHS.items()}
-    floats = max(1, _PASS // count)
-    # A pass reads a vector and writes one.
-    byte = each(timed(passes, floats)) / (8 * floats)
-    sums, waits = {}, {}
-    for members in range(2, count + 1):
-        if count % members == 0:
-            groups = np.arange(count).reshape(-1, members).tolist()
-            alone = [each(timed(chain(_CHAIN, groups, False), size)) for size in _SIZES]
-            loaded = each(timed(chain(_CHAIN, groups), LOAD, LOAD))
-            sums[members] = tuple((4.0 * size, s) for size, s in zip(_SIZES, alone))
-            waits[members] = max(0.0, loaded - product[LOAD] - alone[_SIZES.index(LOAD**2)])
-    products = {w: s / (2 * w**3) for w, s in product.items()}
-    return Rates(run, operation, products, byte, sums, waits)
+    def each(name: Any, length: int = _CHAIN) -> float:
+        return float(max(0.0, np.median(seconds[name] - seconds["run"])) / length)
+
+    waits = {
+        # Round by round: what slows the machine down slows all of a round down.
+        members: float(
+            max(
+                0.0,
+                np.median(
+                    (seconds["loaded", members] - seconds["alone", members, LOAD**2]) / _CHAIN
+                    - (seconds["product", LOAD] - seconds["run"]) / _WIDTHS[LOAD]
+                ),
+            )
+        )
+        for members in groups
+    }
+    return Rates(
+        run=float(np.median(seconds["run"])),
+        # A product and the function after it.
+        operation=each("operations") / 2,
+        products={w: each(("product", w), n) / (2 * w**3) for w, n in _WIDTHS.items()},
+        # A pass reads a vector and writes one.
+        byte=each("passes") / (8 * floats),
+        sums={
+            members: tuple((4.0 * size, each(("alone", members, size))) for size in _SIZES)
+            for members in groups
+        },
+        waits=waits,
+    )
+
+
+def _timed(
+    programs: dict[Any, tuple[_Step, tuple[int, ...]]], devices: Sequence[Any]
+) -> dict[Any, np.ndarray]:
+    """Seconds of each program in each round; a round runs each of them once."""
+    import jax
+
+    ready = {}
+    for name, (step, shape) in programs.items():
+        program = jax.pmap(step, axis_name="core", devices=devices)
+        value = jax.device_put_sharded([np.full(shape, 0.01, np.float32)] * len(devices), devices)
+        program(value).block_until_ready()
+        ready[name] = program, value
+    seconds: dict[Any, list[float]] = {name: [] for name in programs}
+    for _ in range(_ROUNDS):
+        for name, (program, value) in ready.items():
+            start = time.perf_counter()
+            program(value).block_until_ready()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: np.array(values) for name, values in seconds.items()}

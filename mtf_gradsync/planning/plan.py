@@ -11,6 +11,7 @@ from mtf_gradsync.planning.machines import Machine, TpuMachine
 from mtf_gradsync.planning.meshes import factorizations
 from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
+from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
 from mtf_gradsync.simd.compiled_only import compiled_only
 from mtf_gradsync.simd.program import Program
 
@@ -98,8 +99,6 @@ def _axes_of(layout: str) -> list[str]:
 
 def _machines(names: Sequence[str]) -> list[Machine]:
     """The machines; CPU devices are made for the largest of them, as jax makes them once."""
-    from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
-
     counts = {name: cores_of(name) for name in names if name.partition(":")[0] == _THIS_MACHINE}
     most = max(counts.values(), default=0)
     return [
