@@ -22,6 +22,7 @@ CONFIGS = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("configs/*.gi
 PAGES = {
     "README.md": "overview.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "license.md",
     **{path: f"{path}.md" for path in [*SCRIPTS, *CONFIGS]},
 }

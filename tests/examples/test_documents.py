@@ -9,6 +9,7 @@ import re
 import pytest
 
 import mtf_gradsync
+from benchmarks import page as benchmarks_page
 from mtf_gradsync import compat_v1, estimator, reduce, simd, xla
 from tests import documents
 from tests.documents import DOCUMENTS, ROOT
@@ -70,8 +71,12 @@ def test_the_site_s_navigation_has_every_page():
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
     assert len(listed) == len(set(listed))
     # Pages that docs/site/pages.py makes of files outside docs/.
-    made = {"overview.md", "examples.md", "changelog.md", "license.md"}
+    made = {"overview.md", "examples.md", "changelog.md", "contributing.md", "license.md"}
     assert set(listed) - made == {n[len("docs/") :] for n in NAMES if n.startswith("docs/")}
+
+
+def test_the_page_of_benchmarks_is_made_from_results():
+    assert benchmarks_page.PAGE.read_text(encoding="utf-8") == benchmarks_page.page()
 
 
 def found(dotted):
