@@ -97,7 +97,7 @@ class _Search:
         done: Callable[[], Any],
     ):
         self._build, self._jobs, self._done = build, jobs, done
-        self._refusals = (*refusals, UnsupportedProgramError)
+        self._refusals: tuple[type[BaseException], ...] = (*refusals, UnsupportedProgramError)
         self._rows: list[PlanRow] = []
         self._refused: list[Refused] = []
         self._compiled: dict[tuple[str, str], concurrent.futures.Future[Compiled]] = {}

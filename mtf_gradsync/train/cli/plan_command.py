@@ -107,7 +107,6 @@ def plan_config(
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
-    from mtf_gradsync._private.libraries import mtf
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.job import build_simd, resolve_job
 
@@ -123,10 +122,7 @@ def plan_config(
         graph, program = build_simd(job)
         return planning.Built(program, [graph.loss], job.tokens_per_step)
 
-    given = layouts or [config.layout_rules]
-    if isinstance(config.layout_rules, mtf.LayoutRules) and not layouts:
-        raise ConfigError("train.run.layout_rules is no text; give --layout")
-    rules = [one if isinstance(one, str) else ";".join(map(":".join, one)) for one in given]
+    rules = list(layouts or [_as_text(config.layout_rules)])
     try:
         return planning.plan(
             build,
@@ -142,3 +138,15 @@ def plan_config(
         raise TrainingError(str(error)) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _as_text(layout: Any) -> str:
+    """Layout rules as text, from text or from pairs of names."""
+    if isinstance(layout, str):
+        return layout
+    try:
+        return ";".join(":".join(rule) for rule in layout)
+    except TypeError as error:
+        raise ConfigError(
+            f"train.run.layout_rules = {layout!r} is no text; give --layout"
+        ) from error
