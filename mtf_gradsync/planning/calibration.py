@@ -154,9 +154,10 @@ def _timed(
     import jax
 
     ready = {}
+    spread = jax.pmap(lambda x: x, devices=devices)
     for name, (step, shape) in programs.items():
         program = jax.pmap(step, axis_name="core", devices=devices)
-        value = jax.device_put_sharded([np.full(shape, 0.01, np.float32)] * len(devices), devices)
+        value = spread(np.full((len(devices), *shape), 0.01, np.float32))
         program(value).block_until_ready()
         ready[name] = program, value
     seconds: dict[Any, list[float]] = {name: [] for name in programs}
