@@ -11,7 +11,8 @@ variable, but a checkpoint would keep one island's values for all.)
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from types import MappingProxyType
+from typing import Any, Mapping, Sequence, Union
 
 import gin
 
@@ -21,6 +22,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
@@ -58,8 +60,9 @@ class OuterOptimizer(Wrapper):
 
     shown = (("outer step", "outer/step"),)
     axes: ReplicaAxes
-    state: OuterState | None = None
-    _now: OuterState | None = None
+    state = OfStep[Union[OuterState, None]](None)
+    _now = OfStep[Union[OuterState, None]](None)
+    _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
     traits = Traits(reduces=False, needs_shards=True, makes_islands=True)
 
     def __init__(
@@ -137,7 +140,6 @@ class OuterOptimizer(Wrapper):
         self.islands, self.inside = _islands(self.axes, outer_dims)
         for inner in self._wrappers()[1:]:
             inner._stand_inside(self.islands, self.inside)
-        self._outer: dict[mtf.Variable, mtf.Variable] = {}
 
     def _gradient_reduction(self) -> Reduction:
         # Gradients are reduced inside of an island; the wrapper's reducer is for outer steps.
