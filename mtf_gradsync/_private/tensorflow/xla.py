@@ -21,7 +21,7 @@ def eager_mode() -> ContextManager[None]:
 
 
 def xla_custom_call(
-    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int], name: str
 ) -> tf.Tensor:
     """An operation that TensorFlow's bridge turns into a custom call of XLA.
 
@@ -32,6 +32,7 @@ def xla_custom_call(
       target: what is called.
       settings: the call's ``backend_config``.
       shape: of its result, which has the input's dtype.
+      name: of the operation.
 
     Returns:
       The result.
@@ -45,6 +46,7 @@ def xla_custom_call(
         has_side_effect=False,
         result_dtypes=[operand.dtype],
         result_shapes=[tf.TensorShape(shape)],
+        name=name,
     )
     return result
 
