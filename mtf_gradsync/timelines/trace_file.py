@@ -44,7 +44,8 @@ def write_trace(
       What was written.
     """
     path = Path(path)
-    fixed, timed = _fixed(recordings), _timed(recordings)
+    timed, tracks = _timed(recordings)
+    fixed = [*_fixed(recordings), *tracks]
     timed.sort(key=lambda pair: -pair[0])
     rows = [json.dumps(row, separators=(",", ":")) for _, row in timed]
     kept = len(rows)
@@ -83,9 +84,11 @@ def _fixed(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
     return found
 
 
-def _timed(recordings: Sequence[Recording]) -> list[tuple[int, dict[str, Any]]]:
-    """Runs of operations, each with how long it took."""
-    found = []
+def _timed(
+    recordings: Sequence[Recording],
+) -> tuple[list[tuple[int, dict[str, Any]]], list[dict[str, Any]]]:
+    """Runs of operations, each with how long it took, and the names of their tracks."""
+    found, tracks = [], []
     first = _first(recordings)
     for recording in recordings:
         lanes: dict[tuple[int, str], list[int]] = {}
@@ -108,10 +111,8 @@ def _timed(recordings: Sequence[Recording]) -> list[tuple[int, dict[str, Any]]]:
                 tid = lane + (1000 if kind == "collective" else 0)
                 name = "collectives" if kind == "collective" else "operations"
                 beside = f" {lane + 1}" if lane else ""
-                row = _thread(_core_pid(recording, core), tid, name + beside)
-                # Never dropped before an operation.
-                found.append((1 << 62, row))
-    return found
+                tracks.append(_thread(_core_pid(recording, core), tid, name + beside))
+    return found, tracks
 
 
 def _lane(ends: list[int], event: Event) -> int:

@@ -67,6 +67,22 @@ class EmulatedGraph:
             node = self._facts.consumers(node)[0][0]
         return self._facts.cluster.get(node, "")
 
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Where an operation of the rewritten graph runs.
+
+        Args:
+          name: the operation's.
+
+        Returns:
+          The core, and what the operation was called before the rewriting; None for what stands
+          outside every program.
+        """
+        first, _, rest = name.partition("/")
+        stem, _, number = first.rpartition("_")
+        if stem != self._prefix or not number.isdigit() or not rest:
+            return None
+        return int(number), rest
+
     def names_on_replicas(self, name: str) -> list[str]:
         """What an operation or tensor is called after the rewriting.
 
