@@ -163,6 +163,22 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
         raise BridgeError(" ".join(text.split())[:600]) from error
 
 
+def profile_space(serialized: bytes) -> Any:
+    """Reads a profile.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      serialized: a serialized ``XSpace``, as the profilers of TensorFlow and jax write them.
+
+    Returns:
+      The ``XSpace``.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace.FromString(serialized)
+
+
 def hlo_module(serialized: bytes) -> Any:
     """Reads a program of XLA.
 

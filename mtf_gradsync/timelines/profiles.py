@@ -1,0 +1,232 @@
+"""Reads profiles of jax: which operation of a program ran on which core, and when."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any, Iterator, NamedTuple, Sequence
+
+from mtf_gradsync.timelines.errors import TimelineError
+
+_HOST = "/host:CPU"
+_DEVICE = re.compile(r"^/device:[A-Z]+:(\d+)")
+_DEVICE_LINES = re.compile(r"^(XLA Ops|Stream #.*)$")
+_END = "end: "
+
+
+class Ran(NamedTuple):
+    """One run of an operation of a compiled program.
+
+    Attributes:
+      core: which of this process's cores it was, by its place among them.
+      execution: which run of the program it belongs to, counted from 0; -1 where the profile does
+        not say.
+      operation: its name in the compiled program.
+      begin: in nanoseconds since the epoch.
+      end: likewise.
+    """
+
+    core: int
+    execution: int
+    operation: str
+    begin: int
+    end: int
+
+
+class _Found(NamedTuple):
+    """An operation in a profile: `where` and `execution` as the profile tells them."""
+
+    where: Any
+    execution: Any
+    operation: str
+    begin: int
+    end: int
+
+
+def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
+    """Finds the runs of a program's operations in a profile.
+
+    Args:
+      space: the profile, an ``XSpace``.
+      module: name of the program.
+      ordinals: what the platform calls the devices of this process's cores.
+
+    Returns:
+      The runs, in no order. Events of threads that wait, and those that only mark the end of
+      others, are none.
+
+    Raises:
+      TimelineError: when the profile does not say on which device operations ran.
+    """
+    start = _start_of(space)
+    for plane in space.planes:
+        if _DEVICE.match(plane.name):
+            break
+    else:
+        plane = next((p for p in space.planes if p.name == _HOST), None)
+        if plane is None:
+            return []
+        return _numbered(_on_host(_Plane(plane, start), module, len(ordinals)), ordinals)
+    found = []
+    for plane in space.planes:
+        match = _DEVICE.match(plane.name)
+        if match:
+            found += _on_device(_Plane(plane, start), int(match[1]))
+    return _numbered(found, ordinals)
+
+
+class _Plane:
+    """A plane of a profile, with names in place of numbers."""
+
+    def __init__(self, plane: Any, start: int):
+        self._plane, self._start = plane, start
+        self._stats = {key: value.name for key, value in plane.stat_metadata.items()}
+        self.events = {key: value.name for key, value in plane.event_metadata.items()}
+        self.shown = {key: value.display_name for key, value in plane.event_metadata.items()}
+
+    def lines(self) -> Iterator[tuple[str, list[Any]]]:
+        """Name and events of each line, those in the order in which they begin."""
+        for line in self._plane.lines:
+            yield line.name, sorted(line.events, key=lambda e: (e.offset_ps, -e.duration_ps))
+
+    def base(self, name: str) -> int:
+        """When a line's clock began, in nanoseconds since the epoch."""
+        line = next(line for line in self._plane.lines if line.name == name)
+        # Versions differ: since the epoch, or since the profile began.
+        at = line.timestamp_ns
+        return at if at > 10**17 else self._start + at
+
+    def stats(self, event: Any) -> dict[str, Any]:
+        """What an event says of itself; the first where it says something twice."""
+        found: dict[str, Any] = {}
+        for stat in event.stats:
+            kind = stat.WhichOneof("value")
+            value = getattr(stat, kind) if kind else None
+            if kind == "ref_value":
+                value = self._stats[value]
+            found.setdefault(self._stats[stat.metadata_id], value)
+        return found
+
+
+def _start_of(space: Any) -> int:
+    """When the profile began, in nanoseconds since the epoch; 0 where it does not say."""
+    for plane in space.planes:
+        names = {key: value.name for key, value in plane.stat_metadata.items()}
+        for stat in plane.stats:
+            if names.get(stat.metadata_id) == "profile_start_time":
+                return stat.uint64_value or stat.int64_value
+    return 0
+
+
+def _on_device(plane: _Plane, ordinal: int) -> Iterator[_Found]:
+    """Operations of an accelerator: GPUs have lines of streams, TPUs one of operations."""
+    for name, events in plane.lines():
+        if not _DEVICE_LINES.match(name):
+            continue
+        base = plane.base(name)
+        for event in events:
+            stats = plane.stats(event)
+            operation = stats.get("hlo_op")
+            if operation is None and name == "XLA Ops":
+                shown = plane.shown[event.metadata_id] or plane.events[event.metadata_id]
+                operation = shown.partition(" = ")[0].lstrip("%")
+            if operation:
+                begin = base + event.offset_ps // 1000
+                end = base + (event.offset_ps + event.duration_ps) // 1000
+                yield _Found(ordinal, stats.get("run_id"), operation, begin, end)
+
+
+def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
+    """Operations of CPU devices, which are events of the threads that ran them."""
+    ends: dict[Any, int] = {}
+    tasks: dict[Any, Any] = {}  # a thread pool's task -> the task that has scheduled it
+    scheduled: dict[Any, tuple[int, Any]] = {}  # likewise -> when
+    roots: set[Any] = set()
+    found: list[tuple[Any, Any, _Found]] = []
+    for line, events in plane.lines():
+        base, task = plane.base(line), None
+        for event in events:
+            name = plane.events[event.metadata_id]
+            begin = base + event.offset_ps // 1000
+            if name == "ThreadpoolListener::StartRegion":
+                task = plane.stats(event).get("_c")
+            elif name == "ThreadpoolListener::StopRegion":
+                task = None
+            elif name == "ThreadpoolListener::Record":
+                key = plane.stats(event).get("_p")
+                tasks[key], scheduled[key] = task, (begin, line)
+            elif name.endswith("::ExecuteHelper"):
+                roots.add(task)
+            elif name.startswith(_END):
+                # What a thread began, another one may end.
+                ends[plane.stats(event).get("_c")] = begin
+            else:
+                stats = plane.stats(event)
+                if stats.get("hlo_module") == module and "hlo_op" in stats:
+                    end = base + (event.offset_ps + event.duration_ps) // 1000
+                    one = _Found(
+                        stats.get("device_ordinal"), stats.get("run_id"), stats["hlo_op"], begin, end
+                    )
+                    found.append((task, stats.get("_p"), one))
+    told = [
+        one._replace(end=max(one.end, ends.get(producer, 0))) for _, producer, one in found
+    ]
+    if all(one.where is not None for one in told):
+        return told
+    return _by_tasks(told, [task for task, _, _ in found], tasks, scheduled, roots, cores)
+
+
+def _by_tasks(
+    found: Sequence[_Found],
+    task_of: Sequence[Any],
+    tasks: dict[Any, Any],
+    scheduled: dict[Any, tuple[int, Any]],
+    roots: set[Any],
+    cores: int,
+) -> list[_Found]:
+    """Tells devices by who has scheduled whom: jaxlib 0.4 does not write the device down.
+
+    A program is begun on all devices in their order, by one task each.
+    """
+    if cores == 1:
+        return [one._replace(where=0, execution=None) for one in found]
+
+    def root_of(task: Any) -> Any:
+        while task is not None and task not in roots:
+            task = tasks.get(task)
+        return task
+
+    root = [root_of(task) for task in task_of]
+    begun = sorted({r for r in root if r is not None}, key=lambda r: scheduled.get(r, (0, "")))
+    if None in root or len(begun) % cores:
+        import jax
+
+        raise TimelineError(
+            f"The profile of jax {jax.__version__} does not say on which device operations ran. "
+            "jax 0.10 does: install a newer one."
+        )
+    place = {r: divmod(number, cores) for number, r in enumerate(begun)}
+    return [
+        one._replace(where=place[r][1], execution=place[r][0]) for one, r in zip(found, root)
+    ]
+
+
+def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
+    """The same with numbers of cores and executions."""
+    seen = {one.where for one in found}
+    names = list(ordinals)
+    if not seen <= set(names):
+        # By their place: processes may count from 0, each.
+        names = [sorted(ordinals).index(o) for o in ordinals]
+    core_of = {name: core for core, name in enumerate(names)}
+    first: dict[Any, int] = {}
+    for one in found:
+        first[one.execution] = min(first.get(one.execution, one.begin), one.begin)
+    known = sorted((e for e in first if e is not None), key=first.__getitem__)
+    number: dict[Any, int] = collections.defaultdict(lambda: -1)
+    number.update({execution: i for i, execution in enumerate(known)})
+    return [
+        Ran(core_of[one.where], number[one.execution], one.operation, one.begin, one.end)
+        for one in found
+        if one.where in core_of
+    ]

@@ -1,0 +1,121 @@
+"""What is known of the operations of compiled programs: names, kinds, bytes and variables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Iterable, NamedTuple, Sequence
+
+from mtf_gradsync.simd.graph.facts import split_input
+from mtf_gradsync.simd.traffic.report import CommunicationRow
+from mtf_gradsync.timelines.events import Collective
+from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
+from mtf_gradsync.xla.topology.collectives import COLLECTIVES, find_hlo_collectives
+
+_AROUND_OTHERS = ("while", "conditional", "call")
+_PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
+
+
+class Operations(NamedTuple):
+    """The operations of compiled programs.
+
+    Attributes:
+      name: of each, by its name in the compiled program, that in the model's graph where it is
+        known.
+      collective: the names in the compiled program of those that are collectives.
+      inside: names in the compiled program of loops, branches and calls -> those of the operations
+        in them. Their own time is that of these.
+      facts: of collectives, by their names in the model's graph.
+    """
+
+    name: dict[str, str]
+    collective: set[str]
+    inside: dict[str, set[str]]
+    facts: dict[str, Collective]
+
+
+def operations_of(
+    programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
+) -> Operations:
+    """Reads compiled programs.
+
+    Args:
+      programs: serialized ``HloModuleProto`` and the core's program that each was made of.
+      rows: the list of their collectives.
+
+    Returns:
+      The operations.
+    """
+    found = Operations({}, set(), {}, {})
+    by_name = {row.name: row for row in rows}
+    for hlo, replica in programs:
+        module = read_module(hlo)
+        sizes = {c.name: c.bytes_per_core for c in find_hlo_collectives(hlo)}
+        packs = _packs(replica)
+        computations = {c.id: c for c in module.computations}
+        inner = {
+            c.id: {i.name for i in c.instructions} for c in module.computations
+        }
+        roots = {
+            c.id: next((i for i in c.instructions if i.id == c.root_id), None)
+            for c in module.computations
+        }
+        for computation in computations.values():
+            for instruction in computation.instructions:
+                called = list(instruction.called_computation_ids)
+                name = instruction.metadata.op_name
+                if not name and called and roots[called[0]] is not None:
+                    name = roots[called[0]].metadata.op_name
+                shown = _name(name) or instruction.name
+                found.name[instruction.name] = shown
+                kind = re.sub("-(start|done|update)$", "", instruction.opcode)
+                if kind in COLLECTIVES:
+                    found.collective.add(instruction.name)
+                    # What begins and ends apart has its bytes where it begins.
+                    if instruction.name in sizes or shown not in found.facts:
+                        found.facts[shown] = _facts(
+                            name, sizes.get(instruction.name), packs, by_name
+                        )
+                if instruction.opcode in _AROUND_OTHERS:
+                    found.inside.setdefault(instruction.name, set()).update(
+                        *(inner[c] for c in called)
+                    )
+    return found
+
+
+def _name(name: str) -> str:
+    """A name of the model's graph: "(a:b)" is what a compiler makes of a and b together."""
+    names = [_unpacked(part) for part in _parts(name)]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _parts(name: str) -> list[str]:
+    return name[1:-1].split(":") if name.startswith("(") and name.endswith(")") else [name]
+
+
+def _unpacked(name: str) -> str:
+    match = _PACK.match(name)
+    return match[1] if match else re.sub(r"(^|/)parallel_\d+(_\d+)*(?=/|$)", "", name)
+
+
+def _packs(replica: ReplicaProgram) -> dict[str, list[str]]:
+    """The sums in each pack, by the pack's name scope."""
+    found: dict[str, list[str]] = {}
+    for node in replica.graph_def.node:
+        if node.op == "Identity" and node.input:
+            match = _PACK.match(split_input(node.input[0])[0])
+            if match:
+                found.setdefault(match[1], []).append(node.name)
+    return found
+
+
+def _facts(
+    name: str, size: int | None, packs: dict[str, list[str]], rows: dict[str, Any]
+) -> Collective:
+    sums = [sum_ for part in _parts(name) for sum_ in packs.get(_unpacked(part), [part])]
+    known = [rows[sum_] for sum_ in sums if sum_ in rows]
+    variables = None
+    if known and all(row.variables is not None for row in known):
+        variables = tuple(dict.fromkeys(v for row in known for v in row.variables))
+    conditional = bool(known) and all(row.is_conditional for row in known)
+    return Collective(size, variables, conditional)
