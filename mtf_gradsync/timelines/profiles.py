@@ -7,30 +7,12 @@ import re
 from typing import Any, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync.timelines.errors import TimelineError
+from mtf_gradsync.timelines.runs import Ran
 
 _HOST = "/host:CPU"
 _DEVICE = re.compile(r"^/device:[A-Z]+:(\d+)")
 _DEVICE_LINES = re.compile(r"^(XLA Ops|Stream #.*)$")
 _END = "end: "
-
-
-class Ran(NamedTuple):
-    """One run of an operation of a compiled program.
-
-    Attributes:
-      core: which of this process's cores it was, by its place among them.
-      execution: which run of the program it belongs to, counted from 0; -1 where the profile does
-        not say.
-      operation: its name in the compiled program.
-      begin: in nanoseconds since the epoch.
-      end: likewise.
-    """
-
-    core: int
-    execution: int
-    operation: str
-    begin: int
-    end: int
 
 
 class _Found(NamedTuple):
@@ -139,24 +121,25 @@ def _on_device(plane: _Plane, ordinal: int) -> Iterator[_Found]:
 def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
     """Operations of CPU devices, which are events of the threads that ran them."""
     ends: dict[Any, int] = {}
-    tasks: dict[Any, Any] = {}  # a thread pool's task -> the task that has scheduled it
-    scheduled: dict[Any, tuple[int, Any]] = {}  # likewise -> when
-    roots: set[Any] = set()
-    found: list[tuple[Any, Any, _Found]] = []
+    pool = _ThreadPool()
+    found: list[tuple[Any, Any, list[Any], _Found]] = []
     for line, events in plane.lines():
-        base, task = plane.base(line), None
+        base, task, begun = plane.base(line), None, []
         for event in events:
             name = plane.events[event.metadata_id]
             begin = base + event.offset_ps // 1000
             if name == "ThreadpoolListener::StartRegion":
                 task = plane.stats(event).get("_c")
             elif name == "ThreadpoolListener::StopRegion":
-                task = None
+                pool.ended[task], task = begin, None
             elif name == "ThreadpoolListener::Record":
                 key = plane.stats(event).get("_p")
-                tasks[key], scheduled[key] = task, (begin, line)
+                pool.schedule(key, task, begin, line)
+                for end, tasks in begun:
+                    if begin < end:
+                        tasks.append(key)
             elif name.endswith("::ExecuteHelper"):
-                roots.add(task)
+                pool.roots.add(task)
             elif name.startswith(_END):
                 # What a thread began, another one may end.
                 ends[plane.stats(event).get("_c")] = begin
@@ -164,25 +147,60 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
                 stats = plane.stats(event)
                 if stats.get("hlo_module") == module and "hlo_op" in stats:
                     end = base + (event.offset_ps + event.duration_ps) // 1000
-                    one = _Found(
-                        stats.get("device_ordinal"), stats.get("run_id"), stats["hlo_op"], begin, end
-                    )
-                    found.append((task, stats.get("_p"), one))
-    told = [
-        one._replace(end=max(one.end, ends.get(producer, 0))) for _, producer, one in found
-    ]
+                    where, execution = stats.get("device_ordinal"), stats.get("run_id")
+                    tasks: list[Any] = []
+                    # What it schedules while it runs are parts of it.
+                    begun = [(e, t) for e, t in begun if begin < e] + [(end, tasks)]
+                    one = _Found(where, execution, stats["hlo_op"], begin, end)
+                    found.append((task, stats.get("_p"), tasks, one))
+    told = []
+    for _, producer, tasks, one in found:
+        last = max((pool.end_of(t) for t in tasks), default=0)
+        told.append(one._replace(end=max(one.end, ends.get(producer, last))))
     if all(one.where is not None for one in told):
         return told
-    return _by_tasks(told, [task for task, _, _ in found], tasks, scheduled, roots, cores)
+    return _by_tasks(told, [task for task, *_ in found], pool, cores)
+
+
+class _ThreadPool:
+    """The tasks of a thread pool.
+
+    Attributes:
+      ended: task -> when it ended.
+      roots: the tasks that began a program on a device.
+      scheduled: task -> when, and by which thread.
+    """
+
+    def __init__(self) -> None:
+        self.ended: dict[Any, int] = {}
+        self.roots: set[Any] = set()
+        self.scheduled: dict[Any, tuple[int, Any]] = {}
+        self._by: dict[Any, Any] = {}
+        self._parts: dict[Any, list[Any]] = collections.defaultdict(list)
+
+    def schedule(self, task: Any, by: Any, at: int, thread: Any) -> None:
+        """Notes that a task, or None for no task, has scheduled another."""
+        self._by[task], self.scheduled[task] = by, (at, thread)
+        self._parts[by].append(task)
+
+    def root_of(self, task: Any) -> Any:
+        """The task that began the program that a task is part of."""
+        while task is not None and task not in self.roots:
+            task = self._by.get(task)
+        return task
+
+    def end_of(self, task: Any) -> int:
+        """When a task and all that it has scheduled had ended."""
+        last, pending = 0, [task]
+        while pending:
+            one = pending.pop()
+            last = max(last, self.ended.get(one, 0))
+            pending += self._parts.get(one, ())
+        return last
 
 
 def _by_tasks(
-    found: Sequence[_Found],
-    task_of: Sequence[Any],
-    tasks: dict[Any, Any],
-    scheduled: dict[Any, tuple[int, Any]],
-    roots: set[Any],
-    cores: int,
+    found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_Found]:
     """Tells devices by who has scheduled whom: jaxlib 0.4 does not write the device down.
 
@@ -190,14 +208,8 @@ def _by_tasks(
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]
-
-    def root_of(task: Any) -> Any:
-        while task is not None and task not in roots:
-            task = tasks.get(task)
-        return task
-
-    root = [root_of(task) for task in task_of]
-    begun = sorted({r for r in root if r is not None}, key=lambda r: scheduled.get(r, (0, "")))
+    root = [pool.root_of(task) for task in task_of]
+    begun = sorted({r for r in root if r is not None}, key=lambda r: pool.scheduled.get(r, (0, "")))
     if None in root or len(begun) % cores:
         import jax
 
@@ -206,9 +218,7 @@ def _by_tasks(
             "jax 0.10 does: install a newer one."
         )
     place = {r: divmod(number, cores) for number, r in enumerate(begun)}
-    return [
-        one._replace(where=place[r][1], execution=place[r][0]) for one, r in zip(found, root)
-    ]
+    return [one._replace(where=place[r][1], execution=place[r][0]) for one, r in zip(found, root)]
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:

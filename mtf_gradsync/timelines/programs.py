@@ -25,12 +25,14 @@ class Operations(NamedTuple):
       collective: the names in the compiled program of those that are collectives.
       inside: names in the compiled program of loops, branches and calls -> those of the operations
         in them. Their own time is that of these.
+      users: names in the compiled program of operations -> those of what takes their results.
       facts: of collectives, by their names in the model's graph.
     """
 
     name: dict[str, str]
     collective: set[str]
     inside: dict[str, set[str]]
+    users: dict[str, set[str]]
     facts: dict[str, Collective]
 
 
@@ -46,7 +48,7 @@ def operations_of(
     Returns:
       The operations.
     """
-    found = Operations({}, set(), {}, {})
+    found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}
     for hlo, replica in programs:
         module = read_module(hlo)
@@ -61,7 +63,10 @@ def operations_of(
             for c in module.computations
         }
         for computation in computations.values():
+            names = {i.id: i.name for i in computation.instructions}
             for instruction in computation.instructions:
+                for operand in instruction.operand_ids:
+                    found.users.setdefault(names[operand], set()).add(instruction.name)
                 called = list(instruction.called_computation_ids)
                 name = instruction.metadata.op_name
                 if not name and called and roots[called[0]] is not None:

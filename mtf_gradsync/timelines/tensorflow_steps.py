@@ -107,6 +107,7 @@ class ReplicasRecorder(TensorFlowRecorder):
 
     def _recording(self) -> Recording:
         rows = list_collectives(self._source, lowering=self._lowering).rows
+        sums = self._emulated.groups_of_sums()
         collectives = {
             row.name: Collective(row.bytes_per_core, row.variables, row.is_conditional)
             for row in rows
@@ -120,8 +121,13 @@ class ReplicasRecorder(TensorFlowRecorder):
                     continue
                 core, name = place
                 collective = _within(name, collectives)
-                kind = "collective" if collective else "compute"
-                found.append(Event(core, _model_name(collective or name), kind, *times))
+                if not collective:
+                    found.append(Event(core, _model_name(name), "compute", *times))
+                elif not (name == collective and sums.get(name)):  # a core's view of its sum
+                    # One sum is made for all cores of a group, which wait for it.
+                    group = next((g for g in sums.get(collective, ()) if core in g), (core,))
+                    shown = _model_name(collective)
+                    found += [Event(one, shown, "collective", *times) for one in group]
             events.append(found)
         # As events are called.
         collectives = {_model_name(name): one for name, one in collectives.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Sequence
@@ -101,6 +102,22 @@ class Timeline:
         self._recordings = tuple(recorder.stop())
         if self._path is not None:
             self.save(self._path)
+
+    def mark_updates(self, updates: Sequence[int]) -> None:
+        """Says which steps updated the variables, where the program counts updates.
+
+        Args:
+          updates: made before the first step, then by the end of each. Nothing changes where they
+            are not one more than the steps.
+        """
+
+        def marked(recording: Recording) -> Recording:
+            pairs = zip(recording.steps, updates, updates[1:])
+            steps = tuple(dataclasses.replace(s, is_update=a != b) for s, a, b in pairs)
+            return dataclasses.replace(recording, steps=steps)
+
+        if len(updates) == len(self.recordings[0].steps) + 1:
+            self._recordings = tuple(map(marked, self._recordings))
 
     @property
     def recordings(self) -> tuple[Recording, ...]:

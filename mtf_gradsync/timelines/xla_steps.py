@@ -10,9 +10,10 @@ from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
 from mtf_gradsync.simd.traffic.collectives import list_collectives
 from mtf_gradsync.timelines.events import Call, Event, Recording, check_recorded
-from mtf_gradsync.timelines.profiles import Ran, read_profile
-from mtf_gradsync.timelines.programs import Operations, operations_of
+from mtf_gradsync.timelines.profiles import read_profile
+from mtf_gradsync.timelines.programs import operations_of
 from mtf_gradsync.timelines.recorder import Recorder, Replaced, now, steps_until, timed
+from mtf_gradsync.timelines.runs import leaves, until_used
 from mtf_gradsync.xla.devices.session import Dispatched, XlaSession
 
 # What `to_stablehlo` calls every program.
@@ -88,7 +89,8 @@ class XlaRecorder(Recorder):
             [(compiled_hlo(p.program.executable), p.replica) for p in session.compiled], rows
         )
         ordinals = [_ordinal(device) for device in cores.local_devices]
-        ran = _leaves(read_profile(space, _MODULE, ordinals), operations)
+        ran = leaves(read_profile(space, _MODULE, ordinals), operations.inside)
+        ran = until_used(ran, operations.users)
         events = tuple(
             Event(
                 cores.local[one.core],
@@ -115,13 +117,6 @@ def _ordinal(device: Any) -> int:
     """What a profile calls a device."""
     found = getattr(device, "local_hardware_id", None)
     return device.id if found is None or device.platform == "cpu" else found
-
-
-def _leaves(ran: list[Ran], operations: Operations) -> list[Ran]:
-    """Without loops, branches and calls whose operations are there themselves."""
-    seen = {one.operation for one in ran}
-    around = {name for name, inner in operations.inside.items() if inner & seen}
-    return [one for one in ran if one.operation not in around]
 
 
 def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
