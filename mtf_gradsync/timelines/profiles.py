@@ -131,7 +131,8 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
             if name == "ThreadpoolListener::StartRegion":
                 task = plane.stats(event).get("_c")
             elif name == "ThreadpoolListener::StopRegion":
-                pool.ended[task], task = begin, None
+                pool.end(task, begin)
+                task = None
             elif name == "ThreadpoolListener::Record":
                 key = plane.stats(event).get("_p")
                 pool.schedule(key, task, begin, line)
@@ -146,6 +147,8 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
             else:
                 stats = plane.stats(event)
                 if stats.get("hlo_module") == module and "hlo_op" in stats:
+                    # Who ends a task of one operation goes on with the next operation.
+                    pool.end(task, begin)
                     end = base + (event.offset_ps + event.duration_ps) // 1000
                     where, execution = stats.get("device_ordinal"), stats.get("run_id")
                     tasks: list[Any] = []
@@ -166,22 +169,26 @@ class _ThreadPool:
     """The tasks of a thread pool.
 
     Attributes:
-      ended: task -> when it ended.
       roots: the tasks that began a program on a device.
       scheduled: task -> when, and by which thread.
     """
 
     def __init__(self) -> None:
-        self.ended: dict[Any, int] = {}
         self.roots: set[Any] = set()
         self.scheduled: dict[Any, tuple[int, Any]] = {}
         self._by: dict[Any, Any] = {}
+        self._ended: dict[Any, int] = {}
         self._parts: dict[Any, list[Any]] = collections.defaultdict(list)
 
     def schedule(self, task: Any, by: Any, at: int, thread: Any) -> None:
         """Notes that a task, or None for no task, has scheduled another."""
         self._by[task], self.scheduled[task] = by, (at, thread)
-        self._parts[by].append(task)
+        if by not in self._ended:
+            self._parts[by].append(task)
+
+    def end(self, task: Any, at: int) -> None:
+        """Notes when a task has ended, unless it had before."""
+        self._ended.setdefault(task, at)
 
     def root_of(self, task: Any) -> Any:
         """The task that began the program that a task is part of."""
@@ -194,7 +201,7 @@ class _ThreadPool:
         last, pending = 0, [task]
         while pending:
             one = pending.pop()
-            last = max(last, self.ended.get(one, 0))
+            last = max(last, self._ended.get(one, 0))
             pending += self._parts.get(one, ())
         return last
 

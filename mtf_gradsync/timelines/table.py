@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Callable, Iterable, Sequence
 
+from mtf_gradsync.timelines.errors import TimelineError
 from mtf_gradsync.timelines.events import Event, Kind, Recording, Step
 from mtf_gradsync.timelines.intervals import Interval, length, merged, minus, within
 
@@ -108,6 +109,29 @@ class Table:
     def to_json(self) -> str:
         """The table as JSON text, with the attributes' names."""
         return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        """The inverse of `to_json`.
+
+        Raises:
+          TimelineError: when the text is something else.
+        """
+        try:
+            content = json.loads(text)
+            for name in ("total", "update", "other"):
+                content[name] = content[name] and CoreTimes(**content[name])
+            for name, kind in (("cores", CoreTimes), ("operations", OperationTimes)):
+                content[name] = tuple(kind(**one) for one in content[name])
+            content["collectives"] = tuple(
+                CollectiveTimes(
+                    **{**one, "variables": one["variables"] and tuple(one["variables"])}
+                )
+                for one in content["collectives"]
+            )
+            return cls(**content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TimelineError("This is no table of a timeline, as Table.to_json makes it.") from error
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.cluster import Task, join_cluster
@@ -26,6 +26,7 @@ def run_on_cluster(
     silence: float = 20.0,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
+    work: Callable[..., Any] = run,
 ) -> RunResult | None:
     """What `run` does, on the devices of all tasks. Every task calls it.
 
@@ -40,6 +41,7 @@ def run_on_cluster(
       silence: as for `mtf_gradsync.join_cluster`.
       say: takes each line that tells how the run goes.
       accepted: as for `run`.
+      work: what each process that makes steps does, called as `run` is.
 
     Returns:
       On the chief what the run came to, on the others None.
@@ -67,7 +69,7 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return run(config, model_dir, say, accepted, Part(target=cluster.target))
+            return work(config, model_dir, say, accepted, Part(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 

@@ -12,6 +12,7 @@ from mtf_gradsync.train.cli import (
     init_command,
     report_command,
     sample_command,
+    timeline_command,
     train_command,
 )
 from mtf_gradsync.train.errors import ConfigError, TrainingError
@@ -23,6 +24,7 @@ _COMMANDS = (
     sample_command,
     report_command,
     compile_command,
+    timeline_command,
     env_command,
 )
 
