@@ -55,9 +55,7 @@ def operations_of(
         sizes = {c.name: c.bytes_per_core for c in find_hlo_collectives(hlo)}
         packs = _packs(replica)
         computations = {c.id: c for c in module.computations}
-        inner = {
-            c.id: {i.name for i in c.instructions} for c in module.computations
-        }
+        inner = {c.id: {i.name for i in c.instructions} for c in module.computations}
         roots = {
             c.id: next((i for i in c.instructions if i.id == c.root_id), None)
             for c in module.computations

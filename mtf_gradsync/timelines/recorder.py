@@ -82,9 +82,7 @@ def steps_until(
       collectives: of the program.
     """
     moments = [begin, *sorted(ends)]
-    of_updates = {
-        name for name, c in collectives.items() if c.is_conditional and c.variables != ()
-    }
+    of_updates = {name for name, c in collectives.items() if c.is_conditional and c.variables != ()}
     at = sorted(e.begin for e in events if e.name in of_updates)
 
     def is_update(first: int, last: int) -> bool | None:

@@ -131,7 +131,9 @@ class Table:
             )
             return cls(**content)
         except (KeyError, TypeError, ValueError) as error:
-            raise TimelineError("This is no table of a timeline, as Table.to_json makes it.") from error
+            raise TimelineError(
+                "This is no table of a timeline, as Table.to_json makes it."
+            ) from error
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -175,9 +177,7 @@ class _Spent:
             found[event.core, event.kind].append((event.begin, event.end))
         self.compute = {c: merged(found[c, "compute"]) for c in recording.cores}
         self._collectives = {c: merged(found[c, "collective"]) for c in recording.cores}
-        self._busy = {
-            c: merged([*self.compute[c], *self._collectives[c]]) for c in recording.cores
-        }
+        self._busy = {c: merged([*self.compute[c], *self._collectives[c]]) for c in recording.cores}
         self._any = merged(i for busy in self._busy.values() for i in busy)
 
     def times(self, steps: Sequence[Step], cores: Iterable[int]) -> list[CoreTimes]:

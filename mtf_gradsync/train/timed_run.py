@@ -69,9 +69,7 @@ class TimedRun:
             _, _, make_runner = training_graph(job, batches, runtime)
             if start.path:
                 say(f"from {start.path}")
-                found = check_configuration(
-                    start.path, tf.global_variables(), accepted.differences
-                )
+                found = check_configuration(start.path, tf.global_variables(), accepted.differences)
                 new = (name for name in found.new if name not in found.adapted)
                 start = start._replace(new=tuple(new))
             with tempfile.TemporaryDirectory() as own:
