@@ -20,6 +20,7 @@ from benchmarks import (
     sharded_updates,
     simd_collectives,
     sync_replicas,
+    timeline,
     training_step,
     two_processes,
 )
@@ -41,6 +42,7 @@ TABLES = (
     races,
     two_processes,
     less_communication,
+    timeline,
 )
 
 if __name__ == "__main__":

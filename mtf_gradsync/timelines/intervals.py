@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable, List, Sequence, Tuple
+from typing import Iterable, Sequence, Tuple
 
 # Begin and end, in nanoseconds; the end is not part of it.
 Interval = Tuple[int, int]
@@ -17,7 +17,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     Returns:
       Intervals that neither overlap nor touch, in order of time. Empty ones are dropped.
     """
-    found: List[Interval] = []
+    found: list[Interval] = []
     for begin, end in sorted(i for i in intervals if i[0] < i[1]):
         if found and begin <= found[-1][1]:
             found[-1] = found[-1][0], max(found[-1][1], end)

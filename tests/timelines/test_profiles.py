@@ -91,7 +91,7 @@ def test_devices_by_who_has_begun_their_programs():
 
 
 def test_devices_that_nobody_names():
-    with pytest.raises(TimelineError, match="does not say on which device .* jax 0.10 does"):
+    with pytest.raises(TimelineError, match=r"does not say on which device .* jax 0\.10 does"):
         read_profile(old_profile([(1, 10)]), "step", [0, 1, 2])
 
 

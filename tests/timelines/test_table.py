@@ -97,7 +97,7 @@ def test_nothing_recorded_is_an_error():
     with pytest.raises(TimelineError, match="No step was made"):
         check_recorded(two_cores(steps=()), "")
     only_one = tuple(e for e in two_cores().events if e.core == 0)
-    with pytest.raises(TimelineError, match="no operation of core 1 in 2 steps.*End the other"):
+    with pytest.raises(TimelineError, match=r"no operation of core 1 in 2 steps.*End the other"):
         check_recorded(two_cores(events=only_one), "End the other profiler.")
     with pytest.raises(TimelineError, match="no operation of a core"):
         check_recorded(two_cores(events=(), cores={}), "")

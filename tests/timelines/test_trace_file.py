@@ -60,16 +60,16 @@ def test_a_large_trace_drops_the_shortest_first(tmp_path):
     lengths = [0.001 * (1 + i % 100) for i in range(4000)]
     events = tuple(event(0, f"op {i}", i, i + d) for i, d in enumerate(lengths))
     recording = two_cores(events=events, steps=(Step(0, 5000 * MS, True),))
-    for name in ("trace.json", "trace.json.gz"):
-        written = write_trace([recording], tmp_path / name, most_bytes=30_000)
-        assert written.path.stat().st_size <= 30_000
+    for name, most in (("trace.json", 30_000), ("trace.json.gz", 10_000)):
+        written = write_trace([recording], tmp_path / name, most_bytes=most)
+        assert written.path.stat().st_size <= most
         assert 0 < written.events == 4000 - written.dropped
         trace = read(written.path)
         assert trace["otherData"]["dropped_events"] == written.dropped
         kept = [r for r in slices(trace) if r["name"].startswith("op ")]
         assert len(kept) == written.events
-        # As many as fit, to a tenth, and they are the longest.
-        assert written.path.stat().st_size > 27_000
+        # As many as fit, to a fifth, and they are the longest.
+        assert written.path.stat().st_size > 0.8 * most
         shortest = sorted(lengths)[written.dropped]
         assert min(r["dur"] for r in kept) / 1000 >= shortest - 1e-6
         assert any(r["name"] == "step 0 (update)" for r in slices(trace))

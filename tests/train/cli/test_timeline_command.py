@@ -23,9 +23,13 @@ def test_of_gin_files(tmp_path, capsys):
     files = [f"--trace={trace}", f"--json={table}", f"--part={part}"]
     assert main(["timeline", f"--gin_file={TINY}", *PARAMS, *ARGUMENTS, *files]) == 0
     said = capsys.readouterr().out
-    assert "2 steps" in said and "longest operations" in said and str(trace) in said
+    assert "2 steps" in said
+    assert "longest operations" in said
+    assert str(trace) in said
     found = Table.from_json(table.read_text())
-    assert found.steps == 2 and found.runtime == "cpu_replicas" and len(found.cores) == 2
+    assert found.steps == 2
+    assert found.runtime == "cpu_replicas"
+    assert len(found.cores) == 2
     names = {row["name"] for row in read(trace)["traceEvents"]}
     # As the model's graph has them.
     assert any(name.startswith("transformer/block_000/layer_000/") for name in names)
@@ -36,18 +40,23 @@ def test_of_gin_files(tmp_path, capsys):
 
 
 def test_of_a_run_that_recorded_its_own(train, tmp_path, capsys):
-    _, directory, said = train(NO_EVAL, "train.run.timeline_steps = 3", "train.run.train_steps = 9")
+    _, directory, _said = train(
+        NO_EVAL, "train.run.timeline_steps = 3", "train.run.train_steps = 9"
+    )
     found = Table.from_json((directory / "timeline.json").read_text())
     assert found.steps == 3
     page = (directory / "report.html").read_text()
-    assert "Where a step's time goes" in page and "3 steps were recorded" in page
+    assert "Where a step's time goes" in page
+    assert "3 steps were recorded" in page
     assert found.operations[0].name in page
     assert read(directory / "timeline.trace.json.gz")["traceEvents"]
     before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     trace = tmp_path / "b.json.gz"
     assert main(["timeline", f"--model_dir={directory}", *ARGUMENTS, f"--trace={trace}"]) == 0
     out = capsys.readouterr().out
-    assert "model.ckpt-9" in out and "2 steps" in out and trace.exists()
+    assert "model.ckpt-9" in out
+    assert "2 steps" in out
+    assert trace.exists()
     assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
 
 
