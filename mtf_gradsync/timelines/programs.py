@@ -10,7 +10,7 @@ from mtf_gradsync.simd.traffic.report import CommunicationRow
 from mtf_gradsync.timelines.events import Collective
 from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
-from mtf_gradsync.xla.topology.collectives import COLLECTIVES, find_hlo_collectives
+from mtf_gradsync.xla.topology.collectives import COLLECTIVES, HloCollective, find_hlo_collectives
 
 _AROUND_OTHERS = ("while", "conditional", "call")
 _PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
@@ -52,7 +52,7 @@ def operations_of(
     by_name = {row.name: row for row in rows}
     for hlo, replica in programs:
         module = read_module(hlo)
-        sizes = {c.name: c.bytes_per_core for c in find_hlo_collectives(hlo)}
+        exchanges = {c.name: c for c in find_hlo_collectives(hlo)}
         packs = _packs(replica)
         computations = {c.id: c for c in module.computations}
         inner = {c.id: {i.name for i in c.instructions} for c in module.computations}
@@ -75,9 +75,9 @@ def operations_of(
                 if kind in COLLECTIVES:
                     found.collective.add(instruction.name)
                     # What begins and ends apart has its bytes where it begins.
-                    if instruction.name in sizes or shown not in found.facts:
+                    if instruction.name in exchanges or shown not in found.facts:
                         found.facts[shown] = _facts(
-                            name, sizes.get(instruction.name), packs, by_name
+                            name, exchanges.get(instruction.name), packs, by_name
                         )
                 if instruction.opcode in _AROUND_OTHERS:
                     found.inside.setdefault(instruction.name, set()).update(
@@ -113,12 +113,13 @@ def _packs(replica: ReplicaProgram) -> dict[str, list[str]]:
 
 
 def _facts(
-    name: str, size: int | None, packs: dict[str, list[str]], rows: dict[str, Any]
+    name: str, exchange: HloCollective | None, packs: dict[str, list[str]], rows: dict[str, Any]
 ) -> Collective:
     sums = [sum_ for part in _parts(name) for sum_ in packs.get(_unpacked(part), [part])]
     known = [rows[sum_] for sum_ in sums if sum_ in rows]
     variables = None
     if known and all(row.variables is not None for row in known):
         variables = tuple(dict.fromkeys(v for row in known for v in row.variables))
-    conditional = bool(known) and all(row.is_conditional for row in known)
-    return Collective(size, variables, conditional)
+    if exchange is None:
+        return Collective(None, variables)
+    return Collective(exchange.bytes_per_core, variables, exchange.is_conditional)

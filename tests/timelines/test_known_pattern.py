@@ -10,6 +10,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.timelines import TimelineError
+from tests.simd.programs import SGD, Regression
 
 SIZE = 384
 SLEEP = 0.05
@@ -139,3 +140,19 @@ def test_monitored_sessions_and_other_objects():
         assert [one.core for one in timeline.table().cores] == ["CPU:0", "CPU:1"]
     with pytest.raises(TypeError, match="needs a session, got 'a string'"):
         gs.timeline("a string")
+
+
+@pytest.mark.parametrize("runtime", ["replicas", "xla"])
+def test_steps_that_update_are_told_by_their_sums(runtime):
+    model = Regression(
+        lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2, axes=("all",)), steps=4
+    )
+    model.placeholders()
+    with simd.tpu_program("all:2", "batch:all") as program:
+        lowering, *fetches = model.build(program.mesh_impl)
+    make = xla.session if runtime == "xla" else type(program).session
+    with make(program, lowering) as session:
+        with gs.timeline(session, lowering=lowering) as timeline:
+            model.steps_in(session, fetches)
+    assert [s.is_update for s in timeline.recordings[0].steps] == [False, True, False, True]
+    assert timeline.table().update_steps == 2

@@ -34,7 +34,7 @@ examples:
   mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
   mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
 
-Processes on XLA devices all take the command; each has the whole result in the end. --part writes
+Processes on XLA devices all take the command; process 0 writes the result for all. --part writes
 what one process recorded, for --merge. docs/guides/timeline.md explains the numbers."""
 
 
@@ -85,16 +85,17 @@ def main(args: argparse.Namespace) -> int:
     timeline = _merged(args.merge) if args.merge else _recorded(args)
     if timeline is None:
         return 0
-    table = timeline.table()
-    print(table)
-    if trace:
-        written = timeline.save(trace)
-        dropped = f", without the {written.dropped:,} shortest" if written.dropped else ""
-        print(f"\ntrace of {written.events:,} operations{dropped}: {trace}")
-    if json_file:
-        json_file.write_text(table.to_json() + "\n", encoding="utf-8")
+    own = args.process_id or 0
+    if own == 0:  # the others have the same
+        table = timeline.table()
+        print(table)
+        if trace:
+            written = timeline.save(trace)
+            dropped = f", without the {written.dropped:,} shortest" if written.dropped else ""
+            print(f"\ntrace of {written.events:,} operations{dropped}: {trace}")
+        if json_file:
+            json_file.write_text(table.to_json() + "\n", encoding="utf-8")
     if part_file:
-        own = args.process_id or 0
         mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
         part_file.write_text(mine.to_json(), encoding="utf-8")
     return 0
