@@ -90,8 +90,20 @@ def test_devices_by_who_has_begun_their_programs():
     assert sorted(found) == [ran(0, 0, "dot.1", 210, 215), ran(1, 0, "dot.3", 310, 315)]
 
 
+def test_a_thread_of_unknown_tasks_does_what_a_core_misses():
+    profile = Profile()
+    profile.space = old_profile([(1, 10), (2, 11)])
+    host = profile.space.planes[1]
+    lines = {0: host.lines[1], 1: host.lines.add(name="unknown")}
+    for core, begin in ((0, 217), (1, 350)):
+        stats = {"hlo_op": "add", "hlo_module": "step"}
+        profile.event(lines[core], host, "add", begin, 2, **stats)
+    found = read_profile(profile.space, "step", [0, 1])
+    assert {ran(0, 0, "add", 217, 219), ran(1, 0, "add", 350, 352)} <= set(found)
+
+
 def test_devices_that_nobody_names():
-    with pytest.raises(TimelineError, match=r"does not say on which device .* jax 0\.10 does"):
+    with pytest.raises(TimelineError, match=r"on which device operations ran .* jax 0\.10 does"):
         read_profile(old_profile([(1, 10)]), "step", [0, 1, 2])
 
 
