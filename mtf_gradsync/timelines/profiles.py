@@ -49,7 +49,7 @@ def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
         if plane is None:
             return []
         return _numbered(_on_host(_Plane(plane, start), module, len(ordinals)), ordinals)
-    found = []
+    found: list[_Found] = []
     for plane in space.planes:
         match = _DEVICE.match(plane.name)
         if match:
@@ -124,7 +124,8 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
     pool = _ThreadPool()
     found: list[tuple[Any, Any, list[Any], _Found]] = []
     for line, events in plane.lines():
-        base, task, begun = plane.base(line), None, []
+        base, task = plane.base(line), None
+        begun: list[tuple[int, list[Any]]] = []
         for event in events:
             name = plane.events[event.metadata_id]
             begin = base + event.offset_ps // 1000
@@ -136,9 +137,9 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
             elif name == "ThreadpoolListener::Record":
                 key = plane.stats(event).get("_p")
                 pool.schedule(key, task, begin, line)
-                for end, tasks in begun:
+                for end, parts in begun:
                     if begin < end:
-                        tasks.append(key)
+                        parts.append(key)
             elif name.endswith("::ExecuteHelper"):
                 pool.roots.add(task)
             elif name.startswith(_END):
@@ -157,8 +158,8 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
                     one = _Found(where, execution, stats["hlo_op"], begin, end)
                     found.append((task, stats.get("_p"), tasks, one))
     told = []
-    for _, producer, tasks, one in found:
-        last = max((pool.end_of(t) for t in tasks), default=0)
+    for _, producer, scheduled, one in found:
+        last = max((pool.end_of(t) for t in scheduled), default=0)
         told.append(one._replace(end=max(one.end, ends.get(producer, last))))
     if all(one.where is not None for one in told):
         return told
@@ -211,37 +212,36 @@ def _by_tasks(
 ) -> list[_Found]:
     """Tells devices by who has scheduled whom: jaxlib 0.4 does not write the device down.
 
-    A program is begun on all devices in their order, by one task each. What a thread does whose
-    tasks are not known is what a core misses that the others have: all run the same program.
+    A program is begun on all devices in their order, by one task each. Where it has to wait, a
+    task of another device, or of a program before, goes on with it. As all devices run the same
+    program, what one task has done too often is what another device misses.
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]
-    roots = [pool.root_of(task) for task in task_of]
-    begun = sorted(set(roots) - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
+    begun = sorted(pool.roots - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
     place = {root: divmod(number, cores) for number, root in enumerate(begun)}
-    told = [
-        one._replace(where=place[root][1], execution=place[root][0])
-        for one, root in zip(found, roots)
-        if root is not None
-    ]
-    others = sorted(
-        (one for one, root in zip(found, roots) if root is None), key=lambda one: one.begin
-    )
-    runs = collections.Counter((one.operation, one.execution, one.where) for one in told)
-    for operation in {one.operation for one in others}:
+    runs: dict[str, dict[Any, list[_Found]]] = {}
+    for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
+        where = place.get(pool.root_of(task))
+        runs.setdefault(one.operation, {}).setdefault(where, []).append(one)
+    told = []
+    for by_place in runs.values():
+        others = by_place.pop(None, [])
+        turns = min(map(len, by_place.values()), default=0)
+        for (execution, core), mine in by_place.items():
+            told += [one._replace(where=core, execution=execution) for one in mine[:turns]]
+            others += mine[turns:]
         missing = [
             (execution, core)
-            for execution in range(len(begun) // cores)
+            for execution in sorted({execution for execution, _ in by_place})
             for core in range(cores)
-            for _ in range(
-                max(runs[operation, execution, c] for c in range(cores))
-                - runs[operation, execution, core]
-            )
+            if (execution, core) not in by_place
+            for _ in range(turns)
         ]
-        same = [one for one in others if one.operation == operation]
+        others.sort(key=lambda one: one.begin)
         told += [
             one._replace(where=core, execution=execution)
-            for one, (execution, core) in zip(same, missing)
+            for one, (execution, core) in zip(others, missing)
         ]
     if len(begun) % cores or len(told) < 0.99 * len(found):
         import jax

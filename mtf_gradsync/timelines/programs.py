@@ -67,8 +67,9 @@ def operations_of(
                     found.users.setdefault(names[operand], set()).add(instruction.name)
                 called = list(instruction.called_computation_ids)
                 name = instruction.metadata.op_name
-                if not name and called and roots[called[0]] is not None:
-                    name = roots[called[0]].metadata.op_name
+                root = roots[called[0]] if called else None
+                if not name and root is not None:
+                    name = root.metadata.op_name
                 shown = _name(name) or instruction.name
                 found.name[instruction.name] = shown
                 kind = re.sub("-(start|done|update)$", "", instruction.opcode)

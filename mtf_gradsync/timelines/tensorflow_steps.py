@@ -11,7 +11,7 @@ from mtf_gradsync.mesh.devices import place_of
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession
 from mtf_gradsync.simd.graph.facts import Branch, GraphFacts
 from mtf_gradsync.simd.traffic.collectives import list_collectives
-from mtf_gradsync.timelines.events import Call, Collective, Event, Recording, check_recorded
+from mtf_gradsync.timelines.events import Call, Collective, Event, Kind, Recording, check_recorded
 from mtf_gradsync.timelines.recorder import Recorder, Replaced, now, steps_until, timed
 
 # Mesh-TF's name scope of a processor's part of an operation.
@@ -170,7 +170,7 @@ class MeshRecorder(TensorFlowRecorder):
                         collectives[name] = Collective(
                             joined, None, any(isinstance(c, Branch) for c in context)
                         )
-                    kind = "compute" if joined is None else "collective"
+                    kind: Kind = "compute" if joined is None else "collective"
                     found.append(Event(core, name, kind, *times))
                     seen[core] = device.device
             events.append(found)

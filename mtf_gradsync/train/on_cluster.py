@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -27,7 +27,7 @@ def run_on_cluster(
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
-) -> RunResult | None:
+) -> Any:
     """What `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
@@ -44,7 +44,7 @@ def run_on_cluster(
       work: what each process that makes steps does, called as `run` is.
 
     Returns:
-      On the chief what the run came to, on the others None.
+      On the chief what `work` returned, which is what the run came to; on the others None.
 
     Raises:
       ConfigError: if a setting cannot work.

@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -28,7 +28,7 @@ def run_on_processes(
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
-) -> RunResult:
+) -> Any:
     """What `run` does, on the XLA devices of all processes. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes.
@@ -46,7 +46,7 @@ def run_on_processes(
       work: what each process that makes steps does, called as `run` is.
 
     Returns:
-      What the run came to; scores are process 0's.
+      What `work` returned: of `run`, what the run came to; scores are process 0's.
 
     Raises:
       ConfigError: if a setting cannot work.

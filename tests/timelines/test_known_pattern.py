@@ -144,9 +144,7 @@ def test_monitored_sessions_and_other_objects():
 
 @pytest.mark.parametrize("runtime", ["replicas", "xla"])
 def test_steps_that_update_are_told_by_their_sums(runtime):
-    model = Regression(
-        lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2, axes=("all",)), steps=4
-    )
+    model = Regression(lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2), steps=4)
     model.placeholders()
     with simd.tpu_program("all:2", "batch:all") as program:
         lowering, *fetches = model.build(program.mesh_impl)
