@@ -231,13 +231,11 @@ def _by_tasks(
         for (execution, core), mine in by_place.items():
             told += [one._replace(where=core, execution=execution) for one in mine[:turns]]
             others += mine[turns:]
-        missing = [
-            (execution, core)
-            for execution in sorted({execution for execution, _ in by_place})
-            for core in range(cores)
-            if (execution, core) not in by_place
-            for _ in range(turns)
-        ]
+        missing = [p for p in sorted(place.values()) for _ in range(turns) if p not in by_place]
+        if len(others) < len(missing):
+            # It stands in a branch: programs that did not take it miss nothing.
+            taken = {execution for execution, _ in by_place}
+            missing = [p for p in missing if p[0] in taken]
         others.sort(key=lambda one: one.begin)
         told += [
             one._replace(where=core, execution=execution)

@@ -9,6 +9,7 @@ import numpy as np
 from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
 from mtf_gradsync.simd.traffic.collectives import list_collectives
+from mtf_gradsync.timelines.errors import TimelineError
 from mtf_gradsync.timelines.events import Call, Event, Recording, check_recorded
 from mtf_gradsync.timelines.profiles import read_profile
 from mtf_gradsync.timelines.programs import operations_of
@@ -40,7 +41,10 @@ class XlaRecorder(Recorder):
     def start(self) -> None:
         """See `Recorder`."""
         self._session.wait()
-        self._profiler.start()
+        try:
+            self._profiler.start()
+        except RuntimeError as error:
+            raise TimelineError(f"jax cannot begin a profile: {error}. {_ADVICE}") from error
         self._begin = now()
         self._replaced = Replaced(self._session, "dispatch", self._noted)
 

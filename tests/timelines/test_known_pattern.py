@@ -8,6 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
+from mtf_gradsync._private.jax import Profiler
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.timelines import TimelineError
 from tests.simd.programs import SGD, Regression
@@ -123,7 +124,8 @@ def test_a_block_without_steps_is_an_error():
 
 def test_a_profile_without_the_devices_is_an_error(monkeypatch):
     with running("xla") as (pattern, session):
-        monkeypatch.setattr("mtf_gradsync.timelines.xla_steps.Profiler.stop", lambda self: b"")
+        stop = Profiler.stop
+        monkeypatch.setattr(Profiler, "stop", lambda self: stop(self)[:0])
         with pytest.raises(TimelineError, match="no operation of core 0, core 1 in 1 steps"):
             with gs.timeline(session):
                 session.run(pattern.fetches, pattern.feed)
@@ -144,7 +146,9 @@ def test_monitored_sessions_and_other_objects():
 
 @pytest.mark.parametrize("runtime", ["replicas", "xla"])
 def test_steps_that_update_are_told_by_their_sums(runtime):
-    model = Regression(lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2), steps=4)
+    model = Regression(
+        lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2, accumulate="local"), steps=4
+    )
     model.placeholders()
     with simd.tpu_program("all:2", "batch:all") as program:
         lowering, *fetches = model.build(program.mesh_impl)
