@@ -13,6 +13,8 @@ from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.topology.collectives import COLLECTIVES, HloCollective, find_hlo_collectives
 
 _AROUND_OTHERS = ("while", "conditional", "call")
+# "x/(a:b)" is what a compiler makes of x/a and x/b.
+_MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 _PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
 
 
@@ -88,13 +90,14 @@ def operations_of(
 
 
 def _name(name: str) -> str:
-    """A name of the model's graph: "(a:b)" is what a compiler makes of a and b together."""
+    """A name as the model's graph has it."""
     names = [_unpacked(part) for part in _parts(name)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _parts(name: str) -> list[str]:
-    return name[1:-1].split(":") if name.startswith("(") and name.endswith(")") else [name]
+    match = _MERGED.match(name)
+    return [match[1] + part for part in match[2].split(":")] if match else [name]
 
 
 def _unpacked(name: str) -> str:
