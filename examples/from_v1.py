@@ -94,7 +94,7 @@ def train(model, images, digits, steps, restore=None, save=None):
 
 
 def main(steps):
-    """Trains without, with and without a mesh; returns its variables, and those without a mesh."""
+    """Trains without a mesh, on one, and without; returns the variables, moved and not."""
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh

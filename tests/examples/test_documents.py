@@ -29,6 +29,8 @@ MISSING = {
     "docs/tpu.md": xla.why_no_tpu_compiler,
     "docs/guides/tpu_proof.md": xla.why_no_xla,
 }
+# Warnings of a page that it does not explain yet.
+UNEXPLAINED = {"docs/tpu.md": ["Using default tf glorot_uniform_initializer"]}
 OUTSIDE = "https?:|mailto:"
 
 
@@ -41,7 +43,7 @@ def marked(name):
 def test_code_runs(name):
     if name in MISSING and MISSING[name]():
         pytest.skip(MISSING[name]())
-    documents.run(name)
+    documents.run(name, unexplained=UNEXPLAINED.get(name, ()))
 
 
 def slugs(path):
