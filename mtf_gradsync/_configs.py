@@ -16,9 +16,6 @@ def configs_dir() -> Path:
     install of one, they are in ``configs`` beside the package. Put this folder on gin's search
     path (``gin.add_config_file_search_path(str(configs_dir()))``) to include them by name.
 
-    Returns:
-      The folder's path.
-
     Raises:
       FileNotFoundError: the package was installed without its gin files.
     """

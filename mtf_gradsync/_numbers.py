@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a real number, Python's or numpy's."""
+    """Returns whether a value is a real number, Python's or numpy's."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:
-    """Whether a value is a whole number, Python's or numpy's, of at least `least`."""
+    """Returns whether a value is a whole number, Python's or numpy's, of at least `least`."""
     return (
         isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
     )

@@ -32,7 +32,7 @@ class MemoryBytes(NamedTuple):
 
 
 def writes_over_arguments_well() -> bool:
-    """Whether results may be written over arguments.
+    """Returns whether results may be written over arguments.
 
     On CPU devices, an executable of jaxlib 0.4.34 or 0.4.38 that went through bytes reads what it
     has overwritten, and 0.4.34 waits for a step whose results are written over its arguments
@@ -44,12 +44,12 @@ def writes_over_arguments_well() -> bool:
 
 
 def compiled_hlo(executable: Any) -> bytes:
-    """The compiled program of an executable, as a serialized ``HloModuleProto``."""
+    """Returns the compiled program of an executable, as a serialized ``HloModuleProto``."""
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
 def memory_bytes(executable: Any) -> MemoryBytes:
-    """The memory that an executable takes on one device."""
+    """Returns the memory that an executable takes on one device."""
     stats = executable.get_compiled_memory_stats()
     return MemoryBytes(
         arguments=stats.argument_size_in_bytes,
@@ -67,12 +67,12 @@ def cost_numbers(executable: Any) -> dict[str, float]:
 
 
 def hlo_text(hlo: bytes) -> str:
-    """A serialized ``HloModuleProto`` as XLA prints it."""
+    """Returns a serialized ``HloModuleProto`` as XLA prints it."""
     return _hlo().HloModule.from_serialized_hlo_module_proto(hlo).to_string()
 
 
 def hlo_from_text(text: str) -> bytes:
-    """The inverse of `hlo_text`."""
+    """Returns the inverse of `hlo_text`."""
     return _hlo().hlo_module_from_text(text).as_serialized_hlo_module_proto()
 
 
@@ -184,7 +184,7 @@ def detected_cluster(timeout: float) -> Cluster:
 
 
 def distributed_is_initialized() -> bool:
-    """Whether jax.distributed has been started, and not shut down, in this process."""
+    """Returns whether jax.distributed has been started, and not shut down, in this process."""
     from jax._src import distributed
 
     return distributed.global_state.client is not None

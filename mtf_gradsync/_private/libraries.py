@@ -81,7 +81,7 @@ def _removed_message(what: str) -> str:
 
 
 def _removed_class(name: str, module: str) -> type:
-    """A class that can be imported and subclassed; constructing it raises."""
+    """Returns a class that can be imported and subclassed; constructing it raises."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         del cls, args, kwargs
@@ -176,7 +176,7 @@ def _estimator_stand_in() -> types.ModuleType:
 
 
 def _module_exists(name: str) -> bool:
-    """Whether TensorFlow itself has the module; does not import it."""
+    """Returns whether TensorFlow itself has the module; does not import it."""
     if name in sys.modules:
         return not _is_stand_in(sys.modules[name])
     return importlib.util.find_spec(name) is not None

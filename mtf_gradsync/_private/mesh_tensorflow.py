@@ -22,12 +22,12 @@ def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
 
 
 def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
-    """The largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
+    """Returns the largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
     return mesh_impl._allreduce_in_bfloat16_max_group_size
 
 
 def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
-    """The lowering whose masters an `MtfRestoreHook` copies to their slices."""
+    """Returns the lowering whose masters an `MtfRestoreHook` copies to their slices."""
     return hook._lowering
 
 
@@ -117,7 +117,7 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:
-    """The function of tf tensors that an operation calls on the slices of its inputs.
+    """Returns the function of tf tensors that an operation calls on the slices of its inputs.
 
     `AddOperation` and `MinMaxOperation` are binary operations too.
     """
@@ -125,17 +125,17 @@ def slice_function(
 
 
 def scalar_added(operation: mtf.ScalarAddOperation) -> Any:
-    """The number or tf scalar that is added to every element."""
+    """Returns the number or tf scalar that is added to every element."""
     return operation._scalar
 
 
 def scalar_multiplied(operation: mtf.ScalarMultiplyOperation) -> Any:
-    """The number or tf scalar that every element is multiplied by."""
+    """Returns the number or tf scalar that every element is multiplied by."""
     return operation._scalar
 
 
 def reduction(operation: mtf.ReduceOperation) -> str:
-    """How a reduction combines elements: "SUM", "MAX" or "MIN"."""
+    """Returns how a reduction combines elements: "SUM", "MAX" or "MIN"."""
     return operation._reduction_fn_string
 
 
@@ -154,7 +154,7 @@ class DifferentiatedOperation(NamedTuple):
 
 
 def differentiated(operation: mtf.GenericGradOperation) -> DifferentiatedOperation:
-    """The operation that a gradient by `tf.gradients` is of."""
+    """Returns the operation that a gradient by `tf.gradients` is of."""
     return DifferentiatedOperation(operation._forward_op, operation._grad_ys)
 
 
@@ -180,12 +180,12 @@ class LoopPart(NamedTuple):
 
 
 def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
-    """The condition of a loop; its only output says whether to go on."""
+    """Returns the condition of a loop; its only output says whether to go on."""
     return LoopPart(operation._cond_inputs, operation._cond_ops, [operation._cond_output])
 
 
 def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
-    """The body of a loop."""
+    """Returns the body of a loop."""
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
 
 
@@ -314,7 +314,7 @@ def note_gradients() -> None:
 
 
 def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
-    """The calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
+    """Returns the calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
     return list(vars(graph).get(_CALLS, ()))
 
 
@@ -337,7 +337,7 @@ def note_meshes() -> None:
 
 
 def mesh_impls_made() -> list[mtf.MeshImpl]:
-    """The meshes that were made in TensorFlow's default graph."""
+    """Returns the meshes that were made in TensorFlow's default graph."""
     return list(tf.get_collection(_MESHES))
 
 

@@ -53,7 +53,7 @@ class Task(NamedTuple):
         return _host_and_port(self.jobs[job][index], job)
 
     def devices(self, each: int) -> list[str]:
-        """The CPU devices of all tasks, task by task.
+        """Returns the CPU devices of all tasks, task by task.
 
         Args:
           each: how many a task has.
@@ -68,7 +68,7 @@ class Task(NamedTuple):
         ]
 
     def free_port(self) -> int:
-        """The first port after the chief's that no task has."""
+        """Returns the first port after the chief's that no task has."""
         taken = {
             _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
         }
@@ -132,7 +132,7 @@ def task_of_spec(
 
 
 def task_of_environment() -> Task | None:
-    """The task that the environment variable TF_CONFIG describes, as Estimator reads it.
+    """Returns the task that the environment variable TF_CONFIG describes, as Estimator reads it.
 
     Returns:
       The task; None where there is no cluster in TF_CONFIG.

@@ -92,7 +92,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         self._states: list[_State] = []
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Gradients of one micro step, by the optimizer inside.
+        """Returns gradients of one micro step, by the optimizer inside.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
@@ -147,15 +147,15 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return step
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """The slot of the optimizer inside, or None."""
+        """Returns the slot of the optimizer inside, or None."""
         return self.opt.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """Names of the slots of the optimizer inside."""
+        """Returns names of the slots of the optimizer inside."""
         return self.opt.get_slot_names()
 
     def variables(self) -> list[Any]:
-        """The variables of the optimizer inside, then the counters and sums."""
+        """Returns the variables of the optimizer inside, then the counters and sums."""
         own = [v for state in self._states for v in (state.count, *state.sums)]
         here = tf.get_default_graph()
         return [*self.opt.variables(), *(v for v in own if v.graph is here)]

@@ -19,7 +19,7 @@ class V1Optimizer(Protocol):
     """What is known of an optimizer of `tf.compat.v1.train`, which has no types of its own."""
 
     def compute_gradients(self, loss: Any, /) -> Any:
-        """Gradients of a loss, with their variables."""
+        """Returns gradients of a loss, with their variables."""
 
     def apply_gradients(self, grads_and_vars: Any, /) -> Any:
         """Updates variables; returns a tf operation."""
@@ -41,7 +41,7 @@ def is_v1(optimizer: Any) -> bool:
 
 
 def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
-    """The optimizer, made from a class or factory where opt is one.
+    """Returns the optimizer, made from a class or factory where opt is one.
 
     Args:
       opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
@@ -129,7 +129,7 @@ class OffMesh:
     """Mixed into counterparts, before a class of TensorFlow: refuses what belongs to a mesh."""
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Gradients, by the optimizer inside; see `tf.compat.v1.train.Optimizer`.
+        """Returns gradients, by the optimizer inside; see `tf.compat.v1.train.Optimizer`.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.

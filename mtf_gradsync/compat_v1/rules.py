@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(optimizer: tf.train.Optimizer) -> Rule:
-    """The rule of an optimizer.
+    """Returns the rule of an optimizer.
 
     Args:
       optimizer: of a class that is in `RULES`.

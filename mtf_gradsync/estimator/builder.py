@@ -96,7 +96,7 @@ class SpecBuilder:
         optimizer: AppliesGradients | None = None,
         summaries: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The spec of a training step.
+        """Returns the spec of a training step.
 
         Checkpoints are written as config says: the slices are copied to the masters first, and back
         after one was restored. Checkpoints of a run without the wrapper, or of another mesh, are
@@ -185,7 +185,7 @@ class SpecBuilder:
         metrics: Callable[..., Mapping[str, Any]] | None = None,
         tensors: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The spec of an evaluation.
+        """Returns the spec of an evaluation.
 
         Args:
           loss: an mtf tensor; the mean is taken of one with several elements.
@@ -220,7 +220,7 @@ class SpecBuilder:
         )
 
     def predict(self, predictions: Mapping[str, Any]) -> Any:
-        """The spec of predictions, and of an exported model.
+        """Returns the spec of predictions, and of an exported model.
 
         Args:
           predictions: mtf or tf tensors by name, the batch their first dimension.

@@ -76,7 +76,7 @@ class ModelFn(NamedTuple):
         return self._called(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
-        """The params of a call, with what TPUEstimator adds to them."""
+        """Returns the params of a call, with what TPUEstimator adds to them."""
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:

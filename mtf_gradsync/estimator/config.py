@@ -15,7 +15,7 @@ def run_config(
     tpu_config: Any = None,
     **settings: Any,
 ) -> Any:
-    """A RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
+    """Returns a RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
 
     Estimator's own sessions place softly: a device that is not there becomes another one without a
     word, and a mesh of eight CPU devices runs on one.
@@ -38,7 +38,7 @@ def run_config(
 
 
 def with_model_dir(config: Any, model_dir: str) -> Any:
-    """A config for another directory."""
+    """Returns a config for another directory."""
     if hasattr(config, "replace"):
         return config.replace(model_dir=model_dir)
     config.model_dir = model_dir

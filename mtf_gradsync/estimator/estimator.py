@@ -123,7 +123,7 @@ class Estimator:
         self._model = ModelFn(model_fn, tpu_config is not None or use_tpu, batch_sizes)
 
     def latest_checkpoint(self) -> str | None:
-        """The newest checkpoint of model_dir, or None."""
+        """Returns the newest checkpoint of model_dir, or None."""
         return newest(self.model_dir).path
 
     def train(
@@ -302,7 +302,7 @@ class Estimator:
     # What they have in common.
 
     def _graph(self) -> Any:
-        """The default graph of one call, as a context manager."""
+        """Returns the default graph of one call, as a context manager."""
         graph = tf.Graph()
         seed = self._setting("tf_random_seed")
         if seed is not None:

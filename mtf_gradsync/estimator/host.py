@@ -88,7 +88,7 @@ class Metrics:
         self._host.run(self._updates, values)
 
     def result(self) -> dict[str, np.ndarray]:
-        """The metrics by name, and frees the graph."""
+        """Returns the metrics by name, and frees the graph."""
         result = self._host.read(self._values)
         self._host.close()
         return result

@@ -55,7 +55,7 @@ class Begin(tf.train.SessionRunHook):
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
-    """The tensors of a step, in the default graph.
+    """Returns the tensors of a step, in the default graph.
 
     Args:
       input_fn: takes none, some or all of mode, params and config. Returns a `tf.data.Dataset` of

@@ -42,9 +42,6 @@ def model_mesh(
       devices: of a placement mesh, a device string for each processor; None for virtual CPU
         devices.
 
-    Returns:
-      The mesh.
-
     Raises:
       ValueError: devices does not fit the mesh, or the mesh does not fit the cores.
     """
@@ -79,5 +76,5 @@ def model_mesh(
 
 
 def outside_programs() -> Any:
-    """A context manager for what stands outside of a TPU program that is being built."""
+    """Returns a context manager for what stands outside of a TPU program that is being built."""
     return tf.control_dependencies(None)

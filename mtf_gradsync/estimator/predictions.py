@@ -6,7 +6,7 @@ from typing import Any, Iterator, Sequence
 
 
 def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Those predictions that are asked for, all for None.
+    """Returns those predictions that are asked for, all for None.
 
     Raises:
       ValueError: the model does not predict one of them.
@@ -22,7 +22,7 @@ def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 
 
 def examples(batch: Any) -> Iterator[Any]:
-    """The examples of a batch.
+    """Yields the examples of a batch.
 
     Raises:
       ValueError: predictions have no row for each example.

@@ -7,7 +7,7 @@ from mtf_gradsync.runtimes.places import RUNTIMES, RuntimeName
 
 
 def check_runtime(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
-    """The name of a runtime.
+    """Returns the name of a runtime.
 
     Args:
       runtime: one of `RUNTIMES`, or None for what use_tpu says.

@@ -40,7 +40,7 @@ def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf
 def traffic_of_devices(
     fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any
 ) -> dict[str, float]:
-    """Bytes that devices of a placement mesh receive in a step, by name.
+    """Returns bytes that devices of a placement mesh receive in a step, by name.
 
     Args:
       fetches: of a step.
@@ -60,7 +60,7 @@ def traffic_of_devices(
 
 
 def traffic_of_program(program: simd.Program, spec: Any) -> dict[str, float]:
-    """Bytes that a core of a program puts into collectives in a step, by name."""
+    """Returns bytes that a core of a program puts into collectives in a step, by name."""
     try:
         return simd.list_collectives(program, lowering=spec).scalars()
     except (simd.UnsupportedProgramError, TypeError, ValueError):
@@ -76,7 +76,7 @@ def write_in_graph(scalars: Mapping[str, tf.Tensor]) -> None:
 def write_on_host(
     scalars: Mapping[str, tf.Tensor], model_dir: str | None
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
-    """A host_call that writes summaries of what a TPU program computes.
+    """Returns a host_call that writes summaries of what a TPU program computes.
 
     Args:
       scalars: float32 scalars of the program.

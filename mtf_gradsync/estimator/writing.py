@@ -52,7 +52,7 @@ def training_hooks(
 def _writers(
     config: Any, hooks: Sequence[Any], scaffold: Any, loss: tf.Tensor, is_program: bool
 ) -> list[Any]:
-    """Hooks that write what no other hook writes: checkpoints and summaries."""
+    """Returns hooks that write what no other hook writes: checkpoints and summaries."""
     made: list[Any] = []
     steps = getattr(config, "save_checkpoints_steps", None)
     seconds = None if steps else getattr(config, "save_checkpoints_secs", None)

@@ -22,7 +22,7 @@ class LayoutRules(Protocol):
     """What is known of an `mtf.LayoutRules`, which has no types of its own."""
 
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
-        """The mesh axis of each dimension of a tensor."""
+        """Returns the mesh axis of each dimension of a tensor."""
 
 
 #: "batch:4;model:2", pairs of a name and a size (as `mtf.Dimension` is), or an `mtf.Shape`.
@@ -166,7 +166,7 @@ class ReplicaAxes:
         self.num_shards: int = mtf.Shape(dims).size
 
     def free_shard_dims(self, shape: mtf.Shape) -> tuple[mtf.Dimension, ...]:
-        """Shard dims whose mesh axis a tensor of this shape is not split over itself."""
+        """Returns shard dims whose mesh axis a tensor of this shape is not split over itself."""
         used = set(self.layout.tensor_layout(shape, self.mesh_shape))
         return tuple(d for d, axis in zip(self.shard_dims, self.mesh_axes) if axis not in used)
 
@@ -196,7 +196,7 @@ def resolve_axes(
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Replica axes from either form that the wrappers take; None when neither is given.
+    """Returns replica axes from either form that the wrappers take; None when neither is given.
 
     Raises:
       ValueError: both forms are given, or mesh_shape without layout or the reverse.
@@ -225,7 +225,7 @@ def resolve_axes(
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:
-    """Replica axes of the mesh that the program has made for this graph.
+    """Returns replica axes of the mesh that the program has made for this graph.
 
     Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
     optimizer, so that a wrapper that has to know it need not be told again.
@@ -234,9 +234,6 @@ def axes_of_pipeline(
       wrapper: who asks, in errors.
       what: what it needs the mesh for, in errors.
       batch_dims: names of the tensor dimensions that the batch is split along.
-
-    Returns:
-      The axes.
 
     Raises:
       ValueError: no mesh was made in TensorFlow's default graph yet, or several.

@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def canonical_device(device: Any, argument: str = "A device") -> str:
-    """A device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
+    """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
     Raises:
       ValueError: it is no device string.
@@ -35,7 +35,7 @@ def full_name(device: str) -> str:
 
 
 def place_of(device: str) -> tuple[Any, ...]:
-    """Where a device string points, the same for all strings that name one device.
+    """Returns where a device string points, the same for all strings that name one device.
 
     Unlike `full_name` it knows that "/device:CPU:0" is "/job:localhost/task:0/device:CPU:0".
     """
@@ -44,7 +44,7 @@ def place_of(device: str) -> tuple[Any, ...]:
 
 
 def process_of(device: str) -> tuple[Any, ...]:
-    """The process that a device string names: its job, replica and task.
+    """Returns the process that a device string names: its job, replica and task.
 
     What TensorFlow calls the local process, or leaves out, is as if it were not said.
     """

@@ -46,7 +46,7 @@ class ProcessorGroups:
 
     @classmethod
     def along(cls, mesh_impl: Any, mesh_axes: Sequence[int | str]) -> ProcessorGroups:
-        """Groups of the processors that differ only in their coordinates along mesh_axes.
+        """Returns groups of the processors that differ only in their coordinates along mesh_axes.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`.
@@ -95,7 +95,7 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 
 
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
-    """The number of a mesh dimension.
+    """Returns the number of a mesh dimension.
 
     Args:
       shape: of the mesh.

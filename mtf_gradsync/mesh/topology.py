@@ -40,7 +40,7 @@ class Topology(NamedTuple):
     models: Sequence[str] = ()
 
     def describe(self) -> str:
-        """A few words for logs."""
+        """Returns a few words for logs."""
         if self.simd:
             return f"a SIMD mesh of {self.size}"
         counts = [f"{self.kinds.count(kind)} {kind}" for kind in sorted(set(self.kinds))]
@@ -60,9 +60,6 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
       device_attributes: TensorFlow's `DeviceAttributes` of devices on the mesh. None asks
         TensorFlow for those of this process if the mesh has GPUs here; it starts all GPUs that it
         can see for that, as a session would.
-
-    Returns:
-      The topology.
     """
     if is_simd(mesh_impl):
         return Topology(mesh_impl.shape.size, simd=True)
@@ -92,7 +89,7 @@ def kind_of(device: str) -> str:
 
 
 def memories(devices: Sequence[str]) -> list[list[int]]:
-    """Positions of devices that share a memory: the CPU devices of one process do."""
+    """Returns positions of devices that share a memory: the CPU devices of one process do."""
     found: dict[Any, list[int]] = {}
     for position, device in enumerate(devices):
         found.setdefault(_memory(device), []).append(position)
@@ -150,7 +147,7 @@ def _gpu_facts(
 
 
 def _joined(gpus: Sequence[Any]) -> bool:
-    """Whether each GPU of a process is reached from the first over links."""
+    """Returns whether each GPU of a process is reached from the first over links."""
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
         number: {link.device_id for link in gpu.locality.links.link}

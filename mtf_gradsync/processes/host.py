@@ -89,7 +89,7 @@ class Host:
         self._denied = False  # whether somebody has had another secret
 
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
-        """A connection to each of the others; see `meeting.meet`."""
+        """Returns a connection to each of the others; see `meeting.meet`."""
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
             try:

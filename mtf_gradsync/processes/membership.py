@@ -49,7 +49,7 @@ class Membership:
         self._watchdog.leave()
 
     def _may_be_a_loss(self, error: BaseException) -> bool:
-        """Whether an error may come of a process that is lost."""
+        """Returns whether an error may come of a process that is lost."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:

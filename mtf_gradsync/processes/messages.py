@@ -63,7 +63,7 @@ class Connection:
             raise ConnectionBroken(str(error)) from error
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come.
+        """Returns the messages that have come.
 
         Raises:
           ConnectionBroken: when nobody is there, and all messages have been returned; or what came

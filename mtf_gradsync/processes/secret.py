@@ -18,12 +18,12 @@ VARIABLE = "MTF_GRADSYNC_SECRET"
 
 
 def is_set() -> bool:
-    """Whether this process has a secret."""
+    """Returns whether this process has a secret."""
     return bool(os.environ.get(VARIABLE))
 
 
 def challenge() -> str:
-    """Random text that a proof is to be made of."""
+    """Returns random text that a proof is to be made of."""
     return secrets.token_hex(16)
 
 
@@ -42,6 +42,6 @@ def proof(role: str, *challenges: str) -> str:
 
 
 def is_proof(given: Any, role: str, *challenges: str) -> bool:
-    """Whether somebody has the same secret; see `proof`."""
+    """Returns whether somebody has the same secret; see `proof`."""
     expected = proof(role, *challenges).encode()
     return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), expected)

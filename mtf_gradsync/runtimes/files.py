@@ -10,7 +10,7 @@ from typing import Any
 
 
 def free_name(path: Path) -> Path:
-    """The path, or one like it that nothing has yet."""
+    """Returns the path, or one like it that nothing has yet."""
     number, free = 1, path
     while free.exists():
         number += 1

@@ -100,7 +100,7 @@ class OnCores:
 
 
 def _cpu_devices() -> int:
-    """How many CPU devices the default graph names, at least 1."""
+    """Returns how many CPU devices the default graph names, at least 1."""
     specs = {op.device for op in tf.get_default_graph().get_operations()}
     named = [tf.DeviceSpec.from_string(spec) for spec in specs if spec]
     return 1 + max((x.device_index or 0 for x in named if x.device_type == "CPU"), default=0)

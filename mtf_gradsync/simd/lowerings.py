@@ -11,14 +11,11 @@ _HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "predict
 
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
-    """The lowerings in what a user gave.
+    """Returns the lowerings in what a user gave.
 
     Args:
       given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
         hooks restore a lowering, or None.
-
-    Returns:
-      The lowerings.
 
     Raises:
       TypeError: when it is something else.

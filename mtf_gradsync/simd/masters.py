@@ -50,7 +50,7 @@ class MasterOps:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """A saver of the global variables.
+        """Returns a saver of the global variables.
 
         Args:
           graph: a graph that holds the operations under their names.

@@ -140,7 +140,7 @@ class TPUContext:
         self.num_replicas: int = device_assignment.num_replicas
 
     def tpu_host_placement_function(self, **kwargs: Any) -> str:
-        """The device of a host: this machine's CPU, whatever is asked."""
+        """Returns the device of a host: this machine's CPU, whatever is asked."""
         del kwargs
         return "/device:CPU:0"
 

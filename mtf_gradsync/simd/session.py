@@ -72,7 +72,7 @@ class ReplicaSession(abc.ABC):
         """
 
     def variables(self) -> dict[str, np.ndarray]:
-        """The values of all global variables, Mesh-TF's put together from their slices.
+        """Returns the values of all global variables, Mesh-TF's put together from their slices.
 
         Returns:
           name -> value. Variables that Mesh-TF stacked appear under their own names.
@@ -81,13 +81,10 @@ class ReplicaSession(abc.ABC):
         return self._session.run(self._ops.masters)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
-        """The value of one variable, put together from its slices.
+        """Returns the value of one variable, put together from its slices.
 
         Args:
           variable: the variable, or its name.
-
-        Returns:
-          Its value.
 
         Raises:
           ValueError: when there is no such global variable.
@@ -156,14 +153,14 @@ class ReplicaSession(abc.ABC):
 
     @abc.abstractmethod
     def _is_inside(self, name: str) -> bool:
-        """Whether an operation or tensor of the user's graph belongs to a program.
+        """Returns whether an operation or tensor of the user's graph belongs to a program.
 
         Raises:
           KeyError: when the graph had no such operation when the session was made.
         """
 
     def _feed(self, key: Any) -> str:
-        """The name of a tensor that can be fed."""
+        """Returns the name of a tensor that can be fed."""
         name = self._name_of(key)
         if self._is_inside(name):
             raise ValueError(
@@ -173,7 +170,7 @@ class ReplicaSession(abc.ABC):
         return name
 
     def _name_of(self, element: Any) -> str:
-        """The name of a tensor or operation; variables stand for their values."""
+        """Returns the name of a tensor or operation; variables stand for their values."""
         try:
             name = self._ops.graph.as_graph_element(element).name
             self._is_inside(name)

@@ -75,7 +75,7 @@ def check_drawing() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure.
+    """Returns an empty matplotlib figure.
 
     Args:
       width: in inches.

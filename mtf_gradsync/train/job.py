@@ -50,7 +50,7 @@ class TrainingJob(NamedTuple):
         return self.model.batch_size * self.model.sequence_length["targets"]
 
     def dataset(self) -> tf.data.Dataset:
-        """The training examples."""
+        """Returns the training examples."""
         return self.train_dataset_fn(
             sequence_length=self.model.sequence_length,
             vocabulary=self.model.vocabulary,
@@ -58,7 +58,7 @@ class TrainingJob(NamedTuple):
         )
 
     def batches(self) -> TrainingBatches:
-        """The training batches, in a graph of their own.
+        """Returns the training batches, in a graph of their own.
 
         Raises:
           ConfigError: if the data set cannot be trained on, as far as can be known.

@@ -286,7 +286,7 @@ class Patience:
         self._update_step: int | None = None
 
     def goes_on(self, loss: float, update_step: int | None) -> bool:
-        """Whether to go on after a step.
+        """Returns whether to go on after a step.
 
         Args:
           loss: of the step.

@@ -37,7 +37,7 @@ class ModelSettings(NamedTuple):
     seed: int
 
     def feature_length(self, name: str) -> int:
-        """The length of a feature's vectors."""
+        """Returns the length of a feature's vectors."""
         # "targets_position" is as long as "targets".
         whole = name.split("_")[0]
         if whole not in self.sequence_length:
@@ -48,7 +48,7 @@ class ModelSettings(NamedTuple):
         return self.sequence_length[whole]
 
     def reads(self, name: str) -> bool:
-        """Whether the model reads a feature of the data."""
+        """Returns whether the model reads a feature of the data."""
         return self.model_type != "lm" or not name.startswith("inputs")
 
 

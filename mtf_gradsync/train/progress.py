@@ -136,7 +136,7 @@ class _Rate:
         return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
 
     def time_left(self, steps: int) -> str:
-        """How long some more steps take, as in "02:05"; "-" where that is not known yet."""
+        """Returns how long some more steps take, as in "02:05"; "-" where that is not known yet."""
         if self._began is None or self._step == self._began[1] or self._last is None:
             return "-"
         began, first = self._began
@@ -144,7 +144,7 @@ class _Rate:
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:
-    """A bar as wide as the terminal, or 80 columns where the terminal says it has none."""
+    """Returns a bar as wide as the terminal, or 80 columns where the terminal says it has none."""
     try:
         known = os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A field as text: numbers short, a few numbers all, many as their range."""
+    """Returns a field as text: numbers short, a few numbers all, many as their range."""
     shape = getattr(value, "shape", ())
     if shape:
         if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":

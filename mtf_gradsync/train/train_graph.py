@@ -141,7 +141,7 @@ def build_train_graph(
 
 
 def _noise_scale(opt: Any, batch_size: int) -> Any:
-    """The noise scale, counted in sequences."""
+    """Returns the noise scale, counted in sequences."""
     stack = opt._wrappers() if isinstance(opt, Wrapper) else []
     for one in stack:
         if isinstance(one, GradientAccumulationOptimizer) and one.accumulate == "local":

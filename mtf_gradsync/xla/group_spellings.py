@@ -38,7 +38,7 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 
 
 def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective.
+    """Returns the groups of a collective.
 
     Args:
       instruction: a serialized ``HloInstructionProto``.
@@ -61,7 +61,7 @@ def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
-    """The groups in numbers that count up through a reshaped and transposed array."""
+    """Returns the groups in numbers that count up through a reshaped and transposed array."""
     sizes: Sequence[int] = iota.reshape_dims
     cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.transpose_perm)
     return tuple(map(tuple, cores.reshape(iota.num_groups, iota.group_size).tolist()))

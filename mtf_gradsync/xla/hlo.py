@@ -34,9 +34,6 @@ def read_module(serialized: bytes) -> Any:
     Args:
       serialized: a serialized ``HloModuleProto``.
 
-    Returns:
-      The ``HloModuleProto``.
-
     Raises:
       ValueError: when it is something else, or a module without an entry computation.
     """
@@ -69,7 +66,7 @@ def instructions_of(module: Any, computation: Any) -> list[Any]:
 
 
 def aliases_of(module: Any) -> dict[int, int]:
-    """Which results of a module are written over which parameters.
+    """Returns which results of a module are written over which parameters.
 
     Args:
       module: a ``HloModuleProto`` whose parameters are arrays, and whose result is a tuple of them.
@@ -89,19 +86,16 @@ def aliases_of(module: Any) -> dict[int, int]:
 
 
 def is_predicate(shape: Any) -> bool:
-    """Whether a ``ShapeProto`` is of truth values."""
+    """Returns whether a ``ShapeProto`` is of truth values."""
     return _type_name(shape) == "PRED"
 
 
 def shape_bytes(shape: Any) -> int:
-    """Bytes of a value, without the padding of a device's memory layout.
+    """Returns bytes of a value, without the padding of a device's memory layout.
 
     Args:
       shape: its ``ShapeProto``; a tuple has the bytes of all its parts, and a dimension whose size
         is known only later that of its bound.
-
-    Returns:
-      The bytes.
 
     Raises:
       ValueError: when the size of its elements is not known.
@@ -118,7 +112,7 @@ def shape_bytes(shape: Any) -> int:
 
 
 def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """The cores that exchange data in a collective, group by group.
+    """Returns the cores that exchange data in a collective, group by group.
 
     Args:
       instruction: its ``HloInstructionProto``.

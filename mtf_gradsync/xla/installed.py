@@ -22,7 +22,7 @@ class XlaMissingError(ImportError):
 
 
 def why_no_xla() -> str:
-    """Why programs cannot run on XLA devices here.
+    """Returns why programs cannot run on XLA devices here.
 
     Returns:
       The reason with what would help, or "" where they can.
@@ -31,7 +31,7 @@ def why_no_xla() -> str:
 
 
 def why_no_tpu_compiler() -> str:
-    """Why programs cannot be compiled for a TPU here.
+    """Returns why programs cannot be compiled for a TPU here.
 
     Returns:
       The reason with what would help, or "" where they can.
@@ -100,6 +100,6 @@ def _why_unfit(jax: str, jaxlib: str) -> str:
 
 
 def _error_in(stderr: str) -> str:
-    """The error that ends a traceback, in one line without its details."""
+    """Returns the error that ends a traceback, in one line without its details."""
     errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
     return errors[-1][:200].rstrip(".: ") if errors else ""

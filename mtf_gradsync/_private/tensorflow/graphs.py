@@ -17,7 +17,7 @@ def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
 
 
 def control_flow_context(graph: tf.Graph) -> Any:
-    """The branch or loop of control flow v1 that is being built, None outside of any.
+    """Returns the branch or loop of control flow v1 that is being built, None outside of any.
 
     Read on TensorFlow 2.12 to 2.21.
     """

@@ -24,7 +24,7 @@ class MovingAverageSettings(NamedTuple):
 def moving_average_settings(
     average: tf.train.ExponentialMovingAverage,
 ) -> MovingAverageSettings:
-    """The arguments of a moving average.
+    """Returns the arguments of a moving average.
 
     Read on TensorFlow 2.12 to 2.21.
     """
@@ -115,7 +115,7 @@ def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> Non
 
 
 def number_of_tpu_shards() -> int | None:
-    """How many shards the TPU program has that is being built; None outside of any.
+    """Returns how many shards the TPU program has that is being built; None outside of any.
 
     Read on TensorFlow 2.12 to 2.21.
     """

@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def session_interface() -> type:
-    """The class that savers and hooks take sessions for.
+    """Returns the class that savers and hooks take sessions for.
 
     Read on TensorFlow 2.12 to 2.21.
     """

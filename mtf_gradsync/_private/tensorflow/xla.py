@@ -23,7 +23,7 @@ def eager_mode() -> ContextManager[None]:
 def xla_custom_call(
     operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
 ) -> tf.Tensor:
-    """An operation that TensorFlow's bridge turns into a custom call of XLA.
+    """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
     Read on TensorFlow 2.12 to 2.21.
 
@@ -32,9 +32,6 @@ def xla_custom_call(
       target: what is called.
       settings: the call's ``backend_config``.
       shape: of its result, which has the input's dtype.
-
-    Returns:
-      The result.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -79,7 +76,7 @@ GATHERS = "_mtf_gradsync_gathers"
 
 
 def cross_replica_gather(row: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
-    """The rows of all cores of a group of a TPU program, on each of them.
+    """Returns the rows of all cores of a group of a TPU program, on each of them.
 
     TensorFlow has no all-gather for TPUs: each core sends its row to each other by ``AllToAll``,
     which is the same number of bytes. The operation says by an attribute that it is one.
@@ -107,7 +104,7 @@ def cross_replica_gather(row: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:
-    """The same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
+    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
 
     Read on TensorFlow 2.12 to 2.21.
     """
@@ -156,9 +153,6 @@ def hlo_module(serialized: bytes) -> Any:
 
     Args:
       serialized: a serialized ``HloModuleProto``; empty for a module to fill.
-
-    Returns:
-      The ``HloModuleProto``.
 
     Raises:
       google.protobuf.message.DecodeError: when it is something else.

@@ -79,7 +79,7 @@ def choose_checkpoint(
 
 
 def newest(model_dir: str) -> Start:
-    """The newest checkpoint of a directory, as its state file says; nothing is read."""
+    """Returns the newest checkpoint of a directory, as its state file says; nothing is read."""
     kept = _listed(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):
         # A state file may be written by hand, to begin with what another run has trained.
@@ -90,7 +90,7 @@ def newest(model_dir: str) -> Start:
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
-    """The newest checkpoint as the state file says, in this directory; None without any."""
+    """Returns the newest checkpoint as the state file says, in this directory; None without any."""
     return next(reversed(_listed(model_dir)), None)
 
 
@@ -130,7 +130,7 @@ def _on_disk(model_dir: str) -> list[str]:
 
 
 def _step_of(path: str) -> int:
-    """The step that a checkpoint's name says; -1 for none."""
+    """Returns the step that a checkpoint's name says; -1 for none."""
     match = re.search(r"model\.ckpt-(\d+)(\.index)?$", path)
     return int(match.group(1)) if match else -1
 

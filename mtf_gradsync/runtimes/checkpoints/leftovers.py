@@ -51,7 +51,7 @@ def remove_leftovers(model_dir: str) -> None:
 
 
 def _listed(model_dir: str) -> set[str] | None:
-    """The checkpoints that the state file lists, by name; None where it lists none."""
+    """Returns the checkpoints that the state file lists, by name; None where it lists none."""
     try:
         state = tf.train.get_checkpoint_state(model_dir)
     except ValueError:

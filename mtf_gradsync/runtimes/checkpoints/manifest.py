@@ -70,7 +70,7 @@ def differs_from_manifest(path: str) -> str | None:
 
 
 def checkpoint_files(path: str) -> list[Path]:
-    """The files of a checkpoint that are there, its index first."""
+    """Returns the files of a checkpoint that are there, its index first."""
     prefix = Path(path)
     data = sorted(prefix.parent.glob(f"{prefix.name}.data-?????-of-?????"))
     return [file for file in (prefix.with_name(f"{prefix.name}.index"), *data) if file.exists()]
@@ -81,7 +81,7 @@ def _index_hash(path: str) -> str:
 
 
 def _read(manifest: Path) -> dict[str, Any]:
-    """The checkpoints by name; none where there is no manifest, or one that cannot be read.
+    """Returns the checkpoints by name; none where there is no manifest, or one that cannot be read.
 
     It is there for comparison alone: without it, TensorFlow's checksums still hold.
     """

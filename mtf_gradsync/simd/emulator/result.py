@@ -48,7 +48,7 @@ class EmulatedGraph:
         self.agreements = agreements
 
     def program_of(self, name: str) -> str:
-        """The TPU program that an operation or tensor belongs to.
+        """Returns the TPU program that an operation or tensor belongs to.
 
         Args:
           name: name of an operation or tensor in the graph before the rewriting.

@@ -112,7 +112,7 @@ class _Rewriter:
         return node
 
     def _add_int(self, name: str, value: Any, beside: str) -> str:
-        """A constant that lives in the same loop and branch as the node ``beside``."""
+        """Returns a constant that lives in the same loop and branch as the node ``beside``."""
         node = self._add(name, "Const", ["^" + beside], dtype=tf.int32.as_datatype_enum)
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
         return name
@@ -120,7 +120,7 @@ class _Rewriter:
     # Inputs, seen from each side of the program's boundary.
 
     def _outside_input(self, source: str, number: int) -> list[str]:
-        """An input of a node that stands outside, or that comes from outside."""
+        """Returns an input of a node that stands outside, or that comes from outside."""
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
             inner, inner_number = facts.inputs(source)[0]
@@ -136,7 +136,7 @@ class _Rewriter:
         return [join_input(source, number)]
 
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
-        """An input of a node inside a program, on one core."""
+        """Returns an input of a node inside a program, on one core."""
         node = self._facts.node[source]
         if source in self._facts.cluster:
             return [join_input(self._name(source, core), number)]
@@ -149,7 +149,7 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """The data inputs or the control inputs of a node on one core."""
+        """Returns the data inputs or the control inputs of a node on one core."""
         found = [
             text
             for source, number in self._facts.inputs(name)

@@ -15,7 +15,7 @@ from mtf_gradsync.simd.session import ReplicaSession
 
 
 def cpu_config() -> tf.ConfigProto:
-    """The session configuration in which emulated programs run.
+    """Returns the session configuration in which emulated programs run.
 
     Returns:
       A configuration with one CPU device and without graph rewriting, so that the program runs as

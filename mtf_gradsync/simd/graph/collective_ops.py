@@ -32,7 +32,7 @@ class Collective(NamedTuple):
     together: str = ""
 
     def group_of(self, core: int) -> tuple[int, ...]:
-        """The group that a core belongs to, itself included."""
+        """Returns the group that a core belongs to, itself included."""
         return next(group for group in self.groups if core in group)
 
 
@@ -104,7 +104,7 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 
 
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The sets of cores that groups connect, directly or through other cores.
+    """Returns the sets of cores that groups connect, directly or through other cores.
 
     Args:
       groups: groups of core numbers, which may overlap.

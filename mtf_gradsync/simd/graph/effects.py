@@ -44,9 +44,6 @@ def find_effects(facts: GraphFacts) -> Effects:
 
     Args:
       facts: the graph's facts.
-
-    Returns:
-      The `Effects` of all its programs.
     """
     return _Finder(facts).effects
 
@@ -86,7 +83,7 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
-    """The variables that a node reads or writes, as the nodes that name them.
+    """Returns the variables that a node reads or writes, as the nodes that name them.
 
     Args:
       facts: the graph's facts.
@@ -202,7 +199,7 @@ class _Finder:
         return ends
 
     def _begins(self, name: str, context: Context) -> list[str]:
-        """Where to make ``name`` wait for something of an outer context."""
+        """Returns where to make ``name`` wait for something of an outer context."""
         facts = self._facts
         inner = facts.context[name][len(context) :]
         loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]

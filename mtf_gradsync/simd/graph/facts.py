@@ -67,14 +67,11 @@ def split_input(text: str) -> tuple[str, int]:
 
 
 def join_input(name: str, number: int) -> str:
-    """The inverse of `split_input`.
+    """Returns the inverse of `split_input`.
 
     Args:
       name: a node's name.
       number: an output's number, or `CONTROL`.
-
-    Returns:
-      The input as a ``NodeDef`` spells it.
     """
     if number == CONTROL:
         return "^" + name
@@ -116,11 +113,11 @@ class GraphFacts:
         self._walk()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
-        """The inputs of a node as ``(name, number)``, see `split_input`."""
+        """Returns the inputs of a node as ``(name, number)``, see `split_input`."""
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[tuple[str, int]]:
-        """The nodes that use a node, as ``(consumer's name, which output of the node)``."""
+        """Returns the nodes that use a node, as ``(consumer's name, which output of the node)``."""
         if self._consumers is None:
             self._consumers = collections.defaultdict(list)
             for consumer, inputs in self._inputs.items():
@@ -167,7 +164,7 @@ class GraphFacts:
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """The context in which an output of a node is alive.
+        """Returns the context in which an output of a node is alive.
 
         Args:
           name: the node's name.
@@ -206,15 +203,15 @@ class GraphFacts:
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
-        """Whether a ``Switch`` belongs to a while loop, not to a conditional."""
+        """Returns whether a ``Switch`` belongs to a while loop, not to a conditional."""
         return self.node[self._inputs[name][1][0]].op == "LoopCond"
 
     def is_conditional_switch(self, name: str) -> bool:
-        """Whether a node is the ``Switch`` of a conditional."""
+        """Returns whether a node is the ``Switch`` of a conditional."""
         return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
 
     def loop_of(self, name: str) -> Loop:
-        """The loop that a node stands in first, not in a conditional inside of it."""
+        """Returns the loop that a node stands in first, not in a conditional inside of it."""
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop
@@ -226,7 +223,7 @@ class GraphFacts:
         return name
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The value of a constant, also from inside loops and branches.
+        """Returns the value of a constant, also from inside loops and branches.
 
         Args:
           name: a node's name.

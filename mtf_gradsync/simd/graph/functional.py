@@ -80,13 +80,13 @@ class _Builder:
         return self.facts.node[name].op == "Merge"
 
     def is_loop_variable(self, name: str) -> bool:
-        """Whether a node is the ``Merge`` at which a loop's variable enters each turn."""
+        """Returns whether a node is the ``Merge`` at which a loop's variable enters each turn."""
         return self._is_merge(name) and any(
             self.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
         )
 
     def next_value(self, variable: str) -> str:
-        """The ``NextIteration`` of a loop's variable."""
+        """Returns the ``NextIteration`` of a loop's variable."""
         sources = (source for source, _ in self.facts.inputs(variable))
         return next(s for s in sources if self.is_back_edge(s, variable))
 
@@ -104,13 +104,13 @@ class _Builder:
         return _Single(name)
 
     def side_of(self, source: str, number: int, depth: int) -> Branch:
-        """Which side of a conditional a ``Merge`` gets a value from."""
+        """Returns which side of a conditional a ``Merge`` gets a value from."""
         side = self.facts.context_of_output(source, number)[depth]
         assert isinstance(side, Branch)
         return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
-        """The nodes inside a loop's turn that the wanted ones need, themselves included."""
+        """Returns the nodes inside a loop's turn that the wanted ones need, themselves included."""
         found: set[str] = set()
         pending = list(wanted)
         while pending:
@@ -123,7 +123,7 @@ class _Builder:
         return sorted(found, key=self.position.__getitem__)
 
     def _opens_turn(self, name: str, around: Context) -> bool:
-        """Whether a node only carries values into a turn of the loop of this level."""
+        """Returns whether a node only carries values into a turn of the loop of this level."""
         if self.facts.context[name] != around:
             return False
         op = self.facts.node[name].op
@@ -157,7 +157,7 @@ class _Level:
                 self._make_conditional(item, members)
 
     def value(self, source: str, number: int) -> Any:
-        """The tensor that stands for an output of a node."""
+        """Returns the tensor that stands for an output of a node."""
         return self.values[source, number]
 
     def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
@@ -253,7 +253,7 @@ class _Level:
         variable_of = {s: facts.inputs(s)[0][0] for s in switches}
 
         def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
-            """A level inside the loop, with the wanted nodes made."""
+            """Returns a level inside the loop, with the wanted nodes made."""
             given: _Values = {(v, 0): value for v, value in zip(variables, values)}
             given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
             for name in here:

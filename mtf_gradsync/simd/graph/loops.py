@@ -9,7 +9,7 @@ from mtf_gradsync.simd.graph.facts import GraphFacts
 
 
 def loop_turns(facts: GraphFacts, frame: str) -> int | None:
-    """How often a loop turns, where it counts from one constant to another by a third.
+    """Returns how often a loop turns, where it counts from one constant to another by a third.
 
     Args:
       facts: the graph's facts.

@@ -114,7 +114,7 @@ def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
 
 
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
-    """The functions that a node calls: its own type, and those in its attributes."""
+    """Yields the functions that a node calls: its own type, and those in its attributes."""
     yield node.op
     for value in node.attr.values():
         if value.HasField("func"):

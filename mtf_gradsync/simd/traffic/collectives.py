@@ -127,7 +127,7 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """The names a reader knows: unstacked, and without the slots of trainable variables."""
+    """Returns the names a reader knows: unstacked, and without the slots of trainable variables."""
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.
     known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]

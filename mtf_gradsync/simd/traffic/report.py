@@ -113,7 +113,7 @@ class CommunicationReport:
         return _total(self.rows)
 
     def scalars(self) -> dict[str, float]:
-        """Bytes per core of a step by name, as summaries have them."""
+        """Returns bytes per core of a step by name, as summaries have them."""
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
         if other != update:

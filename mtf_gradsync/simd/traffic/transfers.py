@@ -18,7 +18,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Whether a graph calls functions, as an update that is not always due may be one.
+    """Returns whether a graph calls functions, as an update that is not always due may be one.
 
     `list_transfers` does not look into them.
     """
@@ -158,7 +158,7 @@ def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
-    """The mesh axes along which two cores differ, joined by "+"."""
+    """Returns the mesh axes along which two cores differ, joined by "+"."""
     pairs = zip(
         mesh_impl.shape.dims,
         mtf.pnum_to_processor_coordinates(mesh_impl.shape, source),

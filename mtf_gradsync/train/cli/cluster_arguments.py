@@ -61,7 +61,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_task(args: argparse.Namespace) -> Task | None:
-    """The task that this process is, by the flags, or TF_CONFIG where they are absent.
+    """Returns the task that this process is, by the flags, or TF_CONFIG where they are absent.
 
     Returns:
       The task; None for a run in one process.
@@ -88,7 +88,7 @@ def given_task(args: argparse.Namespace) -> Task | None:
 
 
 def given_process(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Which process of XLA devices this is, by the names of `run_on_processes`.
+    """Returns which process of XLA devices this is, by the names of `run_on_processes`.
 
     Returns:
       The flags; None without any.

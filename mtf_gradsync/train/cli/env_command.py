@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def version_of(name: str) -> str:
-    """The version of a distribution; "" where it is not installed."""
+    """Returns the version of a distribution; "" where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -48,7 +48,7 @@ def add_gin_arguments(parser: Any) -> None:
 
 
 def gin_file_names(args: argparse.Namespace) -> list[str]:
-    """The gin files, with lists taken apart."""
+    """Returns the gin files, with lists taken apart."""
     return _split_lists(args.gin_file)
 
 

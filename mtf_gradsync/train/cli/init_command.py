@@ -62,14 +62,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _examples() -> dict[str, str]:
-    """The configs that can be trained as they are, by name."""
+    """Returns the configs that can be trained as they are, by name."""
     files = sorted(configs_dir().glob("*.gin"))
     texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
     return {name: text for name, text in texts.items() if _COMMAND in text}
 
 
 def _summary(text: str) -> str:
-    """The first sentences of a config's comment."""
+    """Returns the first sentences of a config's comment."""
     lines = text.splitlines()[1:]
     comment = lines[: lines.index("#")] if "#" in lines else lines[:1]
     return "\n    ".join(line.lstrip("# ") for line in comment)

@@ -9,7 +9,7 @@ from mtf_gradsync.train.errors import ConfigError
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
-    """The file to write, checked before the command's work begins.
+    """Returns the file to write, checked before the command's work begins.
 
     Args:
       flag: what names the file on the command line.

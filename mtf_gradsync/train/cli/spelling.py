@@ -85,7 +85,7 @@ def check_spelling(
 
 
 def _is_registered(selector: str) -> bool:
-    """Whether a program that calls the command has registered a configurable itself."""
+    """Returns whether a program that calls the command has registered a configurable itself."""
     try:
         return gin.get_configurable(selector) is not None
     except (KeyError, ValueError):

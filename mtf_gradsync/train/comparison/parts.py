@@ -59,7 +59,7 @@ def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
 
 
 def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """The collectives that partial sums get to, and the operations on the way."""
+    """Returns the collectives that partial sums get to, and the operations on the way."""
     seen: set[str] = set()
     pending = list(tensors)
     while pending:

@@ -30,7 +30,7 @@ class Step(NamedTuple):
     transfers: simd.CommunicationReport | None
 
     def of_part(self, part: str) -> simd.CommunicationReport:
-        """The collectives of one part."""
+        """Returns the collectives of one part."""
         rows = tuple(row for row in self.collectives.rows if self.part[row.name] == part)
         return simd.CommunicationReport(rows, self.collectives.mesh)
 
@@ -97,7 +97,7 @@ def compare(
 
 
 def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of the innermost optimizer of the stacks that a factory makes."""
+    """Returns a factory of the innermost optimizer of the stacks that a factory makes."""
 
     def make(learning_rate: Any) -> Any:
         made = optimizer(learning_rate=learning_rate)
@@ -107,7 +107,7 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
-    """One step, and whether its optimizer is a wrapper."""
+    """Returns one step, and whether its optimizer is a wrapper."""
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         collectives = simd.list_collectives(program, lowering=graph.lowering)

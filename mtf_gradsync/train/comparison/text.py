@@ -117,7 +117,7 @@ def _cells(total: Total, whole: Total) -> list[str]:
 
 
 def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
-    """One line a row; a column that is empty everywhere is left out."""
+    """Returns one line a row; a column that is empty everywhere is left out."""
     lines = [
         {
             "operation": row.operation,
@@ -143,7 +143,7 @@ def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
 def _laid_out(
     lines: Sequence[Sequence[str]], headers: Sequence[str], style: str, left: Sequence[str]
 ) -> str:
-    """Lines as text; columns stand to the right unless they are named in left."""
+    """Returns lines as text; columns stand to the right unless they are named in left."""
     align = ["left" if header in left else "right" for header in headers]
     text = tabulate(lines, headers, style, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
@@ -165,7 +165,7 @@ def _fit(widths: dict[str, int]) -> dict[str, int]:
 
 
 def _cut(text: str, width: int) -> str:
-    """A text without its middle, where it is too long: names say most at their ends."""
+    """Returns a text without its middle, where it is too long: names say most at their ends."""
     if len(text) <= width:
         return text
     front = max(0, width - 3) // 3

@@ -132,7 +132,7 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
 
 
 def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
-    """The rules as given; none for an mtf.LayoutRules, which does not tell them."""
+    """Returns the rules as given; none for an mtf.LayoutRules, which does not tell them."""
     if isinstance(layout_rules, mtf.LayoutRules):
         return []
     if isinstance(layout_rules, str):
@@ -142,7 +142,7 @@ def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
 
 
 def _num_cpu_devices(mesh_devices: Sequence[str]) -> int:
-    """One more than the largest CPU number that a device string names."""
+    """Returns one more than the largest CPU number that a device string names."""
     highest = 0
     for device in mesh_devices:
         try:

@@ -37,7 +37,7 @@ def python_topics(
     seed: int = 0,
     held_out_every: int = 10,
 ) -> tf.data.Dataset:
-    """Language-model examples from Python's own documentation.
+    """Returns language-model examples from Python's own documentation.
 
     Args:
       sequence_length: length of each feature; "targets" is used.
@@ -65,7 +65,7 @@ def text_files(
     seed: int = 0,
     held_out_every: int = 10,
 ) -> tf.data.Dataset:
-    """Language-model examples from text files; otherwise as `python_topics`.
+    """Returns language-model examples from text files; otherwise as `python_topics`.
 
     Args:
       sequence_length: length of each feature; "targets" is used.

@@ -63,9 +63,6 @@ def split_documents(documents: dict[str, str], split: str, held_out_every: int) 
       split: ``"train"`` or ``"validation"``.
       held_out_every: about one in this many documents is held out.
 
-    Returns:
-      The texts.
-
     Raises:
       ConfigError: if the split is unknown, or one of the splits would be empty.
     """

@@ -35,7 +35,7 @@ class ByteVocabulary:
         return self._bytes(ids).decode("utf-8", errors="replace")
 
     def num_bytes(self, ids: Iterable[int]) -> int:
-        """How many bytes of text the ids stand for."""
+        """Returns how many bytes of text the ids stand for."""
         return len(self._bytes(ids))
 
     def _bytes(self, ids: Iterable[int]) -> bytes:

@@ -174,7 +174,7 @@ class HeldOut:
         return score
 
     def _score(self, path: str) -> Score:
-        """The score of a checkpoint, whose variables are then in the evaluator."""
+        """Returns the score of a checkpoint, whose variables are then in the evaluator."""
         self.build()
         if self._scored is None or self._scored[0] != path:
             assert self._evaluator is not None  # the callers have asked

@@ -160,9 +160,6 @@ def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
       train: batches that the frequencies are counted in.
       held_out: batches to score.
       vocabulary: a vocabulary or an (inputs, targets) pair.
-
-    Returns:
-      The score.
     """
     targets_vocabulary = vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary
     size = targets_vocabulary.vocab_size

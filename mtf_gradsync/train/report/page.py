@@ -115,7 +115,7 @@ def printable(text: str) -> str:
 def _tiles(
     rows: Sequence[dict[str, Any]], ended: Ended, facts: Facts | None
 ) -> list[tuple[str, str, str]]:
-    """The main numbers: what, how much, and a remark."""
+    """Returns the main numbers: what, how much, and a remark."""
     result = ended.result
     tiles = []
     loss = series_of(rows, "loss")

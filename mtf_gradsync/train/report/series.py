@@ -50,7 +50,7 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
 
 
 def thinned(series: Series, is_count: bool = False) -> Series:
-    """A series with fewer points: means of neighbours, or every so many of a count."""
+    """Returns a series with fewer points: means of neighbours, or every so many of a count."""
     size = -(-len(series.steps) // _MOST_POINTS)
     if size == 1:
         return series

@@ -36,7 +36,7 @@ WIDTH = 5.2
 
 
 def style() -> Any:
-    """A context manager within which figures are drawn for `as_svg`.
+    """Returns a context manager within which figures are drawn for `as_svg`.
 
     Raises:
       ConfigError: if matplotlib is not installed.
@@ -47,20 +47,17 @@ def style() -> Any:
 
 
 def figure(height: float = 2.7) -> Any:
-    """An empty figure of the width of a column; height in inches."""
+    """Returns an empty figure of the width of a column; height in inches."""
     return new_figure(WIDTH, height)
 
 
 def as_svg(drawn: Any, prefix: str, description: str) -> str:
-    """A figure as an element of a page.
+    """Returns a figure as an element of a page.
 
     Args:
       drawn: a matplotlib figure, made and drawn within `style`.
       prefix: of the names that elements have; another one for each figure of a page.
       description: what is to be seen, for who does not see it.
-
-    Returns:
-      An ``svg`` element.
     """
     content = io.StringIO()
     drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})

@@ -79,7 +79,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
 def _summed_up(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
-    """The totals of a report, the largest first."""
+    """Returns the totals of a report, the largest first."""
     totals: dict[tuple[str, str, str, bool], list[int]] = {}
     for row in report.rows:
         key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)

@@ -58,7 +58,7 @@ class Runner(abc.ABC):
         """Why the last step was left out, where an optimizer did since this was asked last."""
 
     def agreed_stop(self, received: int | None) -> int | None:
-        """The signal that all processes of the run stop by now, where there are several.
+        """Returns the signal that all processes of the run stop by now, where there are several.
 
         Args:
           received: the signal that this process has got, or None. It is asked before each step.
@@ -66,7 +66,7 @@ class Runner(abc.ABC):
         return received
 
     def should_stop(self) -> bool:
-        """Whether somebody besides the loop wants to stop."""
+        """Returns whether somebody besides the loop wants to stop."""
         return False
 
 
@@ -84,7 +84,7 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
 
 
 def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Whether an optimizer of a stack leaves out gradients that are not finite numbers."""
+    """Returns whether an optimizer of a stack leaves out gradients that are not finite numbers."""
     return any(
         traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite for opt in optimizers
     )

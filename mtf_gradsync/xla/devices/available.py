@@ -13,7 +13,7 @@ from mtf_gradsync.xla.runner.devices import check_count, find_devices
 def devices_for(
     num_cores: int, platform: str | None = None, devices: Sequence[Any] | None = None
 ) -> list[Any]:
-    """The devices that a mesh's cores run on.
+    """Returns the devices that a mesh's cores run on.
 
     CPU devices are made up to the number that is asked for, as long as jax has not begun.
 

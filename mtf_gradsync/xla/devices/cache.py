@@ -13,7 +13,7 @@ _MOST_BYTES = 2 << 30
 
 
 def default_cache_dir() -> str | None:
-    """Where compiled programs are kept unless a session says otherwise.
+    """Returns where compiled programs are kept unless a session says otherwise.
 
     Returns:
       The environment variable ``MTF_GRADSYNC_CACHE_DIR``, where it is set (empty: nothing is kept,
@@ -72,13 +72,10 @@ class Cache:
 
 
 def key_of(*parts: bytes | str) -> str:
-    """A key that names its parts.
+    """Returns a key that names its parts.
 
     Args:
       parts: all that decides what is kept under it.
-
-    Returns:
-      A name for a file.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -55,9 +55,6 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
       replica: the program.
       cache: where it may be already, and is kept.
 
-    Returns:
-      The StableHLO.
-
     Raises:
       UnsupportedProgramError: when XLA has no kernel for an operation.
     """
@@ -115,7 +112,7 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
 
 
 def _machine(devices: Sequence[Any]) -> str:
-    """All besides a program that decides what its compiled form is."""
+    """Returns all besides a program that decides what its compiled form is."""
     import jaxlib
 
     client = devices[0].client

@@ -90,7 +90,7 @@ class DeviceInputs:
         return one.sources in self._kept and self._is_constant(one, fed)
 
     def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
-        """Whether it has the value that it has in every step without feeds."""
+        """Returns whether it has the value that it has in every step without feeds."""
         if one.sources not in self._constant:
             is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
             self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None

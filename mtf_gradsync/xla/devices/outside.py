@@ -86,11 +86,11 @@ class Outside:
         self._touched: dict[frozenset[str], Touched] = {}
 
     def is_after(self, name: str) -> bool:
-        """Whether an operation or tensor needs the program."""
+        """Returns whether an operation or tensor needs the program."""
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
-        """Whether a tensor of `graph` is the same in every step.
+        """Returns whether a tensor of `graph` is the same in every step.
 
         Args:
           name: of the tensor.
@@ -128,7 +128,7 @@ class Outside:
             )
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
-        """The operations of `graph` that some need, themselves included."""
+        """Returns the operations of `graph` that some need, themselves included."""
         found: set[str] = set()
         pending = [split_input(n)[0] for n in names]
         while pending:
@@ -149,7 +149,7 @@ class Outside:
         )
 
     def touched(self, names: Iterable[str]) -> Touched:
-        """The variables that a run of some operations and tensors of `graph` uses."""
+        """Returns the variables that a run of some operations and tensors of `graph` uses."""
         key = frozenset(split_input(n)[0] for n in names)
         if key not in self._touched:
             read, written = set(), set()

@@ -62,9 +62,6 @@ def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
       program: the program.
       lowerings: its lowerings.
 
-    Returns:
-      The parts.
-
     Raises:
       UnsupportedProgramError: when the graph holds what cannot run; it is as it was then.
     """
@@ -93,7 +90,7 @@ class PreparedProgram:
         self._compiled: dict[tuple[str, ...], Compiled] = {}
 
     def compiled(self, inside: tuple[str, ...]) -> Compiled:
-        """The program that fetches some tensors; compiled when it is asked for first.
+        """Returns the program that fetches some tensors; compiled when it is asked for first.
 
         Args:
           inside: names of tensors of the program.

@@ -229,7 +229,7 @@ class XlaSession(ReplicaSession):
         return dict(zip(names, values))
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """The first process writes; it returns on all when the files are there."""
+        """Returns the first process writes; it returns on all when the files are there."""
 
         def write() -> str:
             if not self._cores.is_first:
@@ -261,7 +261,7 @@ class XlaSession(ReplicaSession):
 
 
 def host_config() -> tf.ConfigProto:
-    """The session configuration for what stands outside the program.
+    """Returns the session configuration for what stands outside the program.
 
     Returns:
       A configuration that leaves GPUs to jax.

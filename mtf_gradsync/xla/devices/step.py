@@ -33,7 +33,7 @@ class Place(NamedTuple):
     runs_program: bool = False
 
     def value(self, values: dict[str, Any]) -> Any:
-        """The fetch's value, from those of a step by name."""
+        """Returns the fetch's value, from those of a step by name."""
         if self.inside:
             arrays = values[self.inside].arrays
             found = [
@@ -81,7 +81,7 @@ class StepPlan(NamedTuple):
 
 
 def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
-    """Where a fetch comes from.
+    """Returns where a fetch comes from.
 
     Args:
       facts: of the user's graph.
@@ -89,9 +89,6 @@ def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, core
       name: of an operation or tensor.
       per_replica: whether tensors of the program are wanted for each core.
       cores: the program's.
-
-    Returns:
-      The place.
 
     Raises:
       ValueError: when it stands in a loop or branch of the program.

@@ -53,7 +53,7 @@ class DeviceVariables:
         self._access.set(self._session, zip(wanted, found))
 
     def take(self, variables: Sequence[ReplicaInput]) -> list[OnDevices]:
-        """The values of variables on the devices, copied there where they are not."""
+        """Returns the values of variables on the devices, copied there where they are not."""
         missing = [v for v in variables if v.sources not in self._on_devices]
         local = self._cores.local
         names = {v.sources[c] for v in missing for c in local}

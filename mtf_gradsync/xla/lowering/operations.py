@@ -6,7 +6,7 @@ from typing import Any, Iterator
 
 
 def walk(operation: Any) -> Iterator[Any]:
-    """All operations inside one, by the bindings of old and new versions of jaxlib."""
+    """Yields all operations inside one, by the bindings of old and new versions of jaxlib."""
     for region in operation.regions:
         for block in region:
             for inner in block:

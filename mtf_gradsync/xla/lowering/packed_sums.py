@@ -20,7 +20,7 @@ from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 
 
 def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
-    """A core's program in which each group of sums is one sum of a packed tensor.
+    """Returns a core's program in which each group of sums is one sum of a packed tensor.
 
     Args:
       replica: the program.
@@ -73,7 +73,7 @@ def _packs(members: Sequence[tf.NodeDef]) -> list[list[tf.NodeDef]]:
 
 
 def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], list[str]]:
-    """The nodes that make the sums of a pack, and the names of the sums."""
+    """Returns the nodes that make the sums of a pack, and the names of the sums."""
     shapes = [list(_shape(node)) for node in pack]
     dtype = tf.as_dtype(pack[0].attr["T"].type)
     with tf.Graph().as_default() as graph:
@@ -110,7 +110,7 @@ def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], 
 
 
 def _shape(node: tf.NodeDef) -> tuple[int, ...]:
-    """The shape of a sum, which `replica_program` writes down."""
+    """Returns the shape of a sum, which `replica_program` writes down."""
     (shape,) = node.attr["_output_shapes"].list.shape
     return tuple(dim.size for dim in shape.dim)
 

@@ -20,7 +20,7 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def with_packs_by_piece(module: str) -> str:
-    """A module of `to_stablehlo` in which large concatenations are made piece by piece.
+    """Returns a module of `to_stablehlo` in which large concatenations are made piece by piece.
 
     Args:
       module: its text.
@@ -57,7 +57,7 @@ def _is_large_pack(op: Any) -> bool:
 
 
 def _is_summed(op: Any) -> bool:
-    """Whether a tensor goes into a sum over cores."""
+    """Returns whether a tensor goes into a sum over cores."""
     users = [use.owner for use in op.results[0].uses]
     users += [
         use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses

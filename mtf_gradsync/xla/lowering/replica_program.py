@@ -65,9 +65,6 @@ def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaPro
       program: what `tpu_program` yielded.
       fetches: tensors of the program, or their names.
 
-    Returns:
-      The core's program.
-
     Raises:
       UnsupportedProgramError: when an operation has no counterpart in HLO, or an input has no
         static shape; the error names it.
@@ -201,7 +198,7 @@ class _Cut:
         return name
 
     def _fetch(self, fetch: Any) -> str:
-        """The name of a fetched tensor inside the program."""
+        """Returns the name of a fetched tensor inside the program."""
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
         except (KeyError, TypeError, ValueError) as error:

@@ -63,7 +63,7 @@ def to_stablehlo(hlo: Hlo) -> str:
 
 
 def without_overwriting(module: str) -> str:
-    """A module of `to_stablehlo` whose new values of variables are results like others.
+    """Returns a module of `to_stablehlo` whose new values of variables are results like others.
 
     Args:
       module: its text.
@@ -107,7 +107,7 @@ def _put_collective(op: Any) -> None:
 
 
 def _matrix(groups: list[list[int]]) -> Any:
-    """Groups of cores as an attribute; shorter ones are filled up with -1."""
+    """Returns groups of cores as an attribute; shorter ones are filled up with -1."""
     from jaxlib.mlir import ir
 
     longest = max((len(g) for g in groups), default=0)

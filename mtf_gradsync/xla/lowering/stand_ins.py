@@ -38,7 +38,7 @@ _MASK = (1 << 64) - 1
 
 
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """A custom call in place of a collective.
+    """Returns a custom call in place of a collective.
 
     Args:
       node: the collective.
@@ -93,13 +93,13 @@ class Randomness:
         return made
 
     def end_of_step(self) -> tf.Operation:
-        """The operation that moves the state to the next step."""
+        """Returns the operation that moves the state to the next step."""
         state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
         new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
-        """Key, counter and algorithm for a draw of so many numbers."""
+        """Returns key, counter and algorithm for a draw of so many numbers."""
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
         )
@@ -132,7 +132,7 @@ class Randomness:
         ]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
-        """Numbers in (0, 1)."""
+        """Returns numbers in (0, 1)."""
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, _size(shape))
         )
@@ -153,7 +153,7 @@ class Randomness:
 
 
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
-    """The state that a core begins with.
+    """Returns the state that a core begins with.
 
     Args:
       core: physical core number.
@@ -184,7 +184,7 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def _mixed(seed: int, seed2: int) -> int:
-    """One signed 64-bit number for an operation's two seeds."""
+    """Returns one signed 64-bit number for an operation's two seeds."""
     word = 0
     for part in (seed, seed2):
         # The mixing step of splitmix64.

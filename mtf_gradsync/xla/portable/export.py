@@ -206,7 +206,7 @@ class _Contents:
 def _fetch_names(
     program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
 ) -> dict[str, str]:
-    """The tensors to fetch, by the fetches' names. The program's operations run anyway."""
+    """Returns the tensors to fetch, by the fetches' names. The program's operations run anyway."""
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
     )
@@ -230,7 +230,7 @@ def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _runner() -> dict[str, bytes]:
-    """The files of the runner, by path in the folder."""
+    """Returns the files of the runner, by path in the folder."""
     runner = sorted((_HERE.parent / "runner").glob("*.py"))
     files = {"run.py": _HERE / "run.py", **{f"runner/{path.name}": path for path in runner}}
     return {name: path.read_bytes() for name, path in files.items()}

@@ -69,7 +69,7 @@ class Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Values of variables.
+        """Returns values of variables.
 
         Args:
           names: of variables, by their ``VarHandleOp``.
@@ -92,7 +92,7 @@ class Host:
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """The global variables that a program does not hold.
+        """Returns the global variables that a program does not hold.
 
         Args:
           held: names of those that it holds, as it is or in slices.

@@ -14,7 +14,7 @@ RANDOM_STATE = "random_state"
 
 
 def made_by() -> dict[str, str]:
-    """The versions of what makes a folder."""
+    """Returns the versions of what makes a folder."""
     names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
     found = {"tensorflow": tf.__version__}
     for name, distribution in names.items():
@@ -63,22 +63,19 @@ def input_names(
 
 
 def _tensor_of(given: ReplicaInput) -> str:
-    """The tensor that an input was made for."""
+    """Returns the tensor that an input was made for."""
     name, _, number = given.name.partition("/output_")
     return f"{name}:{number or 0}"
 
 
 def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
-    """The manifest's entry of an input.
+    """Returns the manifest's entry of an input.
 
     Args:
       name: what it is called.
       given: the input.
       default: what stands where none is given: "kept" for a value in the folder, "step" for the
         number of steps made before, None for nothing.
-
-    Returns:
-      The entry.
     """
     found = list(dict.fromkeys(given.sources))
     return {
@@ -106,7 +103,7 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
 def master_names(
     given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
 ) -> list[str]:
-    """The global variables that a program's variable holds in slices."""
+    """Returns the global variables that a program's variable holds in slices."""
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
 
@@ -116,7 +113,7 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """The manifest's entry of a variable.
+    """Returns the manifest's entry of a variable.
 
     Args:
       given: the variable.
@@ -139,7 +136,7 @@ def describe_variable(
 
 
 def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
-    """How the slices of a variable are put together: from which core each comes."""
+    """Returns how the slices of a variable are put together: from which core each comes."""
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}
     for logical in range(impl.size):
@@ -155,7 +152,7 @@ def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
 
 
 def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
-    """The manifest's entry of the state that random numbers come from."""
+    """Returns the manifest's entry of the state that random numbers come from."""
     return {
         "kind": "random_state",
         "name": RANDOM_STATE,
@@ -172,7 +169,7 @@ def describe_results(
     names: Mapping[str, int],
     graph: tf.Graph,
 ) -> list[dict[str, Any]]:
-    """The manifest's entries of what a program returns.
+    """Returns the manifest's entries of what a program returns.
 
     Args:
       replica: the program.

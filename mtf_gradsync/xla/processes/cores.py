@@ -55,7 +55,7 @@ class Cores:
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Values on all cores, from those that each process has.
+        """Returns values on all cores, from those that each process has.
 
         All processes have to call it with as many values of the same shapes.
 
@@ -79,15 +79,12 @@ class Cores:
         return [[value[process][row] for process, row in where] for value in stacked]
 
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The values of the first process, on all.
+        """Returns the values of the first process, on all.
 
         All processes have to call it with as many values of the same shapes.
 
         Args:
           values: this process's.
-
-        Returns:
-          The first process's.
 
         Raises:
           ProcessesError: when they call it with other values.

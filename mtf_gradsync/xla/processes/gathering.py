@@ -24,7 +24,7 @@ _TEXT_BYTES = 600
 
 
 def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The values of all processes.
+    """Returns the values of all processes.
 
     Args:
       values: this process's; the others' have the same shapes and dtypes.
@@ -40,7 +40,7 @@ def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The values of process 0.
+    """Returns the values of process 0.
 
     Args:
       values: this process's; the others' have the same shapes and dtypes.
@@ -109,7 +109,7 @@ def check_same(what: str, content: bytes) -> None:
 
 
 def _said(text: str) -> list[str]:
-    """The texts of all processes."""
+    """Returns the texts of all processes."""
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
     padded[: len(data)] = data
@@ -135,7 +135,7 @@ def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _crossed(words: np.ndarray, how: str) -> np.ndarray:
-    """The rows of all processes, one below the other ("gather") or added up ("sum")."""
+    """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
     import jax
 
     devices, combined = _crossing(how)
@@ -159,7 +159,7 @@ def _crossed(words: np.ndarray, how: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=None)
 def _crossing(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
-    """A device of each process, and what brings values from each to all of them."""
+    """Returns a device of each process, and what brings values from each to all of them."""
     import jax
 
     first: dict[int, Any] = {}
@@ -180,7 +180,7 @@ def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The inverse of `_packed` for ``[processes, bytes]``."""
+    """Returns the inverse of `_packed` for ``[processes, bytes]``."""
     found, begin = [], 0
     for value in like:
         part = np.ascontiguousarray(packed[:, begin : begin + value.nbytes])

@@ -35,7 +35,7 @@ def leave_absent_tpus_alone() -> None:
 
 
 def _plugins() -> list[str]:
-    """The platforms that were installed beside jax's own."""
+    """Returns the platforms that were installed beside jax's own."""
     groups: Any = metadata.entry_points()
     chosen = (
         groups.select(group="jax_plugins")

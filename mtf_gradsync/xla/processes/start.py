@@ -184,7 +184,7 @@ class _Job(NamedTuple):
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
-    """The arguments, or what jax finds in their place."""
+    """Returns the arguments, or what jax finds in their place."""
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):

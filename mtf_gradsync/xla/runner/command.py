@@ -40,7 +40,7 @@ def main(argv: Sequence[str], folder: str) -> int:
 
 
 def parser(folder: str) -> argparse.ArgumentParser:
-    """The command line's flags; `folder` is the default."""
+    """Returns the command line's flags; `folder` is the default."""
     made = argparse.ArgumentParser(
         prog="run.py", description="Runs training steps that mtf_gradsync exported."
     )
@@ -145,7 +145,7 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
 def _batches(
     flags: argparse.Namespace, inputs: Sequence[Input], seed: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """How many steps to make, and the inputs of each."""
+    """Returns how many steps to make, and the inputs of each."""
     needed = [i for i in inputs if i.default is None]
     if flags.inputs:
         return _from_file(flags, inputs)

@@ -39,7 +39,7 @@ class OnDevices:
         return self._arrays if self._joined is None else self._joined
 
     def joined(self, sharding: Any) -> Any:
-        """The same as one jax array.
+        """Returns the same as one jax array.
 
         Args:
           sharding: over all devices of the program. Values differ from device to device whatever
@@ -68,7 +68,7 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """The first devices that jax has.
+    """Returns the first devices that jax has.
 
     Args:
       count: how many.
@@ -101,7 +101,7 @@ def find_devices(count: int, platform: str | None) -> list[Any]:
 
 
 def check_count(devices: Sequence[Any], count: int) -> list[Any]:
-    """The first of some devices.
+    """Returns the first of some devices.
 
     Raises:
       DevicesError: when there are too few.
@@ -146,7 +146,7 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """The same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
+    """Returns the same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
     import jax.numpy as jnp
 
     if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
@@ -155,7 +155,7 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 
 
 def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
-    """A value on the cores of all processes, which all have to call this.
+    """Returns a value on the cores of all processes, which all have to call this.
 
     Args:
       value: on this process's.
@@ -196,7 +196,7 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
 
 
 def describe(devices: Sequence[Any]) -> str:
-    """Devices in words, as in "8 cpu devices (cpu), 4 of them here"."""
+    """Returns devices in words, as in "8 cpu devices (cpu), 4 of them here"."""
     here = sum(d.process_index == d.client.process_index() for d in devices)
     text = f"{len(devices)} {devices[0].platform} {'device' if len(devices) == 1 else 'devices'}"
     text += f" ({devices[0].device_kind})"

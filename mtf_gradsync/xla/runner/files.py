@@ -52,7 +52,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The sha256 of each file of a folder, as it was written.
+    """Returns the sha256 of each file of a folder, as it was written.
 
     Raises:
       StepError: when this is no such folder.
@@ -130,7 +130,7 @@ def check_free(folder: Path, replace: bool) -> None:
 
 
 def key_of(parameter: Mapping[str, Any]) -> str:
-    """The name of a parameter's array in `VALUES`."""
+    """Returns the name of a parameter's array in `VALUES`."""
     return f"{parameter['kind']}s/{parameter['name']}"
 
 
@@ -158,7 +158,7 @@ def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
 def put_together(
     parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """A variable as its user knows it.
+    """Returns a variable as its user knows it.
 
     Args:
       parameter: its entry in the manifest.
@@ -178,7 +178,7 @@ def put_together(
 
 
 def dtype_of(name: str) -> np.dtype:
-    """The dtype of a name as in "bfloat16", which numpy alone does not know."""
+    """Returns the dtype of a name as in "bfloat16", which numpy alone does not know."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -196,7 +196,7 @@ def without_dtype(value: np.ndarray) -> np.ndarray:
 
 
 def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
-    """The inverse of `without_dtype`."""
+    """Returns the inverse of `without_dtype`."""
     return value.view(dtype_of(name))
 
 

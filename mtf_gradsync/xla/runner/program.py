@@ -62,7 +62,7 @@ def compiled(
 
 
 def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """The compiler's options for a program with one replica on each device.
+    """Returns the compiler's options for a program with one replica on each device.
 
     Args:
       devices: devices that exist, or that a topology describes.
@@ -81,7 +81,7 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """An executable as bytes that `loaded_executable` takes.
+    """Returns an executable as bytes that `loaded_executable` takes.
 
     Raises:
       RuntimeError: where the platform cannot do it.
@@ -90,7 +90,7 @@ def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
 
 
 def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
-    """The inverse of `serialized_executable`, for the same version of jaxlib and devices.
+    """Returns the inverse of `serialized_executable`, for the same version of jaxlib and devices.
 
     Raises:
       RuntimeError: when these bytes are not such an executable.

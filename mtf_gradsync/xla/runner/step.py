@@ -71,7 +71,7 @@ class Fetched(Mapping):
         return len(self._values)
 
     def per_core(self, name: str) -> list[np.ndarray]:
-        """The values of this process's cores, in order."""
+        """Returns the values of this process's cores, in order."""
         with explained():
             return [np.asarray(array)[()] for array in self._values[name].arrays]
 
@@ -179,7 +179,7 @@ class Step:
                     array.block_until_ready()
 
     def variables(self, per_core: bool = False) -> dict[str, Any]:
-        """The newest values of the variables. With several processes, all have to call it.
+        """Returns the newest values of the variables. With several processes, all have to call it.
 
         Args:
           per_core: whether to give the list of the cores' values in place of a whole array.
@@ -243,7 +243,7 @@ class Step:
         return {i.name: np.full(i.shape, now, i.dtype) for i in counters}
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
-        """The inputs' values on this process's cores."""
+        """Returns the inputs' values on this process's cores."""
         missing = [i.name for i in self.inputs if i.default is None and i.name not in given]
         unknown = [name for name in given if name not in self._given]
         if missing or unknown:
@@ -283,5 +283,5 @@ def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
 
 
 def _is_split(rows: Sequence[int]) -> bool:
-    """Whether cores read different rows of an input."""
+    """Returns whether cores read different rows of an input."""
     return max(rows) > 0
