@@ -1,4 +1,4 @@
-"""Where the gin files that come with the package are."""
+"""Finds the folder of the gin files that come with the package."""
 
 from __future__ import annotations
 

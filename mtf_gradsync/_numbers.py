@@ -1,4 +1,4 @@
-"""What counts as a number where a user gives one: not True and False, which Python counts too."""
+"""Checks of numbers that users give. True and False are no numbers here, though Python says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:
 
 
 def check_whole(name: str, value: Any, least: int = 1, more: str = "") -> None:
-    """Raises ValueError where an argument is no whole number of at least `least`.
+    """Raises ValueError unless an argument is a whole number of at least `least`.
 
     Args:
       name: name of the argument.

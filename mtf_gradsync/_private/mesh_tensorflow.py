@@ -11,13 +11,12 @@ from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
 
-#: The collection of a graph in which a SIMD mesh keeps the slices of variables; the one of global
-#: variables leaves them out.
+#: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
 SLICES_COLLECTION = "TPU_VAR"
 
 
 def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
-    """The `LaidOutTensor` that a pending sum has become for one of its readers, None before."""
+    """Returns the `LaidOutTensor` of a pending sum that is reduced already, None if it is not."""
     return lazy._reduced
 
 
@@ -41,9 +40,9 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 
 
 def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
-    """Initializes a variable that stands for another one and has another value.
+    """Initializes a variable that replaces another one in an optimizer, with a value of its own.
 
-    It stands in none of the graph's lists and has no master of its own; name and dtypes are those
+    It is in none of the graph's lists and has no master of its own; its name and dtypes are those
     of the other one.
     """
     vars(stand_in).update(vars(variable))
@@ -52,7 +51,7 @@ def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Ten
 
 
 class _Reshaped:
-    """A master variable, seen in another shape. TensorFlow takes it as a tensor and in `assign`."""
+    """A master variable in another shape, for TensorFlow to read as a tensor and to `assign`."""
 
     def __init__(self, master: tf.Variable, shape: list[int]):
         self._master = master
@@ -88,7 +87,7 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
     if shape.to_integer_list != master.shape.as_list():
-        # Autostack asks the master of what it stacks to be one that can be assigned to.
+        # Autostack needs masters that can be assigned to.
         seen = _Reshaped(master, shape.to_integer_list)
         variable.get_master = lambda: seen
         variable.assign_to_master = seen.assign
@@ -105,12 +104,12 @@ def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def reassign(
     operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
 ) -> None:
-    """Makes an assignment one of other values to other variables, as Mesh-TF's autostack does."""
+    """Changes an assignment to other variables and values, as Mesh-TF's autostack does."""
     operation._variables, operation._inputs = list(variables), list(values)
 
 
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
-    """Names of dimensions that an optimizer treats in a way of their own, as Adafactor can."""
+    """Returns names of dimensions that an optimizer treats differently, as Adafactor can."""
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
@@ -159,7 +158,7 @@ def differentiated(operation: mtf.GenericGradOperation) -> DifferentiatedOperati
 
 
 def custom_gradient_results(operation: mtf.CustomGradientOperation) -> list[mtf.Tensor]:
-    """The tensors that an operation with a gradient of its own passes on, one for each output."""
+    """Returns the tensors that an operation with a custom gradient passes on as its outputs."""
     return operation._fn_outputs
 
 
@@ -170,7 +169,7 @@ class LoopPart(NamedTuple):
       inputs: the tensors that stand for the loop's variables in it.
       operations: what it is made of, in order; the loop's own list. They stand in no graph's list
         of operations.
-      outputs: what it returns. The body of a loop with accumulators has more outputs than inputs;
+      outputs: the returned tensors. A loop with accumulators has more outputs than inputs;
         those past the inputs are summed over the iterations.
     """
 
@@ -189,14 +188,14 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
 
 
-# What Mesh-TF multiplies masks by.
+# Mesh-TF multiplies masks by this number.
 _MASK = -1e9
 
 
 def keep_masks_finite() -> None:
     """Makes float16 masks be multiplied by the smallest finite number in place of -1e9.
 
-    That is infinite in float16: the product with the zeros of what is not masked is NaN.
+    In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
     made = mtf.ScalarMultiplyOperation.__init__
     if hasattr(made, "__wrapped__"):
@@ -251,7 +250,7 @@ class Seed(mtf.Constant):
     rounded: Callable[[tf.Tensor], tf.Tensor] = staticmethod(tf.identity)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
+        """Lowers the operation; see `mtf.Operation.lower`."""
         super().lower(lowering)
         if self.scale is None:
             return
@@ -284,12 +283,12 @@ class GradientsCall(NamedTuple):
     inputs: list[mtf.Tensor]
 
 
-# Where an mtf graph keeps its `GradientsCall`s.
+# The attribute of an mtf graph for its `GradientsCall`s.
 _CALLS = "mtf_gradsync_gradients"
 
 
 def note_gradients() -> None:
-    """Makes every mtf graph keep which losses were differentiated in it; see `gradients_calls`."""
+    """Makes every mtf graph record the losses differentiated in it; see `gradients_calls`."""
     made = mtf.gradients
     if hasattr(made, "__wrapped__"):
         return
@@ -318,12 +317,12 @@ def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
     return list(vars(graph).get(_CALLS, ()))
 
 
-# Where a tf graph keeps the meshes that were made in it. Keys that are no text are not exported.
+# A tf graph's collection of its meshes. Collections whose keys are no text are not exported.
 _MESHES = ("mtf_gradsync meshes",)
 
 
 def note_meshes() -> None:
-    """Makes every graph of TensorFlow's keep which meshes are made in it; see `meshes_made`."""
+    """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
     made = mtf.MeshImpl.__init__
     if hasattr(made, "__wrapped__"):
         return
@@ -342,8 +341,8 @@ def mesh_impls_made() -> list[mtf.MeshImpl]:
 
 
 def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
-    """The different meshes that were made in TensorFlow's default graph, as shapes and layouts."""
-    # Layout rules are not compared by their pairs, which are a set.
+    """Returns the different meshes made in TensorFlow's default graph, as shapes and layouts."""
+    # Layout rules have no comparison of their own; their pairs are a set.
     different = {
         mesh_key(impl.shape, impl.layout_rules): (impl.shape, impl.layout_rules)
         for impl in mesh_impls_made()
@@ -352,11 +351,11 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
 
 
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
-    """Takes a mesh out of those that were made in a graph."""
+    """Removes a mesh from the record of a graph."""
     made = graph.get_collection_ref(_MESHES)
     made[:] = [mesh for mesh in made if mesh is not mesh_impl]
 
 
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
-    """What is equal for meshes of one shape and layout."""
+    """Returns a value that is equal for meshes of one shape and layout."""
     return shape.to_string, frozenset(layout._pairs)

@@ -1,4 +1,4 @@
-"""Makes this process a task of a cluster, and ends it with an error when another one is lost."""
+"""Joins the tasks of a cluster, and ends all of them with an error when one is lost."""
 
 from __future__ import annotations
 
@@ -163,7 +163,10 @@ def _task(
 
 @contextlib.contextmanager
 def _serving_in_spite_of_signals(task: Task) -> Iterator[None]:
-    """Lets the chief save its work first where a signal is for all tasks; a second one ends it."""
+    """Makes a task serve on after a signal, so that the chief can save its work.
+
+    A second signal ends the task.
+    """
     received: list[float] = []
 
     def handle(number: int, unused_frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, and which of them this process is."""
+"""The tasks of a cluster, and which of them this process is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
     @property
     def all_tasks(self) -> list[tuple[str, int]]:
-        """Job and number of all tasks, the chief first."""
+        """Job and number of each task, the chief first."""
         return [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
 
     @property
@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The place of this task among all; 0 is the chief."""
+        """Place of this task among all; 0 is the chief."""
         return self.all_tasks.index((self.job, self.index))
 
     @property
@@ -82,7 +82,7 @@ class Task(NamedTuple):
 def task_of_spec(
     cluster_spec: str | Mapping[str, Sequence[str]], job_name: str, task_index: int
 ) -> Task:
-    """Checks what is said of a cluster.
+    """Returns this process's task of a cluster, after checking the cluster.
 
     Args:
       cluster_spec: addresses "host:port" of each job's tasks; a dictionary, JSON of one, or text

@@ -1,4 +1,4 @@
-"""What every model_fn on a mesh repeats, in one object."""
+"""SpecBuilder: does what every model_fn on a mesh repeats."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SpecBuilder:
           updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
             advanced after them, unless they do so themselves.
           optimizer: what it reports becomes summaries, such as gradient norms (`reported`), and so
-            does what crosses the mesh in a step, where that is known here.
+            does the traffic of a step, where that is known here.
           summaries: more mtf or tf tensors by name, scalars or one value for each shard.
 
         Returns:
@@ -275,7 +275,7 @@ class SpecBuilder:
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
-    """What is run once masters have their values: slices get theirs."""
+    """Returns the operation that copies masters to slices once masters have their values."""
     return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
 
@@ -285,7 +285,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Mtf tensors in dimensions that no layout splits, so that each processor has them whole."""
+    """Replicates mtf tensors, so that each processor has all of their elements."""
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()

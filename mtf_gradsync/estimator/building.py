@@ -1,4 +1,4 @@
-"""Builds the graph of a call of Estimator: input_fn and model_fn, for where the steps will run."""
+"""Builds the graph of a call of Estimator from input_fn and model_fn, for a runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRAIN = tf.estimator.ModeKeys.TRAIN
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and what it is called with beside the caller's params.
+    """A model_fn, and its arguments beside the caller's params.
 
     Attributes:
       function: the model_fn.
@@ -76,7 +76,7 @@ class ModelFn(NamedTuple):
         return self._called(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
-        """Returns the params of a call, with what TPUEstimator adds to them."""
+        """Returns a copy of the params, with what TPUEstimator adds to them."""
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:
@@ -89,7 +89,7 @@ class ModelFn(NamedTuple):
     def _called(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Calls the function; returns its spec and the spec's scaffold."""
+        """Calls the model_fn; returns its spec and the spec's scaffold."""
         tf.train.get_or_create_global_step()
         spec = call_with_known(
             self.function,

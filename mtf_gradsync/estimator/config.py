@@ -1,4 +1,4 @@
-"""How a program of Estimator's runs: strict placement on as many devices as the mesh has."""
+"""RunConfigs with strict placement and as many devices as the mesh has processors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_config(
 
 
 def with_model_dir(config: Any, model_dir: str) -> Any:
-    """Returns a config for another directory."""
+    """Returns a copy of a config with another model_dir."""
     if hasattr(config, "replace"):
         return config.replace(model_dir=model_dir)
     config.model_dir = model_dir

@@ -72,7 +72,7 @@ class Estimator:
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
             save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
             and tpu_config.num_shards.
-          params: a dict, or anything whose attributes can be set; a copy is handed on. It gets
+          params: a dict, or anything whose attributes can be set; a copy is passed on. It gets
             "batch_size" where one is given, as for a TPU "use_tpu", and in a program "context".
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
@@ -299,7 +299,7 @@ class Estimator:
                 write_saved_model(directory, spec, scaffold, inputs, restored)
         return directory
 
-    # What they have in common.
+    # Shared by these methods.
 
     def _graph(self) -> Any:
         """Returns the default graph of one call, as a context manager."""
@@ -324,7 +324,7 @@ class Estimator:
         return getattr(self.config, name, None)
 
     def _restored(self, path: str | None) -> Start:
-        """What an evaluation begins with."""
+        """Returns the checkpoint that an evaluation begins with."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(
@@ -334,7 +334,7 @@ class Estimator:
         return Start(path, with_averages=self._with_averages)
 
     def _step_saved(self) -> int:
-        """Steps made before a training; the newest checkpoint is checked where it is the run's."""
+        """Returns the steps of the newest checkpoint, after checking it if the run wrote it."""
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):
             return int(tf.train.load_variable(start.path, "global_step")) if start.path else 0

@@ -1,4 +1,4 @@
-"""The steps of an evaluation, and what comes of them."""
+"""The steps of an evaluation and their result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtf_gradsync.estimator.host import Metrics
 
 
 class Evaluation:
-    """Takes the mean of a spec's losses, and its metrics, over the steps of an evaluation."""
+    """Averages a spec's losses and metrics over the steps of an evaluation."""
 
     def __init__(self, spec: Any, is_program: bool):
         """Builds the metrics.

@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def new_directory(base: str) -> str:
-    """A directory that is not there yet, named by the time in seconds, as servers order them."""
+    """Returns the path of a new directory, named by the time in seconds: newer names sort last."""
     while True:
         path = os.path.join(base, str(int(time.time())))
         if not tf.io.gfile.exists(path):

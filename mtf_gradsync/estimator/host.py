@@ -1,4 +1,4 @@
-"""What a spec has done on the host: metrics and host_call, in a graph of their own."""
+"""Runs a spec's metrics and host_call on the host, in a graph of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
 
 class HostFunction:
-    """A function of a step's tensors, on values that the step was fetched with.
+    """A function of a step's tensors, called with the values that a session returned for them.
 
     Attributes:
       tensors: what the step is to be fetched with.
@@ -84,7 +84,7 @@ class Metrics:
         self._updates = [update for _, update in pairs.values()]
 
     def add(self, values: Any) -> None:
-        """Takes in the values of a step's tensors."""
+        """Adds the values of a step's tensors."""
         self._host.run(self._updates, values)
 
     def result(self) -> dict[str, np.ndarray]:

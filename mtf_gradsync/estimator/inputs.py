@@ -1,4 +1,4 @@
-"""Calls an input_fn as Estimator does."""
+"""Calls an input_fn as Estimator does, and returns a step's features and labels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mtf_gradsync._private.libraries import tf
 
 
 def call_with_known(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls a function with those of the known arguments that it names, as Estimator does.
+    """Calls a function with those of the arguments that its signature names, as Estimator does.
 
-    What a `functools.partial` holds already it keeps.
+    Arguments that a `functools.partial` has already are not replaced.
     """
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held
@@ -40,14 +40,14 @@ def give(params: Any, **items: Any) -> Any:
 
 
 class Begin(tf.train.SessionRunHook):
-    """Begins an iterator with every session."""
+    """Initializes an iterator in every new session."""
 
     def __init__(self, initializer: tf.Operation):
-        """Takes the operation."""
+        """Takes the iterator's initializer."""
         self._initializer = initializer
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Begins."""
+        """Runs the initializer."""
         del coord
         session.run(self._initializer)
 
@@ -61,8 +61,8 @@ def features_and_labels(
       input_fn: takes none, some or all of mode, params and config. Returns a `tf.data.Dataset` of
         features, or of (features, labels), or such tensors.
       mode: "train", "eval" or "infer".
-      params: handed on.
-      config: handed on.
+      params: passed on.
+      config: passed on.
 
     Returns:
       Features, labels (None where there are none), and hooks that the input needs.

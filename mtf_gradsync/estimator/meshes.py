@@ -1,4 +1,4 @@
-"""The mesh of a model_fn: cores of a TPU where it was called for one, devices otherwise."""
+"""Makes the mesh of a model_fn: over the cores of a TPU program, or over devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROGRAM_BYTES = 300_000_000
 
 
 class ModelMesh(NamedTuple):
-    """What a model is lowered on.
+    """The mesh that a model is lowered on.
 
     Attributes:
       impl: the mesh implementation.

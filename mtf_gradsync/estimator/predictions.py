@@ -1,4 +1,4 @@
-"""Predictions by key and by example."""
+"""Selects predictions by key, and splits batches of them into examples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Iterator, Sequence
 
 
 def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns those predictions that are asked for, all for None.
+    """Returns the predictions with the given keys; all of them for None.
 
     Raises:
       ValueError: the model does not predict one of them.

@@ -1,4 +1,4 @@
-"""Scalars of a training step as TensorBoard summaries, on every kind of mesh."""
+"""Writes scalars of a training step as TensorBoard summaries, on every kind of mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALAR = tf.SummaryMetadata(
 
 
 def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """Scalars to be written: those given, and what `mtf.scalar_summary` collected in the graph.
+    """Returns the scalars to write: the given ones, and those of `mtf.scalar_summary` in the graph.
 
     Args:
       lowering: exports mtf tensors.
@@ -40,15 +40,15 @@ def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf
 def traffic_of_devices(
     fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any
 ) -> dict[str, float]:
-    """Returns bytes that devices of a placement mesh receive in a step, by name.
+    """Returns the bytes that devices of a placement mesh receive in a step, by name.
 
     Args:
-      fetches: of a step.
+      fetches: tensors and operations of the step.
       mesh_impl: the mesh.
-      optimizer: what makes its update.
+      optimizer: the optimizer that makes its update.
 
     Returns:
-      One or two numbers; none where they cannot be told.
+      One or two numbers; none where they cannot be known.
     """
     skips = traits_of(optimizer).schedules_updates
     if skips and has_calls(tf.get_default_graph()):
@@ -60,7 +60,7 @@ def traffic_of_devices(
 
 
 def traffic_of_program(program: simd.Program, spec: Any) -> dict[str, float]:
-    """Returns bytes that a core of a program puts into collectives in a step, by name."""
+    """Returns the bytes that each core of a program sends in collectives in a step, by name."""
     try:
         return simd.list_collectives(program, lowering=spec).scalars()
     except (simd.UnsupportedProgramError, TypeError, ValueError):

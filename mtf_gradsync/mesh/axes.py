@@ -11,7 +11,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
 
 class Shape(Protocol):
-    """What is known of an `mtf.Shape`, which has no types of its own."""
+    """The part of an `mtf.Shape`, which has no types of its own, that this package uses."""
 
     @property
     def dims(self) -> Any:
@@ -19,7 +19,7 @@ class Shape(Protocol):
 
 
 class LayoutRules(Protocol):
-    """What is known of an `mtf.LayoutRules`, which has no types of its own."""
+    """The part of an `mtf.LayoutRules`, which has no types of its own, that this package uses."""
 
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
         """Returns the mesh axis of each dimension of a tensor."""
@@ -166,7 +166,7 @@ class ReplicaAxes:
         self.num_shards: int = mtf.Shape(dims).size
 
     def free_shard_dims(self, shape: mtf.Shape) -> tuple[mtf.Dimension, ...]:
-        """Returns shard dims whose mesh axis a tensor of this shape is not split over itself."""
+        """Returns the shard dims whose mesh axis does not split a tensor of this shape."""
         used = set(self.layout.tensor_layout(shape, self.mesh_shape))
         return tuple(d for d, axis in zip(self.shard_dims, self.mesh_axes) if axis not in used)
 
@@ -228,11 +228,11 @@ def axes_of_pipeline(
     """Returns replica axes of the mesh that the program has made for this graph.
 
     Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
-    optimizer, so that a wrapper that has to know it need not be told again.
+    optimizer, so that a wrapper can find it without arguments.
 
     Args:
-      wrapper: who asks, in errors.
-      what: what it needs the mesh for, in errors.
+      wrapper: name of the class that asks, for errors.
+      what: the fact that it needs the mesh for, for errors.
       batch_dims: names of the tensor dimensions that the batch is split along.
 
     Raises:
@@ -250,7 +250,7 @@ def axes_of_pipeline(
 
 
 def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
-    """Replica axes of the mesh that the program has made for this graph; None without just one.
+    """Returns replica axes of the program's mesh; None unless the program has made just one.
 
     Args:
       batch_dims: names of the tensor dimensions that the batch is split along.

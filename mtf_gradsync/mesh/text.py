@@ -1,4 +1,4 @@
-"""A mesh as text."""
+"""Mesh shapes as text."""
 
 from __future__ import annotations
 

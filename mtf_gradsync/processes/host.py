@@ -1,8 +1,7 @@
-"""Process 0 while it waits for the others of its job.
+"""Process 0 while it waits for the other processes of its job.
 
-Whoever connects is a stranger until it has said which process it is, and shown that it has the
-job's secret. Strangers may say what they like, or nothing: they are dropped, and the processes of
-the job are waited for.
+A caller is a stranger until it has sent an introduction with a proof that it has the job's secret.
+Strangers that send anything else, or nothing, are dropped, and process 0 goes on waiting.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _STRANGERS = 64
 
 
 class _Stranger(NamedTuple):
-    """Somebody who has not said yet which process it is.
+    """A caller that has not said yet which process it is.
 
     Attributes:
-      connection: the one to it.
-      address: where it is.
-      challenge: what it was asked.
-      since: when it came.
+      connection: the connection to it.
+      address: its host and port.
+      challenge: the text that its proof has to be made of.
+      since: when it called, in seconds of `time.monotonic`.
     """
 
     connection: Connection
@@ -45,13 +44,13 @@ class _Stranger(NamedTuple):
 
 
 class Introduction(NamedTuple):
-    """What a process says first.
+    """The first message of a process to process 0.
 
     Attributes:
-      member: who it is.
-      facts: what it was started with.
-      challenge: what it asks process 0.
-      proof: that it has the secret.
+      member: the process that sends it.
+      facts: what the process was started with.
+      challenge: text that process 0 makes its own proof of.
+      proof: shows that the process has the secret.
     """
 
     member: Member
@@ -61,10 +60,10 @@ class Introduction(NamedTuple):
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Introduction:
-        """Takes what came.
+        """Reads an introduction from a message.
 
         Raises:
-          ConnectionBroken: it is something else.
+          ConnectionBroken: the message is something else.
         """
         try:
             said = cls(*(message[name] for name in cls._fields))
@@ -78,7 +77,7 @@ class Introduction(NamedTuple):
 
 
 class Host:
-    """Process 0 while it waits for the others."""
+    """Waits on process 0 for the other processes."""
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
         self._me, self._facts, self._place = me, facts, place
@@ -135,7 +134,7 @@ class Host:
                 self._drop(stranger)
 
     def _greet(self, stranger: _Stranger, num_processes: int) -> None:
-        """Reads the first words of somebody; port scanners and the like are dropped."""
+        """Reads the introduction of a stranger; port scanners and the like are dropped."""
         if stranger not in self._strangers:
             return
         connection = stranger.connection
@@ -190,7 +189,7 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start, here and for those who wait."""
+        """Ends the start with an error, here and on the processes that wait."""
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._there.values())]:
             if other is not None:

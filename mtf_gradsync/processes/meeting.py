@@ -35,7 +35,7 @@ def meet(
     facts: Mapping[str, Any],
     timeout: float,
 ) -> dict[Member, Connection]:
-    """Waits until all processes are there.
+    """Waits until all processes of a job are there, and returns the connections between them.
 
     Args:
       place: where process 0 is.
@@ -103,7 +103,7 @@ def _connected(place: Place) -> Connection:
 
 
 def _said(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
-    """What process 0 says until then."""
+    """Yields the messages of process 0 until a time is up."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:
@@ -111,7 +111,7 @@ def _said(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
 
 
 def _challenge(connection: Connection, end: float) -> str:
-    """What process 0 says first."""
+    """Returns the challenge that process 0 sends first."""
     for message in _said(connection, end):
         if isinstance(message.get("challenge"), str):
             return message["challenge"]
@@ -120,7 +120,7 @@ def _challenge(connection: Connection, end: float) -> str:
 
 
 def _welcome(connection: Connection, place: Place, first: str, mine: str, end: float) -> Member:
-    """Waits for process 0's word that all are there; returns who process 0 is."""
+    """Waits until process 0 says that all are there, and returns the member that process 0 is."""
     for message in _said(connection, end):
         if "denied" in message:
             here = "has one" if secret.is_set() else "has none"

@@ -1,4 +1,4 @@
-"""Who takes part."""
+"""The processes of a job."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class Member(NamedTuple):
 
     @classmethod
     def this(cls, index: int, name: str) -> Member:
-        """This process, as one of a job."""
+        """Returns this process as a member of a job."""
         return cls(index, socket.gethostname(), os.getpid(), name)

@@ -1,4 +1,4 @@
-"""The operations that initialize, copy, read and save the variables of a program's graph."""
+"""Operations that initialize, copy, read and save the variables of a program's graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
 
 
 class MasterOps:
-    """Names of operations that a session needs; making one adds them to the graph.
+    """The names of operations that a session needs; the constructor adds them to the graph.
 
     Attributes:
       graph: the graph.
@@ -41,7 +41,7 @@ class MasterOps:
             self.saver_def = saver.as_saver_def() if saver else None
 
     def check_has_variables(self) -> None:
-        """Checks that there is something to save or restore.
+        """Raises an error if there is nothing to save or restore.
 
         Raises:
           ValueError: when the graph has no variables.

@@ -1,4 +1,4 @@
-"""The interface of every session that runs a SIMD program, whatever runs it underneath."""
+"""ReplicaSession: the interface of every session that runs a SIMD program."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class ReplicaSession(abc.ABC):
         self.close()
 
     def close(self) -> None:
-        """Frees the session; its variables are gone."""
+        """Closes the session; the values of its variables are lost."""
         self._session.close()
 
     @property
     def tf_session(self) -> tf.Session:
-        """The ``tf.Session`` underneath, on a graph that was made from the user's."""
+        """The ``tf.Session`` underneath, on a graph made from the user's."""
         return self._session
 
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class ReplicaSession(abc.ABC):
         self._take_masters()
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes the masters as they are."""
+        """Writes the masters as they are, and returns the path."""
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
             path,
@@ -148,7 +148,7 @@ class ReplicaSession(abc.ABC):
         )
 
     def _read(self, path: str) -> None:
-        """Reads the masters."""
+        """Reads the masters from a checkpoint."""
         self._ops.restore(self._session, path)
 
     @abc.abstractmethod
@@ -160,7 +160,7 @@ class ReplicaSession(abc.ABC):
         """
 
     def _feed(self, key: Any) -> str:
-        """Returns the name of a tensor that can be fed."""
+        """Returns the name of a tensor to feed."""
         name = self._name_of(key)
         if self._is_inside(name):
             raise ValueError(
@@ -170,7 +170,7 @@ class ReplicaSession(abc.ABC):
         return name
 
     def _name_of(self, element: Any) -> str:
-        """Returns the name of a tensor or operation; variables stand for their values."""
+        """Returns the name of a tensor or operation; for a variable, that of its value."""
         try:
             name = self._ops.graph.as_graph_element(element).name
             self._is_inside(name)

@@ -1,4 +1,4 @@
-"""What a config asks to be trained: checked, and ready to be built on any kind of mesh."""
+"""TrainingJob: the checked settings of a training step, which can be built on any kind of mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtf_gradsync.train.transformer import transformer_utils
 
 
 class TrainingJob(NamedTuple):
-    """The part of a run's settings that says what a training step is.
+    """The settings of a run that define its training step.
 
     Attributes:
       model: the model, its mesh and its batch.
@@ -32,7 +32,7 @@ class TrainingJob(NamedTuple):
       optimizer: called with ``learning_rate=``.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: which variables train.
-      reports: whether the step tells what its optimizers report.
+      reports: whether the step returns what its optimizers report.
       noise_scale: whether it estimates the gradient noise scale.
     """
 
@@ -94,7 +94,7 @@ class TrainingJob(NamedTuple):
 
 
 def resolve_job(config: RunConfig) -> TrainingJob:
-    """Checks what a config says of the training step.
+    """Checks the settings of a config that define the training step, and returns them as a job.
 
     Args:
       config: the run that was asked for.
@@ -140,7 +140,7 @@ def resolve_job(config: RunConfig) -> TrainingJob:
 def build_on(
     place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
 ) -> TrainGraph:
-    """Adds a job's training step to the default graph, for the place where it will run.
+    """Adds a job's training step to the default graph, for a runtime.
 
     The step counter stands outside a program.
 

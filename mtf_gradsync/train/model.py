@@ -1,4 +1,4 @@
-"""A transformer of mesh_tensorflow.transformer on a mesh, as gin describes its layers."""
+"""Builds a transformer of mesh_tensorflow.transformer on a mesh, with the layers that gin says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL_TYPES = get_args(ModelType)
 
 
 class ModelSettings(NamedTuple):
-    """What the graphs of a run, for training and for scoring, are built from.
+    """The settings that a run's graphs, for training and for scoring, are built from.
 
     Attributes:
       model_type: one of `MODEL_TYPES`.
@@ -91,7 +91,7 @@ class MeshModel:
         self.mesh = mtf.Mesh(self.graph, "mesh")
 
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
-        """Brings a batch onto the mesh.
+        """Imports a batch into the mtf graph.
 
         Args:
           features: int tensors ``[batch_size, length]`` by feature name.
@@ -139,7 +139,7 @@ class MeshModel:
         Args:
           features: from `import_features`.
           mode: "train" or "eval".
-          num_microbatches: of how many parts of the batch this is one.
+          num_microbatches: into how many microbatches the batch is split.
 
         Returns:
           Logits ``[batch..., length, vocab]`` and the loss, a scalar: mtf tensors.
@@ -175,6 +175,6 @@ class MeshModel:
         )
 
     def lower(self) -> mtf.Lowering:
-        """Adds what the mtf graph holds to the default graph."""
+        """Lowers the mtf graph into the default graph."""
         meshes = {self.mesh: self._mesh_impl}
         return mtf.Lowering(self.graph, meshes, autostack=self.settings.autostack)

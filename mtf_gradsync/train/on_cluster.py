@@ -1,4 +1,4 @@
-"""The main job on a mesh over the tasks of a ``tf.train.Server`` cluster."""
+"""Runs a training job on a mesh over the tasks of a ``tf.train.Server`` cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_on_cluster(
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
 ) -> RunResult | None:
-    """What `run` does, on the devices of all tasks. Every task calls it.
+    """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
 
@@ -38,11 +38,11 @@ def run_on_cluster(
       watch_port: as for `mtf_gradsync.join_cluster`.
       timeout: as for `mtf_gradsync.join_cluster`.
       silence: as for `mtf_gradsync.join_cluster`.
-      say: takes each line that tells how the run goes.
+      say: called with each line about the run's progress.
       accepted: as for `run`.
 
     Returns:
-      On the chief what the run came to, on the others None.
+      The run's result on the chief, None on the others.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -73,7 +73,7 @@ def run_on_cluster(
 
 
 def _placed(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """The config with its mesh on devices of the tasks, and how many CPU devices each has."""
+    """Returns the config with its mesh on the tasks' devices, and how many CPU devices each has."""
     tasks = task.all_tasks
     mesh = resolve_mesh(
         config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl

@@ -1,4 +1,4 @@
-"""The main job on the XLA devices of several processes."""
+"""Runs a training job on the XLA devices of several processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_on_processes(
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
 ) -> RunResult:
-    """What `run` does, on the XLA devices of all processes. Every process calls it.
+    """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes.
 
@@ -40,11 +40,11 @@ def run_on_processes(
       process_id: as for `mtf_gradsync.xla.start_processes`.
       timeout: as for `mtf_gradsync.xla.start_processes`.
       silence: as for `mtf_gradsync.xla.start_processes`.
-      say: takes each line that tells how the run goes.
+      say: called with each line about the run's progress.
       accepted: as for `run`.
 
     Returns:
-      What the run came to; scores are process 0's.
+      The run's result; scores are process 0's.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -81,7 +81,7 @@ def run_on_processes(
             say(f"process 0 evaluates, and writes to {model_dir}")
             part = part._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
-            # What it writes is what process 0 writes.
+            # Process 0 writes the same files.
             with tempfile.TemporaryDirectory() as own:
                 return run(config, own, _say_nothing, accepted, part)
     except MissingProcessesError:

@@ -1,4 +1,4 @@
-"""The main job: train a transformer that gin describes, then say what it has learned."""
+"""Trains a transformer that gin describes, then reports what it has learned."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONFIG_FILE = "operative_config.gin"
 
 
 class RunResult(NamedTuple):
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       step: training steps made.
@@ -62,11 +62,11 @@ class RunResult(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a user says that a run may go on from.
+    """Exceptional checkpoints that a user allows a run to go on from.
 
     Attributes:
-      differences: a checkpoint of another configuration; what only one of them has is dropped, or
-        begins as in a new run.
+      differences: a checkpoint of another configuration; variables that only one of them has are
+        dropped, or begin as in a new run.
       damage: an older checkpoint, where the newest is damaged.
     """
 
@@ -78,12 +78,12 @@ NOTHING = Accepted()
 
 
 class Part(NamedTuple):
-    """What this process has of a run that several processes make.
+    """This process's part of a run of several processes.
 
     Attributes:
       target: the server of a cluster's chief, which builds and writes for all; "" for none.
       checkpoint_dir: where checkpoints are, when another process writes them; None for model_dir.
-      in_turn: does something on the process that writes, then on the others.
+      in_turn: calls a function on the process that writes, then on the others.
     """
 
     target: str = ""
@@ -108,14 +108,14 @@ def run(
     that was not.
 
     Args:
-      config: what to train; ``RunConfig()`` is what gin says of it.
+      config: what to train; ``RunConfig()`` is gin's configuration.
       model_dir: directory of everything that the run writes.
-      say: takes each line that tells how the run goes.
+      say: called with each line about the run's progress.
       accepted: which checkpoints it may go on from, besides its own.
       part: of several processes, this one's; see `run_on_cluster` and `run_on_processes`.
 
     Returns:
-      What the run came to.
+      The run's result.
 
     Raises:
       ConfigError: if a setting cannot work, another run writes to the directory, or its newest
@@ -144,7 +144,7 @@ def run(
         try:
             result = _train(asked, start, accepted.differences)
         except (TrainingError, OSError) as error:
-            # Perhaps nothing can be written any more.
+            # The report fails, too, where nothing can be written any more.
             with contextlib.suppress(OSError):
                 _write_report(asked, None, f"ended by an error, {error}")
             raise
@@ -167,17 +167,17 @@ def run(
 
 
 class _Asked(NamedTuple):
-    """A run as it was asked for, checked.
+    """The checked settings of a run.
 
     Attributes:
-      config: what was asked for.
+      config: the settings as given.
       job: the training step.
-      runtime: what runs it.
-      directory: of everything that this process writes.
-      checkpoint_dir: where the run's checkpoints are.
+      runtime: the runtime of the steps.
+      directory: directory of everything that this process writes.
+      checkpoint_dir: directory of the run's checkpoints.
       session: configuration of sessions.
-      evaluation: the held-out side.
-      say: takes each line that tells how the run goes.
+      evaluation: evaluates on held-out data.
+      say: called with each line about the run's progress.
     """
 
     config: RunConfig
@@ -191,7 +191,7 @@ class _Asked(NamedTuple):
 
 
 def _write_report(asked: _Asked, step: int | None, how: str) -> None:
-    """Leaves the page behind; step None takes the newest that was logged."""
+    """Writes the page; step None takes the newest that was logged."""
     directory, evaluation = asked.directory, asked.evaluation
     rows = read_metrics(directory / METRICS_FILE)
     if step is None:
@@ -210,7 +210,7 @@ def _write_report(asked: _Asked, step: int | None, how: str) -> None:
 
 
 def _check_schedule(config: RunConfig) -> None:
-    """Checks what `resolve_job` does not."""
+    """Checks the settings that `resolve_job` does not check."""
     check_count("save_checkpoints_steps", config.save_checkpoints_steps)
     check_count("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
     check_count("perplexity_eval_steps", config.perplexity_eval_steps)
@@ -228,7 +228,7 @@ def _check_averages_kept() -> None:
 
 
 def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
-    """Makes the steps that are missing after a checkpoint's, or all where there is none."""
+    """Makes the steps that follow a checkpoint's, or all of them where there is no checkpoint."""
     config, job, directory, say = asked.config, asked.job, asked.directory, asked.say
     step = start.step
     if step >= config.train_steps:
@@ -269,13 +269,13 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
         with Recorder(directory, METRICS_FILE, step) as recorder:
 
             def on_first_step() -> None:
-                """What the run needs later, and nobody shall wait for at its start."""
+                """Does work that a run needs later, and that should not delay its start."""
                 if config.reports:
                     traffic = list_traffic(graph, program)
                     write_facts(directory, facts._replace(traffic=traffic))
                     recorder.write_once(step + 1, traffic.scalars if traffic else {})
                 asked.evaluation.build()
-                # With what evaluation alone takes from gin, too.
+                # Includes the parameters that evaluation alone takes from gin.
                 write_text(directory / CONFIG_FILE, gin.operative_config_str())
                 check_drawing()
 
@@ -303,7 +303,7 @@ def _training_graph(
 ) -> tuple[
     TrainGraph, simd.Program | None, Callable[[str, Start, RunConfig, tf.ConfigProto], Runner]
 ]:
-    """Builds the training step for a runtime; returns it, its program, what makes the runner."""
+    """Builds the training step for a runtime; returns it, its program and a runner factory."""
     features = batches.placeholders()
     cores = None
     if runtime.name != "placement_mesh":

@@ -42,7 +42,7 @@ def control_flow_v1() -> Iterator[None]:
 
 
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
-    """Puts something else into a function where it would capture a tensor from outside.
+    """Replaces tensors from outside that a function would otherwise capture.
 
     Read on TensorFlow 2.12 to 2.21: ``FuncGraph`` hands every tensor that an operation uses to its
     method ``capture``.

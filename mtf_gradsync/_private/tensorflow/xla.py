@@ -1,4 +1,4 @@
-"""TensorFlow's bridge to XLA, and operations of its own."""
+"""TensorFlow's bridge to XLA, and operations of XLA."""
 
 from __future__ import annotations
 
@@ -49,17 +49,14 @@ def xla_custom_call(
 def cross_replica_scatter(
     tensor: tf.Tensor, groups: Sequence[Sequence[int]], dimension: int
 ) -> tf.Tensor:
-    """A sum over groups of the cores of a TPU program, of which each core gets its own part.
+    """Returns this core's part of a sum over groups of the cores of a TPU program.
 
     ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
 
     Args:
-      tensor: what this core adds.
+      tensor: this core's summand.
       groups: lists of physical core numbers; the member at a position gets the part there.
-      dimension: the dimension that is cut, which the size of a group divides.
-
-    Returns:
-      The part of the sum.
+      dimension: the dimension to split, which the size of a group divides.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -119,7 +116,7 @@ class BridgeError(RuntimeError):
 
 
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
-    """What TensorFlow's bridge to XLA makes of a function, before any optimization.
+    """Returns the HLO that TensorFlow's bridge to XLA makes of a function, before optimization.
 
     Read on TensorFlow 2.12 to 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
     calls. It needs eager execution.
@@ -163,7 +160,7 @@ def hlo_module(serialized: bytes) -> Any:
 
 
 def xla_element_types() -> dict[str, int]:
-    """Name of each element type of XLA, as in "F32" -> its number in an ``HloModuleProto``.
+    """Returns XLA's element types, such as "F32", with their numbers in an ``HloModuleProto``.
 
     Read on TensorFlow 2.12 to 2.21.
     """

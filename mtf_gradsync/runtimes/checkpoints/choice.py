@@ -22,21 +22,21 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Finds the newest checkpoint of a directory, and reads it whole.
+    """Finds the newest checkpoint of a directory, and reads all of it to see that it is intact.
 
     Args:
-      model_dir: a directory.
-      skip_damaged: whether to go on from an older one where the newest is damaged, whose files are
-        put aside then.
-      say: takes a line about what is not as it should be.
-      skip_setting: what sets `skip_damaged`, for the error.
+      model_dir: the directory.
+      skip_damaged: whether to go on from an older checkpoint where the newest is damaged, whose
+        files are put aside then.
+      say: called with each line about a problem.
+      skip_setting: name of the setting that sets `skip_damaged`, for the error.
 
     Returns:
       Where a run begins.
 
     Raises:
       ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older
-        one is whole.
+        one is intact.
     """
     paths = _listed(model_dir)
     is_listed = bool(paths)
@@ -79,7 +79,7 @@ def choose_checkpoint(
 
 
 def newest(model_dir: str) -> Start:
-    """Returns the newest checkpoint of a directory, as its state file says; nothing is read."""
+    """Returns the newest checkpoint of a directory, as its state file says; reads no checkpoint."""
     kept = _listed(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):
         # A state file may be written by hand, to begin with what another run has trained.
@@ -90,7 +90,7 @@ def newest(model_dir: str) -> Start:
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
-    """Returns the newest checkpoint as the state file says, in this directory; None without any."""
+    """Returns the path of the newest checkpoint in a directory, as its state file says, or None."""
     return next(reversed(_listed(model_dir)), None)
 
 
@@ -100,7 +100,7 @@ def _chosen(paths: list[str]) -> Start:
 
 
 def _listed(model_dir: str) -> list[str]:
-    """The checkpoints that the state file lists, the newest last; none where it cannot be read."""
+    """Returns the checkpoints in the state file, the newest last; none where it cannot be read."""
     # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
     # a run would begin again from nothing.
     try:

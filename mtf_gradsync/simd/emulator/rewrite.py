@@ -120,7 +120,7 @@ class _Rewriter:
     # Inputs, seen from each side of the program's boundary.
 
     def _outside_input(self, source: str, number: int) -> list[str]:
-        """Returns an input of a node that stands outside, or that comes from outside."""
+        """Returns an input of an operation outside a program, or from outside."""
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
             inner, inner_number = facts.inputs(source)[0]
@@ -130,7 +130,7 @@ class _Rewriter:
             return [join_input(self._name(inner, number), inner_number), done]
         if source in facts.cluster:
             if node.op == "TPUReplicateMetadata":
-                # It stands at the start of the program: waiting for it is not waiting for the end.
+                # It is at the start of the program: waiting for it is not waiting for the end.
                 return ["^" + self._name(source, core) for core in self._cores(source)]
             return ["^" + self._done[facts.cluster[source]]]
         return [join_input(source, number)]
@@ -288,14 +288,14 @@ class _Rewriter:
             concat.attr["Tidx"].type = tf.int32.as_datatype_enum
 
     def _add_done(self) -> None:
-        """One operation per program that waits for everything with an effect, on all cores."""
+        """Adds one operation per program that waits for everything with an effect, on all cores."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:
             if name in facts.cluster:
                 continue
             for source, number in facts.inputs(name):
-                # Someone outside waits for this operation, so it has to run.
+                # An operation outside waits for this one, so it has to run.
                 if number != CONTROL or source not in facts.cluster:
                     continue
                 if not facts.context_of_output(source, number):
@@ -311,7 +311,7 @@ class _Rewriter:
     # Predicates that a group has to agree on.
 
     def _compared(self, text: str, predicate: str, core: int) -> str:
-        """The predicate that a core may use: itself, or what comes after its group compared it."""
+        """Returns the predicate for a core: itself, or the output of its group's comparison."""
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text
         return self._agreed.setdefault((predicate, core), self._compared_name(predicate, core))
@@ -349,7 +349,7 @@ class _Rewriter:
 
 
 def _data_first(inputs: Iterable[str]) -> list[str]:
-    """Data inputs in their order, then each control input once."""
+    """Returns data inputs in their order, then each control input once."""
     data: list[str] = []
     control: set[str] = set()
     for text in inputs:

@@ -1,4 +1,4 @@
-"""Runs an emulated TPU program, with fetches and feeds named by the user's own tensors."""
+"""Runs an emulated TPU program; fetches and feeds are the user's own tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PreparedGraph:
     """
 
     def __init__(self, source: tf.Graph, lowerings: Sequence[mtf.Lowering]):
-        check_can_be_emulated(GraphFacts(source.as_graph_def()))  # before anything is added to it
+        check_can_be_emulated(GraphFacts(source.as_graph_def()))  # before operations are added
         self.source = source
         self.ops = MasterOps(source, lowerings)
         self.version = source.version
@@ -68,7 +68,7 @@ class CpuReplicaSession(ReplicaSession):
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Any:
-        """See `ReplicaSession.run`.
+        """Runs the program once; see `ReplicaSession.run`.
 
         Raises:
           BranchDivergenceError: when cores that have to meet in a collective took different

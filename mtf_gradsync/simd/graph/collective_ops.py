@@ -1,4 +1,4 @@
-"""The operations through which the cores of a TPU program talk, and who talks to whom."""
+"""Reads the collective operations of a TPU program, and which cores take part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Collective(NamedTuple):
         ``CollectivePermute``, the cores that its pairs connect.
       pairs: ``CollectivePermute`` only: (source, target) core numbers.
       context: the loops and branches around it.
-      together: name of the group of sums that it is one of; "" for one that is made alone.
+      together: name of its group of sums; "" for a sum that is in none.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""What a graph's structure says: program order, and the loops and branches around each operation.
+"""The structure of a graph: program order, and the loops and branches around each operation.
 
-Everything in this package is one walk over a ``GraphDef``; the walk's results stand here. It reads
-control flow version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF makes.
+All other modules here use the results of this one walk over a ``GraphDef``. It reads control flow
+version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF makes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
     taken: bool
 
 
-# What stands around an operation, outermost first.
+# The loops and branches around an operation, outermost first.
 Context = Tuple[Union[Loop, Branch], ...]
 
 _PASS_THROUGH = frozenset(["Identity", "Enter", "RefEnter", "Switch", "RefSwitch"])
@@ -150,7 +150,7 @@ class GraphFacts:
             if not self._is_back_edge(source, name)
         ]
         if node.op in _MERGE:
-            # Both sides of a conditional meet here; what they share stands around both.
+            # Both sides of a conditional meet here; the context that they share is around both.
             shared = found[0]
             for other in found[1:]:
                 size = 0
@@ -183,11 +183,11 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """For the first Switch of each conditional, the predicate that its other ones test.
+        """Returns the predicate that a conditional's Switch nodes test, by its first Switch.
 
-        ``tf.cond`` makes Switch(p, p), which what has no inputs hangs on, and right after it
-        Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
-        only the Identity tells them apart.
+        ``tf.cond`` makes Switch(p, p), on which operations without inputs depend, and right after
+        it Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
+        only the Identity distinguishes them.
         """
         found: dict[str, str] = {}
         open_pivots: dict[str, list[str]] = collections.defaultdict(list)
@@ -199,7 +199,7 @@ class GraphFacts:
         return found
 
     def predicate_of(self, name: str) -> str:
-        """The predicate that a conditional's ``Switch`` stands for, as an input is spelled."""
+        """Returns the predicate of a conditional's ``Switch``, in the spelling of an input."""
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
@@ -211,7 +211,7 @@ class GraphFacts:
         return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
 
     def loop_of(self, name: str) -> Loop:
-        """Returns the loop that a node stands in first, not in a conditional inside of it."""
+        """Returns the innermost loop around a node that is in no conditional inside that loop."""
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop

@@ -1,4 +1,4 @@
-"""A program's communication as a table, as JSON and as a picture."""
+"""Reports a program's communication as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CommunicationRow:
 
     @property
     def where(self) -> str:
-        """The loop and the branches that it stands in, for people to read; "" outside all."""
+        """The loop and the branches around it, for people to read; "" outside all."""
         parts = []
         if self.loops:
             turns = "?" if self.turns is None else self.turns
@@ -87,7 +87,7 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationReport:
-    """What a program's cores exchange.
+    """The communication of a program: what its cores exchange.
 
     Attributes:
       rows: one row per operation, in program order.
@@ -99,17 +99,17 @@ class CommunicationReport:
 
     @property
     def every_step(self) -> Total:
-        """What runs on every step."""
+        """Total of the operations that run on every step."""
         return _total([r for r in self.rows if not r.is_conditional])
 
     @property
     def conditional(self) -> Total:
-        """What runs only when its branch is taken."""
+        """Total of the operations that run only when their branch is taken."""
         return _total([r for r in self.rows if r.is_conditional])
 
     @property
     def update_step(self) -> Total:
-        """What runs on a step that takes every branch, as an update step does."""
+        """Total of a step that takes every branch, as an update step does."""
         return _total(self.rows)
 
     def scalars(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ class CommunicationReport:
         return values
 
     def by_group(self) -> dict[str, Total]:
-        """Totals of an update step for each group, in order of first appearance."""
+        """Returns totals of an update step for each group, in order of first appearance."""
         groups: dict[str, list[CommunicationRow]] = {}
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
@@ -160,7 +160,7 @@ class CommunicationReport:
         )
 
     def to_json(self) -> str:
-        """The report as JSON text: "mesh", "rows" and "totals", with the attributes' names."""
+        """Returns the report as JSON: "mesh", "rows" and "totals", with the attributes' names."""
         content = {
             "mesh": self.mesh,
             "rows": [dataclasses.asdict(row) for row in self.rows],

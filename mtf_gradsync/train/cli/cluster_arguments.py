@@ -1,4 +1,4 @@
-"""The arguments that make a run one of several processes."""
+"""The command-line arguments of a run of several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROCESS = ("coordinator", "num_processes", "process_id")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what says which processes there are, and which this one is."""
+    """Adds the arguments that say which processes there are, and which of them this one is."""
     group = parser.add_argument_group(
         "several processes",
         "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and\n"
@@ -61,7 +61,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_task(args: argparse.Namespace) -> Task | None:
-    """Returns the task that this process is, by the flags, or TF_CONFIG where they are absent.
+    """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
 
     Returns:
       The task; None for a run in one process.
@@ -88,7 +88,7 @@ def given_task(args: argparse.Namespace) -> Task | None:
 
 
 def given_process(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns which process of XLA devices this is, by the names of `run_on_processes`.
+    """Returns the flags of a process of XLA devices, by the argument names of `run_on_processes`.
 
     Returns:
       The flags; None without any.

@@ -1,8 +1,8 @@
-"""Finds what is misspelt in gin files and bindings, without importing what they configure.
+"""Finds misspelt names in gin files and bindings, without importing what they configure.
 
-The configurables of this package and of Mesh-TensorFlow are read from their sources. What others
-register is not known here: where a file imports other modules, names that are not found are left
-to gin, which knows all of them once they are imported.
+The configurables of this package and of Mesh-TensorFlow are read from their sources. Those of
+other modules are not known here: where a file imports some, gin checks the names that are not
+found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_GIN = ("gin.macro", "gin.constant", "gin.singleton")
 
 
 class _Use(NamedTuple):
-    """A name that gin files use.
+    """A name in a gin file.
 
     Attributes:
       selector: of a configurable.
@@ -45,7 +45,7 @@ class _Use(NamedTuple):
 def check_spelling(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> None:
-    """Checks files and bindings as far as it can be done in a moment.
+    """Raises an error for what is misspelt, as far as it can be found in a moment.
 
     Args:
       gin_files: as for `mtf_gradsync.train.gin_files.load`.
@@ -94,7 +94,7 @@ def _is_registered(selector: str) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def known_configurables() -> dict[str, tuple[str, ...] | None]:
-    """What this package and Mesh-TensorFlow register with gin, read from their sources.
+    """Returns what this package and Mesh-TensorFlow register with gin, by their sources.
 
     Returns:
       Parameters by full name; None where they are not to be seen, as with ``**kwargs``.
@@ -147,7 +147,7 @@ class _Reader(config_parser.ParserDelegate):
 
     Attributes:
       uses: the names in them.
-      imports_others: whether they import what is not known here.
+      imports_others: whether they import modules that are not known here.
       is_dynamic: whether they register what they import, by gin's dynamic registration.
     """
 
@@ -158,7 +158,7 @@ class _Reader(config_parser.ParserDelegate):
         self.imports_others = self.is_dynamic = False
 
     def read_file(self, name: str) -> None:
-        """Reads a file; one that only gin's other readers can open counts as unknown."""
+        """Reads a file; one that only gin's other readers can open counts as an import."""
         for prefix in self._prefixes:
             path = os.path.join(prefix, name)
             if os.path.isfile(path):
@@ -212,7 +212,7 @@ class _Reader(config_parser.ParserDelegate):
 
 
 def _unreadable(error: Exception, text: str) -> str:
-    """What is wrong with a statement, and what would do."""
+    """Returns what is wrong with a statement, and how to write it."""
     if isinstance(error, tokenize.TokenError):
         return "it ends in the middle of a value"
     line = (getattr(error, "text", None) or text).strip()

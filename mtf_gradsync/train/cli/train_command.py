@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     files = gin_file_names(args)
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
     with loaded_config(args):
-        # Not above: these take seconds, which `--help` need not.
+        # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.on_cluster import run_on_cluster
         from mtf_gradsync.train.on_processes import run_on_processes

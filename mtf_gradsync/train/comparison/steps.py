@@ -1,4 +1,4 @@
-"""What a config's training step exchanges, with bare Mesh-TensorFlow and with its own optimizer."""
+"""Builds a config's training step with and without wrappers, and lists what each exchanges."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Step(NamedTuple):
     """The communication of one training step.
 
     Attributes:
-      optimizers: class names, from the outside in.
-      collectives: of the SIMD program.
+      optimizers: class names, outermost first.
+      collectives: those of the SIMD program.
       part: for each row of `collectives` by name, which of `PARTS` it belongs to.
-      transfers: between the devices of a placement mesh; None where that was not asked for.
+      transfers: copies between the devices of a placement mesh; None if they were not listed.
     """
 
     optimizers: tuple[str, ...]
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
     wrapped: Step
 
     def to_json(self) -> str:
-        """All rows and totals as JSON text, in the form of `simd.CommunicationReport.to_json`."""
+        """Returns all rows and totals as JSON text; see `simd.CommunicationReport.to_json`."""
         content: dict[str, Any] = {"mesh": self.mesh}
         for name, step in (("bare", self.bare), ("wrapped", self.wrapped)):
             collectives = json.loads(step.collectives.to_json())
@@ -122,7 +122,7 @@ def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
 
 def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
     mesh = job.model.mesh
-    # Not the config's devices, which may all be one: what is copied does not depend on them.
+    # Not the config's devices, which may all be the same: copies do not depend on them.
     devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
     mesh_impl = mesh.placement_mesh(devices)
     with tf.Graph().as_default():

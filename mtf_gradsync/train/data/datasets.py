@@ -17,7 +17,7 @@ from mtf_gradsync.train.data import text as text_lib
 from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
 from mtf_gradsync.train.errors import ConfigError, first_line
 
-# What mesh_tensorflow.transformer models read; data sets often carry more (plain text, ids).
+# What mesh_tensorflow.transformer models read; data sets often have more (plain text, ids).
 MODEL_FEATURES = (
     "inputs",
     "inputs_position",
@@ -141,7 +141,10 @@ def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """`dataset.map` of a function without control flow, which AutoGraph takes half a second for."""
+    """Returns `dataset.map` of a function without control flow, without AutoGraph.
+
+    AutoGraph takes half a second.
+    """
     return dataset.map(tf.autograph.experimental.do_not_convert(function))
 
 

@@ -1,4 +1,4 @@
-"""Text that a trained language model writes."""
+"""Samples of text from a trained language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtf_gradsync.train.model import ModelSettings
 
 
 class Sample(NamedTuple):
-    """A prompt, and what the model wrote after it."""
+    """A prompt, and the text that the model wrote after it."""
 
     prompt: str
     continuation: str
@@ -66,7 +66,7 @@ def sample(
             f"got {temperature!r} and {keep_top_k!r}"
         )
     vocabulary = evaluator.settings.vocabulary
-    # Fixed before writing, because a full sequence has no place for a continuation.
+    # Decided before writing, because a full sequence has no place for a continuation.
     given = np.array(evaluator.batches[0]["targets"])[:, :prompt_tokens]
     rows = np.flatnonzero(np.all(given > 0, axis=1))
     num_samples = min(num_samples, len(rows))
@@ -140,7 +140,7 @@ def _written(
     keep_top_k: int,
     seed: int,
 ) -> list[list[int]]:
-    """What the model writes after prompts ``[samples, tokens]``: ids, for each prompt."""
+    """Returns the ids that the model writes after each of the prompts ``[samples, tokens]``."""
     length = evaluator.settings.sequence_length["targets"]
     random = np.random.RandomState(seed)
     count, position = prompts.shape

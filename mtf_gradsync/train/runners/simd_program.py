@@ -15,7 +15,7 @@ from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import GraphRunner
 from mtf_gradsync.train.train_graph import TrainGraph
 
-# Several processes ask each other this often whether one has got a signal to stop.
+# Every this many steps several processes exchange whether one has received a signal to stop.
 _AGREE_STEPS = 10
 
 
@@ -31,15 +31,15 @@ class SimdProgramRunner(GraphRunner):
         keep_checkpoint_max: int | None,
         place: OnCores,
     ):
-        """Adds what it needs to the default graph; see `GraphRunner`.
+        """Adds what it needs to the default graph.
 
         Args:
-          graph: as there.
-          batches: as there.
-          model_dir: as there.
-          start: as there.
-          keep_checkpoint_max: as there.
-          place: where it runs.
+          graph: see `GraphRunner`.
+          batches: see `GraphRunner`.
+          model_dir: see `GraphRunner`.
+          start: see `GraphRunner`.
+          keep_checkpoint_max: see `GraphRunner`.
+          place: the runtime.
         """
         super().__init__(graph, batches, model_dir, start, keep_checkpoint_max, copies=False)
         scaffold = tf.train.Scaffold(local_init_op=tf.tables_initializer())

@@ -1,9 +1,9 @@
-"""What stands in a core's program for operations that TensorFlow's bridge to XLA gets wrong.
+"""Replaces operations that TensorFlow's bridge to XLA gets wrong in a core's program.
 
-The collectives become custom calls that say which they were; `stablehlo` puts XLA's own in
-their place. (The bridge knows collectives on a TPU only, and before TensorFlow 2.18 not even the
-sum.) Random operations draw from a counter that every core has for itself, so that numbers differ
-by core and by step, and follow the seeds.
+The collectives become custom calls that name them; `stablehlo` replaces those by XLA's own. (The
+bridge knows collectives on a TPU only, and before TensorFlow 2.18 not even the sum.) Random
+operations draw from a counter that every core has for itself, so that numbers differ by core and
+by step, and depend on the seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph.functional import StandIn
 
-# Target of a custom call -> the collective that it stands for.
+# Target of a custom call -> the collective that it replaces.
 COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in (*COLLECTIVE_TYPES, "AllGather")}
 
 # Random operations that XLA would draw from one state that all cores and all steps share.
@@ -42,11 +42,11 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     Args:
       node: the collective.
-      data: what is sent, and who talks to whom, a constant; for a reduce-scatter also the
+      data: the operand, and the groups of cores, a constant; for a reduce-scatter also the
         dimension, likewise.
 
     Returns:
-      What is received.
+      The result of the collective.
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
@@ -68,7 +68,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Makes random operations that draw from a state, in place of TensorFlow's stateful ones."""
+    """Replaces TensorFlow's stateful random operations by ones that draw from a state."""
 
     def __init__(self, state: Any):
         """Begins a program.
@@ -79,7 +79,7 @@ class Randomness:
         self._state = state
 
     def stand_ins(self) -> dict[str, StandIn]:
-        """By type of the operation that they stand for."""
+        """Returns the replacements, by type of the operation that they replace."""
         raw = tf.raw_ops
         floats = {
             "RandomUniform": raw.StatelessRandomUniformV2,

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a folder's values, for any of the runtimes to continue."""
+"""Writes an exported step's values as a checkpoint, from which any runtime can continue."""
 
 from __future__ import annotations
 

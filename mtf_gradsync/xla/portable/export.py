@@ -52,11 +52,11 @@ def export(
     """Writes a program to a folder that any machine with numpy and jax runs.
 
     The folder holds the program as StableHLO, the values of its variables, a manifest and a runner:
-    ``python FOLDER/run.py --help``. It needs no devices here. See ``docs/portable.md``.
+    ``python FOLDER/run.py --help``. Exporting needs no devices. See ``docs/portable.md``.
 
-    Only the program goes along, not what stands outside: what is made outside from placeholders
+    Only the program is exported, not what is outside: a value made outside from placeholders
     or variables (a learning rate from a step counter, say) becomes an input, to be given at each
-    step; what is made of constants, or of `keep`, is kept in the folder.
+    step; a value made of constants, or of `keep`, is stored in the folder.
 
     Args:
       program: what `tpu_program` yielded, with the whole model built.
@@ -102,7 +102,7 @@ def export(
         for name, given in called.items():
             contents.add_input(name, given, host, opened, fed)
         meshed = entries.mesh_variables(host.lowerings)
-        # A counter that the program reads and the host counts up.
+        # The program reads this counter, and the host increments it.
         counted = {
             v
             for position, v in enumerate(replica.inputs)
@@ -112,7 +112,7 @@ def export(
         in_slices = {n for v in variables for n in entries.master_names(v, meshed)}
         others = host.others(held | in_slices)
         values = host.values(sorted({*held, *others}), session or opened)
-    # What numpy's files cannot hold without pickle: strings, which no program trains.
+    # numpy's files cannot hold strings without pickle; no program trains them.
     others = [name for name in others if values[name].dtype != object]
     step = 0 if host.counter is None else int(values[host.counter])
     for variable in variables:
@@ -156,7 +156,7 @@ def export(
 
 
 class _Contents:
-    """What a folder holds of a program's parameters.
+    """The values of a program's parameters, and their entries in the manifest.
 
     Attributes:
       parameters: their entries in the manifest, in the program's order.
@@ -175,7 +175,7 @@ class _Contents:
         session: tf.Session,
         fed: Mapping[str, Any],
     ) -> None:
-        """Adds an input, with its value where that is the same in every step."""
+        """Adds an input, with its value if that is the same in every step."""
         if all(host.outside.is_fixed(source, fed) for source in given.sources):
             self.parameters.append(entries.describe_input(name, given, "kept"))
             sources = self.parameters[-1]["sources"]
@@ -197,7 +197,7 @@ class _Contents:
     def add(
         self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
     ) -> None:
-        """Adds what has a value on each core; `describe` gets each core's row of the array."""
+        """Adds a parameter by its value on each core; `describe` takes each core's row."""
         value, rows = distinct(per_core)
         self.parameters.append(describe(rows))
         self.arrays[key_of(self.parameters[-1])] = value
@@ -217,7 +217,7 @@ def _fetch_names(
             if element.name not in cluster:
                 raise ValueError(
                     f"The operation {element.name!r} stands outside the program and cannot be "
-                    "taken along. Build it inside simd.tpu_program(...), or leave it out."
+                    "exported. Build it inside simd.tpu_program(...), or remove it from fetches."
                 )
             continue
         found[split_input(element.name)[0] if name is None else name] = element.name

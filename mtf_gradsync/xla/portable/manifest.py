@@ -1,4 +1,4 @@
-"""Describes a core's program to a runner that knows no TensorFlow."""
+"""Describes a core's program for a runner without TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANDOM_STATE = "random_state"
 
 
 def made_by() -> dict[str, str]:
-    """Returns the versions of what makes a folder."""
+    """Returns the versions of the libraries that write a folder."""
     names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
     found = {"tensorflow": tf.__version__}
     for name, distribution in names.items():
@@ -28,15 +28,12 @@ def made_by() -> dict[str, str]:
 def input_names(
     inputs: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """What the inputs of a program are called.
+    """Returns the inputs of a program by name, in their order.
 
     Args:
-      inputs: of the program; variables are left out.
+      inputs: the program's inputs; its variables among them are skipped.
       names: name -> tensor: one that the program reads from outside, or what
-        `Program.per_replica` returned. The others are called after their operations.
-
-    Returns:
-      The inputs by name, in their order.
+        `Program.per_replica` returned. Other inputs are named after their operations.
 
     Raises:
       ValueError: when the program does not read such a tensor, or names are not unique.
@@ -72,9 +69,9 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
     """Returns the manifest's entry of an input.
 
     Args:
-      name: what it is called.
+      name: name of the input.
       given: the input.
-      default: what stands where none is given: "kept" for a value in the folder, "step" for the
+      default: the value if none is given: "kept" for a value in the folder, "step" for the
         number of steps made before, None for nothing.
     """
     found = list(dict.fromkeys(given.sources))
@@ -90,11 +87,11 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
 
 
 def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
-    """Mesh-TensorFlow's variables and their meshes, by the name of the first core's slice."""
+    """Returns Mesh-TensorFlow's variables and their meshes, by the name of core 0's slice."""
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
-            # Outside a program, what stands for the slices stands for the first one.
+            # Outside a program, the first slice's name is used for all slices.
             first = laid_out.laid_out_tensor.all_slices[0].get()
             found[first.op.name] = variable, lowering.mesh_impl(variable)
     return found
@@ -103,7 +100,7 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
 def master_names(
     given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
 ) -> list[str]:
-    """Returns the global variables that a program's variable holds in slices."""
+    """Returns the names of the global variables of which a program's variable is a slice."""
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
 
@@ -118,7 +115,7 @@ def describe_variable(
     Args:
       given: the variable.
       mesh_variables: what `mesh_variables` returned.
-      rows: which of its different values each core has.
+      rows: for each core the row of its value among the different values.
 
     Returns:
       The entry. A Mesh-TensorFlow variable has its own name, others have their operation's.
@@ -136,7 +133,7 @@ def describe_variable(
 
 
 def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
-    """Returns how the slices of a variable are put together: from which core each comes."""
+    """Returns how a variable is assembled from its slices: from which core each part is taken."""
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}
     for logical in range(impl.size):
@@ -174,8 +171,8 @@ def describe_results(
     Args:
       replica: the program.
       lowered: the program as StableHLO.
-      parameters: the entries of what it takes.
-      names: name of a fetch -> which of the program's fetches it is.
+      parameters: the entries of its parameters.
+      names: name of a fetch -> its number among the program's fetches.
       graph: the user's graph.
 
     Returns:
@@ -193,7 +190,7 @@ def describe_results(
             }
         )
     nothing: dict[str, Any] = {"fetches": [], "updates": None, "dtype": "float32", "shape": []}
-    # A program that fetches nothing returns a number all the same.
+    # A program that fetches nothing still returns a number.
     results += [nothing] * (lowered.num_fetches - len(results))
     for parameter in lowered.updated:
         updated = parameters[parameter]

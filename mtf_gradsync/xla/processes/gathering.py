@@ -1,7 +1,7 @@
 """Exchanges values of the host between all processes of a job.
 
 All processes have to call each function here, in the same order. Each takes part with one device:
-once it has its values, nothing of the exchange runs any more.
+once that has its values, the exchange is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtf_gradsync.xla.runner.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
 
-# Of one process's values that are exchanged at a time.
+# Bytes of one process's values that are exchanged at a time.
 _PIECE_BYTES = 64 << 20
 _TEXT_BYTES = 600
 
@@ -27,13 +27,13 @@ def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the values of all processes.
 
     Args:
-      values: this process's; the others' have the same shapes and dtypes.
+      values: this process's values; the others' have the same shapes and dtypes.
 
     Returns:
       For each value: array ``[processes, ...]``.
 
     Raises:
-      ProcessesError: when the others' have not.
+      ProcessesError: when the others' have other shapes or dtypes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     return [g for piece in _pieces(values) for g in _exchanged(piece)]
@@ -43,13 +43,10 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the values of process 0.
 
     Args:
-      values: this process's; the others' have the same shapes and dtypes.
-
-    Returns:
-      Process 0's.
+      values: this process's values; the others' have the same shapes and dtypes.
 
     Raises:
-      ProcessesError: when the others' have not.
+      ProcessesError: when the others' have other shapes or dtypes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     import jax
@@ -65,16 +62,16 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def together(work: Callable[[], _Result]) -> _Result:
-    """Does something on every process, and waits until all have done it.
+    """Calls a function on every process, and waits until all have done so.
 
     Args:
-      work: what to do.
+      work: the function.
 
     Returns:
-      What it returned here.
+      Its result here.
 
     Raises:
-      ProcessesError: when it failed on another process. Here it raises what it raises.
+      ProcessesError: when it failed on another process. If it failed here, its own error is raised.
     """
     try:
         result = work()
@@ -88,14 +85,14 @@ def together(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Checks that all processes have the same.
+    """Raises an error unless all processes have the same content.
 
     Args:
-      what: for the error.
-      content: this process's.
+      what: name of the content, for the error.
+      content: this process's content.
 
     Raises:
-      ProcessesError: names the processes whose content is another than process 0's.
+      ProcessesError: names the processes whose content differs from process 0's.
     """
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
@@ -159,7 +156,7 @@ def _crossed(words: np.ndarray, how: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=None)
 def _crossing(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Returns a device of each process, and what brings values from each to all of them."""
+    """Returns a device of each process, and a program that sends each one's values to all."""
     import jax
 
     first: dict[int, Any] = {}

@@ -17,13 +17,13 @@ _INSTALL_JAX = "jax>=0.4.30,<0.13"
 
 
 class RefusedError(StepError):
-    """XLA cannot read a program, or not compile it."""
+    """XLA cannot read a program, or cannot compile it."""
 
 
 def compiled(
     program: bytes | str, devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compiles a program that jax did not make, one replica of it for each device, and loads it.
+    """Compiles and loads a program that jax did not make, one replica of it for each device.
 
     Args:
       program: StableHLO, as text or as a portable artifact.
@@ -34,9 +34,9 @@ def compiled(
       The executable, for `LoadedProgram`.
 
     Raises:
-      RefusedError: when this jax cannot.
+      RefusedError: when this jax cannot compile the program.
       DevicesError: when the devices have no room for it.
-      StepError: when this jax wants to be called otherwise than those that are known here.
+      StepError: when this jax has another interface than the versions that are known here.
     """
     import jax
 
@@ -102,10 +102,10 @@ def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
 
 
 class LoadedProgram:
-    """A program that is ready to run, and what is known of how this jaxlib wants to be called.
+    """A program that is ready to run, with the interface of this jaxlib.
 
     Attributes:
-      executable: what `compiled` or `loaded_executable` returned.
+      executable: an executable from `compiled` or `loaded_executable`.
     """
 
     def __init__(self, executable: Any, devices: Sequence[Any]):
@@ -120,18 +120,19 @@ class LoadedProgram:
         # jaxlib 0.4 takes the arrays of the devices as they are; joining them takes time.
         self._joins = hasattr(devices[0].client, "compile_and_load") or not is_alone
         self._waits = not is_alone and devices[0].platform == "cpu"
-        # They make one joined array of each result, without one for each device, in a quarter of
+        # These make one joined array of each result, without one for each device, in a quarter of
         # the time that jax's public way takes.
         self._handlers: list[Any] = []
 
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
-        """Runs it once; returns at once where it may, with results that may not be there yet.
+        """Runs the program once, and may return before the results are there.
 
         Args:
-          arguments: for each parameter. Those that results are written over are gone.
+          arguments: a value for each parameter. Those that results are written over cannot be used
+            again.
 
         Returns:
-          For each result.
+          A value for each result.
         """
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 

@@ -1,4 +1,4 @@
-"""A step whose variables stay on the devices."""
+"""Step: a training step whose variables stay on the devices."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .turns import wait_for_turn
 
 
 class Input(NamedTuple):
-    """What a step has to be given, or may be.
+    """An input of a step.
 
     Attributes:
-      name: of the input.
-      shape: of the array. Where cores read different rows of it, they are along its first
+      name: the input's name.
+      shape: shape of the array. Where cores read different rows of it, they are along its first
         dimension.
-      dtype: numpy's.
-      default: what stands where none is given: "kept" for the folder's value, "step" for the
-        number of steps made before, None for nothing.
+      dtype: numpy's dtype.
+      default: the value if none is given: "kept" for the folder's value, "step" for the number of
+        steps made before, None for nothing.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Input(NamedTuple):
 
 
 class Fetched(Mapping):
-    """The values that a step returned, by name. Asking for one waits for the step.
+    """The values that a step returned, by name. Reading one waits for the step.
 
     A value is that of this process's first core; `per_core` has all of this process's.
     """
@@ -77,14 +77,14 @@ class Fetched(Mapping):
 
 
 class Step:
-    """A step whose variables stay on the devices, where new values are written over the old ones.
+    """A training step whose variables stay on the devices, where new values overwrite the old ones.
 
     Attributes:
-      manifest: what manifest.json says.
-      inputs: what the step reads.
+      manifest: content of manifest.json.
+      inputs: the inputs that the step reads.
       devices: a jax device for each core.
       cores: numbers of this process's cores.
-      steps: made so far, those before the folder was written included.
+      steps: steps made so far, including those before the folder was written.
     """
 
     @classmethod
@@ -147,11 +147,11 @@ class Step:
                     self._on_devices[p["name"]] = self._put(per_core)
 
     def __call__(self, inputs: Mapping[str, Any] | None = None) -> Fetched:
-        """Makes a step. It returns at once; steps run in the order of the calls.
+        """Makes a step; returns at once, and steps run in the order of the calls.
 
         Args:
-          inputs: name -> array. Those that the folder keeps a value for, and the
-            step counter, need not be given.
+          inputs: name -> array. Those that the folder has a value for, and the step counter, need
+            not be given.
 
         Returns:
           The fetches.
@@ -229,7 +229,7 @@ class Step:
             write_folder(Path(folder), manifest, arrays, others, replace)
 
     def _finish(self) -> None:
-        """Waits for what another program of all processes could mix its values up with."""
+        """Waits for steps that could mix up their values with another program of all processes."""
         with explained():
             wait_for_turn()
 
@@ -262,7 +262,7 @@ class Step:
                         f"and the step reads {expected.dtype.name}{list(expected.shape)}. Cast or "
                         "cut it, or export the step for such a batch."
                     )
-                # A copy: the caller may write something else there while the step waits.
+                # A copy: the caller may write to the array while the step waits.
                 value = np.array(value)
                 rows = self._given[expected.name]["rows"]
                 found[expected.name] = [
@@ -272,7 +272,7 @@ class Step:
 
 
 def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
-    """What a step reads, as its manifest says."""
+    """Returns the inputs of a step that its manifest lists."""
     found = []
     for p in manifest["parameters"]:
         if p["kind"] == "input":
