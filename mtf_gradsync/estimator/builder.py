@@ -127,7 +127,7 @@ class SpecBuilder:
                 step = tf.train.get_or_create_global_step()
                 done.append(tf.assign_add(step, tf.constant(1, step.dtype.base_dtype)).op)
         train_op = tf.group(*done)
-        scalars = summaries_lib.collected(lowering, shown)
+        scalars = summaries_lib.scalars_to_write(lowering, shown)
         config = self._config
         model_dir = getattr(config, "model_dir", None)
         with outside_programs():

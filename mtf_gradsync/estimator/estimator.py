@@ -211,7 +211,7 @@ class Estimator:
             input.
         """
         _check_positive(steps=steps)
-        start = self._restored(checkpoint_path)
+        start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.EVAL)
             evaluation = Evaluation(spec, place.program is not None)
@@ -249,7 +249,7 @@ class Estimator:
           ValueError: there is no checkpoint, or it has no averages, no such key, or predictions of
             a batch differ in length.
         """
-        start = self._restored(checkpoint_path)
+        start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT)
             predictions = chosen(spec.predictions, predict_keys)
@@ -285,7 +285,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or it has no averages.
         """
-        start = self._restored(checkpoint_path)
+        start = self._start(checkpoint_path)
         with self._graph():
             received = serving_input_receiver_fn()
             spec, scaffold = self._model.spec(
@@ -323,7 +323,7 @@ class Estimator:
     def _setting(self, name: str) -> Any:
         return getattr(self.config, name, None)
 
-    def _restored(self, path: str | None) -> Start:
+    def _start(self, path: str | None) -> Start:
         """Returns the checkpoint that an evaluation begins with."""
         path = path or self.latest_checkpoint()
         if not path:

@@ -9,7 +9,7 @@ from typing import Any, Callable
 from mtf_gradsync._private.libraries import tf
 
 
-def call_with_known(fn: Callable[..., Any], **known: Any) -> Any:
+def call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
     """Calls a function with those of the arguments that its signature names, as Estimator does.
 
     Arguments that a `functools.partial` has already are not replaced.
@@ -19,7 +19,7 @@ def call_with_known(fn: Callable[..., Any], **known: Any) -> Any:
     return fn(**{name: value for name, value in known.items() if name in names})
 
 
-def give(params: Any, **items: Any) -> Any:
+def set_items(params: Any, **items: Any) -> Any:
     """Adds items to params, which are a dict or something with attributes.
 
     Raises:
@@ -39,7 +39,7 @@ def give(params: Any, **items: Any) -> Any:
     return params
 
 
-class Begin(tf.train.SessionRunHook):
+class InitializeIterator(tf.train.SessionRunHook):
     """Initializes an iterator in every new session."""
 
     def __init__(self, initializer: tf.Operation):
@@ -70,11 +70,11 @@ def features_and_labels(
     Raises:
       TypeError: it returns something else.
     """
-    result = call_with_known(input_fn, mode=mode, params=params, config=config)
+    result = call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []
     if isinstance(result, (tf.data.Dataset, tf.compat.v2.data.Dataset)):
         iterator = tf.data.make_initializable_iterator(result)
-        hooks.append(Begin(iterator.initializer))
+        hooks.append(InitializeIterator(iterator.initializer))
         result = iterator.get_next()
     if isinstance(result, (list, tuple)):
         if len(result) != 2:

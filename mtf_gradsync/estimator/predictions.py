@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Iterator, Sequence
 
 
-def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
+def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
     """Returns the predictions with the given keys; all of them for None.
 
     Raises:

@@ -18,7 +18,7 @@ _SCALAR = tf.SummaryMetadata(
 )
 
 
-def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+def scalars_to_write(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     """Returns the scalars to write: the given ones, and those of `mtf.scalar_summary` in the graph.
 
     Args:

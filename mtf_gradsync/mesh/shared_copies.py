@@ -31,10 +31,10 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
             alike.setdefault(tuple(id(x[processor]) for x in inputs), []).append(processor)
         for members in alike.values():
             arguments = [x[members[0]] for x in inputs]
-            first = _home(mesh_impl, members, arguments)
-            made_before = tf.get_default_graph().version
+            first = _member_with_argument(mesh_impl, members, arguments)
+            num_before = tf.get_default_graph().version
             result[first] = _call(mesh_impl, first, fn, inputs)
-            shared = len(members) == 1 or not _has_state(made_before)
+            shared = len(members) == 1 or not _has_state(num_before)
             for member in members:
                 if member != first:
                     result[member] = (
@@ -72,21 +72,21 @@ def _call(mesh_impl: Any, processor: int, fn: Callable[..., Any], inputs: Sequen
     return mtf.parallel([mesh_impl.devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
 
 
-def _home(mesh_impl: Any, members: list[int], arguments: Sequence[Any]) -> int:
+def _member_with_argument(mesh_impl: Any, members: list[int], arguments: Sequence[Any]) -> int:
     """Returns the member whose device holds an argument: chains of operations stay on a device."""
     if len(members) > 1:
         devices = {full_name(mesh_impl.devices[member]): member for member in members}
         for argument in arguments:
             if isinstance(argument, (tf.Tensor, tf.Variable)):
-                home = devices.get(full_name(argument.device))
-                if home is not None:
-                    return home
+                member = devices.get(full_name(argument.device))
+                if member is not None:
+                    return member
     return members[0]
 
 
-def _has_state(made_before: int) -> bool:
-    """Returns whether an operation that the graph has beyond `made_before` has state of its own."""
-    made = tf.get_default_graph().get_operations()[made_before:]
+def _has_state(num_before: int) -> bool:
+    """Returns whether an operation that the graph has beyond `num_before` has state of its own."""
+    made = tf.get_default_graph().get_operations()[num_before:]
     return any(op.op_def.is_stateful and op.type not in _REPEATABLE for op in made)
 
 

@@ -81,7 +81,7 @@ class Host:
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
         self._me, self._facts, self._place = me, facts, place
-        self._there: dict[int, tuple[Member, Connection]] = {}
+        self._arrived: dict[int, tuple[Member, Connection]] = {}
         self._challenged: dict[int, str] = {}  # what the processes that are there have asked
         self._selector = selectors.DefaultSelector()
         self._strangers: list[_Stranger] = []
@@ -92,7 +92,7 @@ class Host:
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
             try:
-                while len(self._there) < len(names) - 1:
+                while len(self._arrived) < len(names) - 1:
                     self._check_time(names, end)
                     self._drop_idle(max(len(names), _STRANGERS))
                     for key, _ in self._selector.select(_PAUSE_S):
@@ -102,17 +102,17 @@ class Host:
                             self._greet(key.data, len(names))
                         else:
                             # Nobody has a reason to speak: it is gone, and may be started again.
-                            del self._there[key.data]
+                            del self._arrived[key.data]
                             gone = cast("Connection", key.fileobj)
                             self._selector.unregister(gone)
                             gone.close()
             finally:
                 for stranger in list(self._strangers):
                     self._drop(stranger)
-        for index, (_, connection) in self._there.items():
+        for index, (_, connection) in self._arrived.items():
             answer = secret.proof("process 0", self._challenged[index])
             self._tell(connection, all_here=self._me, proof=answer)
-        return dict(self._there.values())
+        return dict(self._arrived.values())
 
     def _accept(self, server: socket.socket) -> None:
         try:
@@ -164,17 +164,17 @@ class Host:
         if not 0 < member.index < num_processes:
             self._drop(stranger)
             return
-        if member.index in self._there:
-            twin = self._there[member.index][0]
+        if member.index in self._arrived:
+            twin = self._arrived[member.index][0]
             self._refuse(connection, f"{twin} and {member} have the same number")
         self._strangers.remove(stranger)
         self._selector.modify(connection, selectors.EVENT_READ, member.index)
-        self._there[member.index] = member, connection
+        self._arrived[member.index] = member, connection
         self._challenged[member.index] = said.challenge
 
     def _check_time(self, names: Sequence[str], end: float) -> None:
         if time.monotonic() > end:
-            missing = [name for i, name in enumerate(names) if i and i not in self._there]
+            missing = [name for i, name in enumerate(names) if i and i not in self._arrived]
             denied = f". Somebody called who has another {secret.VARIABLE}" if self._denied else ""
             self._refuse(
                 None,
@@ -191,7 +191,7 @@ class Host:
     ) -> None:
         """Ends the start with an error, here and on the processes that wait."""
         missing = error is MissingProcessesError
-        for other in [connection, *(c for _, c in self._there.values())]:
+        for other in [connection, *(c for _, c in self._arrived.values())]:
             if other is not None:
                 self._tell(other, refused=reason, missing=missing)
                 other.close()

@@ -102,7 +102,7 @@ def _connected(place: Place) -> Connection:
     return Connection(sock)
 
 
-def _said(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
+def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
     """Yields the messages of process 0 until a time is up."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -112,7 +112,7 @@ def _said(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
 
 def _challenge(connection: Connection, end: float) -> str:
     """Returns the challenge that process 0 sends first."""
-    for message in _said(connection, end):
+    for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):
             return message["challenge"]
         break
@@ -121,7 +121,7 @@ def _challenge(connection: Connection, end: float) -> str:
 
 def _welcome(connection: Connection, place: Place, first: str, mine: str, end: float) -> Member:
     """Waits until process 0 says that all are there, and returns the member that process 0 is."""
-    for message in _said(connection, end):
+    for message in _messages_of_host(connection, end):
         if "denied" in message:
             here = "has one" if secret.is_set() else "has none"
             raise ProcessesError(

@@ -118,7 +118,7 @@ class Watchdog:
         self._finished.wait(_GRACE_S)
 
     @contextlib.contextmanager
-    def spoken_for(self) -> Iterator[None]:
+    def beating_by_proxy(self) -> Iterator[None]:
         """Lets a separate process send the beats meanwhile; it stops when this one does."""
         with self._descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
@@ -312,12 +312,12 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
+def beats_go_on() -> Iterator[None]:
     """Sends beats from a separate process while Python's interpreter lock is held for long."""
     if _running is None:
         yield
         return
-    with _running.spoken_for():
+    with _running.beating_by_proxy():
         yield
 
 

@@ -36,7 +36,7 @@ class ProgramSession(_SessionInterface):
         """Runs a step; see ``tf.Session.run``. Options and metadata are ignored."""
         del options, run_metadata
         flat: list[Any] = []
-        rebuild = _taken_apart(fetches, flat)
+        rebuild = _flatten(fetches, flat)
         return rebuild(iter(self._session.run(flat, feed_dict)))
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class ProgramSession(_SessionInterface):
         self._session.close()
 
 
-def _taken_apart(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
+def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
     """Appends the single fetches of a structure to a list; returns a function that rebuilds it.
 
     Fetches of hooks are in a dict by hook; `tf.nest` would sort its keys, which have no order.
@@ -52,10 +52,10 @@ def _taken_apart(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
     if fetches is None:
         return lambda values: None
     if isinstance(fetches, dict):
-        parts = {key: _taken_apart(value, flat) for key, value in fetches.items()}
+        parts = {key: _flatten(value, flat) for key, value in fetches.items()}
         return lambda values: {key: part(values) for key, part in parts.items()}
     if isinstance(fetches, (list, tuple)):
-        each = [_taken_apart(value, flat) for value in fetches]
+        each = [_flatten(value, flat) for value in fetches]
         kind = type(fetches)
         if hasattr(fetches, "_fields"):
             return lambda values: kind(*(part(values) for part in each))

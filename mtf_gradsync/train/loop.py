@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.runners.runner import Runner, leaves_out_not_finite
+from mtf_gradsync.train.runners.runner import Runner, stack_skips_not_finite
 
 # Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (
@@ -239,7 +239,7 @@ class _Loop:
         self.progress.update(step, loss, values["fields"])
         skipped = int(values["fields"].get("left out", 0))
         if skipped > self._skipped:
-            line = self._runner.left_out()
+            line = self._runner.skip_reason()
             if line:
                 self.progress.message(line)
         self._skipped = skipped
@@ -281,7 +281,7 @@ class Patience:
         Args:
           optimizers: the optimizer and those inside it.
         """
-        self._most = self._STEPS if leaves_out_not_finite(optimizers) else 0
+        self._most = self._STEPS if stack_skips_not_finite(optimizers) else 0
         self._bad = 0
         self._update_step: int | None = None
 

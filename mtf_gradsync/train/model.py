@@ -39,13 +39,13 @@ class ModelSettings(NamedTuple):
     def feature_length(self, name: str) -> int:
         """Returns the length of a feature's vectors."""
         # "targets_position" is as long as "targets".
-        whole = name.split("_")[0]
-        if whole not in self.sequence_length:
+        feature = name.split("_")[0]
+        if feature not in self.sequence_length:
             raise ConfigError(
                 f"the data set has {name!r}, but train.run.sequence_length = "
-                f"{self.sequence_length} gives no length for {whole!r}"
+                f"{self.sequence_length} gives no length for {feature!r}"
             )
-        return self.sequence_length[whole]
+        return self.sequence_length[feature]
 
     def reads(self, name: str) -> bool:
         """Returns whether the model reads a feature of the data."""

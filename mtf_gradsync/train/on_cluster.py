@@ -50,7 +50,7 @@ def run_on_cluster(
       MissingProcessesError: if tasks do not come.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
-    config, num_cpu_devices = _placed(config, task)
+    config, num_cpu_devices = _with_devices(config, task)
     try:
         cluster = join_cluster(
             task.jobs,
@@ -72,7 +72,7 @@ def run_on_cluster(
     return None
 
 
-def _placed(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
+def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
     """Returns the config with its mesh on the tasks' devices, and how many CPU devices each has."""
     tasks = task.all_tasks
     mesh = resolve_mesh(

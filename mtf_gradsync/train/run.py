@@ -14,7 +14,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, latest_checkpoint
-from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, described
+from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, describe
 from mtf_gradsync.runtimes.checkpoints.initial import initialize_from
 from mtf_gradsync.runtimes.checkpoints.leftovers import only_run_in, remove_leftovers
 from mtf_gradsync.runtimes.checkpoints.start import Start
@@ -133,7 +133,7 @@ def run(
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
     evaluation = HeldOut(here, directory, session, say, config.evaluate_with_averages)
     checkpoint_dir = part.checkpoint_dir or model_dir
-    asked = _Asked(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
+    checked = _CheckedRun(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
         start = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
@@ -142,15 +142,15 @@ def run(
                 config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
             )
         try:
-            result = _train(asked, start, accepted.differences)
+            result = _train(checked, start, accepted.differences)
         except (TrainingError, OSError) as error:
             # The report fails, too, where nothing can be written any more.
             with contextlib.suppress(OSError):
-                _write_report(asked, None, f"ended by an error, {error}")
+                _write_report(checked, None, f"ended by an error, {error}")
             raise
         if result.stopped_by is not None:
             evaluation.plot()
-            _write_report(asked, result.step, "stopped early")
+            _write_report(checked, result.step, "stopped early")
             say(
                 f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
                 "the same command goes on from there"
@@ -162,11 +162,11 @@ def run(
             speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
             say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
         held_out = evaluation.finish(latest_checkpoint(checkpoint_dir), step=result.step, **speed)
-        _write_report(asked, result.step, "finished")
+        _write_report(checked, result.step, "finished")
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
 
-class _Asked(NamedTuple):
+class _CheckedRun(NamedTuple):
     """The checked settings of a run.
 
     Attributes:
@@ -190,9 +190,9 @@ class _Asked(NamedTuple):
     say: Callable[[str], None]
 
 
-def _write_report(asked: _Asked, step: int | None, how: str) -> None:
+def _write_report(checked: _CheckedRun, step: int | None, how: str) -> None:
     """Writes the page; step None takes the newest that was logged."""
-    directory, evaluation = asked.directory, asked.evaluation
+    directory, evaluation = checked.directory, checked.evaluation
     rows = read_metrics(directory / METRICS_FILE)
     if step is None:
         step = max((row["step"] for row in rows), default=0)
@@ -200,13 +200,13 @@ def _write_report(asked: _Asked, step: int | None, how: str) -> None:
     path = write_page(
         directory,
         rows,
-        Ended(step, asked.config.train_steps, how, evaluation.result),
+        Ended(step, checked.config.train_steps, how, evaluation.result),
         read_facts(directory),
         unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
         samples=evaluation.samples,
         config=operative.read_text(encoding="utf-8") if operative.exists() else "",
     )
-    asked.say(f"report: {path}")
+    checked.say(f"report: {path}")
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -227,23 +227,23 @@ def _check_averages_kept() -> None:
         raise ConfigError(str(error)) from error
 
 
-def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
+def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
     """Makes the steps that follow a checkpoint's, or all of them where there is no checkpoint."""
-    config, job, directory, say = asked.config, asked.job, asked.directory, asked.say
+    config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
     step = start.step
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
-    say(f"steps run on {asked.runtime}")
+    say(f"steps run on {checked.runtime}")
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
-        graph, program, make_runner = _training_graph(job, batches, asked.runtime)
+        graph, program, make_runner = _training_graph(job, batches, checked.runtime)
         if config.evaluate_with_averages:
             _check_averages_kept()
         if start.path:
             found = check_configuration(start.path, tf.global_variables(), accept_differences)
             if any(found):
-                say(f"going on from {start.path}, of another configuration:\n{described(found)}")
+                say(f"going on from {start.path}, of another configuration:\n{describe(found)}")
             new = (name for name in found.new if name not in found.adapted)
             start = start._replace(new=tuple(new))
         elif config.init_checkpoint:
@@ -258,7 +258,7 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
         facts = Facts(
             mesh=mesh_text(job.model.mesh.shape),
             layout=str(config.layout_rules),
-            runtime=str(asked.runtime),
+            runtime=str(checked.runtime),
             optimizers=[type(opt).__name__ for opt in graph.optimizers],
             parameters=graph.num_parameters,
             tokens_per_step=job.tokens_per_step,
@@ -274,17 +274,17 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
                     traffic = list_traffic(graph, program)
                     write_facts(directory, facts._replace(traffic=traffic))
                     recorder.write_once(step + 1, traffic.scalars if traffic else {})
-                asked.evaluation.build()
+                checked.evaluation.build()
                 # Includes the parameters that evaluation alone takes from gin.
                 write_text(directory / CONFIG_FILE, gin.operative_config_str())
                 check_drawing()
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
-                asked.evaluation.point(saved, at, recorder, progress)
+                checked.evaluation.point(saved, at, recorder, progress)
                 recorder.flush()
 
             return train_loop(
-                make_runner(asked.checkpoint_dir, start, config, asked.session),
+                make_runner(checked.checkpoint_dir, start, config, checked.session),
                 graph.optimizers,
                 LoopSettings(
                     train_steps=config.train_steps,

@@ -104,13 +104,13 @@ def build_train_graph(
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
         fields, update_step = _facts(stack)
-        told = reported(opt) if reports or noise_scale else {}
+        reports_by_name = reported(opt) if reports or noise_scale else {}
         if noise_scale:
             value, more = _noise_scale(opt, settings.batch_size)
             update_ops += more
-            fields["noise scale"] = told["gradient_noise_scale"] = value
-            if "gradient_norm/of_shards" in told:
-                fields["norms of shards"] = told["gradient_norm/of_shards"]
+            fields["noise scale"] = reports_by_name["gradient_noise_scale"] = value
+            if "gradient_norm/of_shards" in reports_by_name:
+                fields["norms of shards"] = reports_by_name["gradient_norm/of_shards"]
 
         lowering = model.lower()
 
@@ -120,7 +120,7 @@ def build_train_graph(
         updates = [lowering.lowered_operation(op) for op in update_ops]
         tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
         tf_fields = {name: exported(x) for name, x in fields.items()}
-        tf_reported = {name: exported(x) for name, x in told.items()}
+        tf_reported = {name: exported(x) for name, x in reports_by_name.items()}
         if rate is not None:
             tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
         tf_update_step = exported(update_step)

@@ -40,7 +40,7 @@ class Ahead(Runner):
     def waits_too_long(self):
         return None
 
-    def left_out(self):
+    def skip_reason(self):
         return None
 
 

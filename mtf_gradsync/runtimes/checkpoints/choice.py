@@ -54,26 +54,25 @@ def choose_checkpoint(
             )
             _list(model_dir, paths)
         return _chosen(paths)
-    found = f"the newest checkpoint, {newest}, is damaged: {damage}."
+    found = f"The newest checkpoint, {newest}, is damaged: {damage}."
     others = {*paths[:-1], *_on_disk(model_dir)} - {newest}
     older = sorted((path for path in others if _step_of(path) < _step_of(newest)), key=_step_of)
-    whole = next((path for path in reversed(older) if damage_of(path) is None), None)
-    if whole is None:
+    intact = next((path for path in reversed(older) if damage_of(path) is None), None)
+    if intact is None:
         raise ConfigError(
-            f"{found} No older one in {model_dir} is whole. Nothing was changed. Put a copy of a "
+            f"{found} No older one in {model_dir} is intact. Nothing was changed. Put a copy of a "
             "checkpoint there, or train in another --model_dir."
         )
     if not skip_damaged:
         raise ConfigError(
-            f"{found} Nothing was changed. With {skip_setting} the run goes on from {whole}, which "
-            "is whole, and puts the damaged files into "
-            f"{os.path.join(model_dir, DAMAGED_DIRECTORY)}."
+            f"{found} Nothing was changed. With {skip_setting} the run goes on from {intact}, which "
+            f"is intact, and moves damaged files to {os.path.join(model_dir, DAMAGED_DIRECTORY)}."
         )
-    say(f"{found} The run goes on from {whole}.")
+    say(f"{found} The run goes on from {intact}.")
     for path in (newest, *older):
-        if _step_of(path) > _step_of(whole):
+        if _step_of(path) > _step_of(intact):
             _put_aside(path)
-    kept = older[: older.index(whole) + 1]
+    kept = older[: older.index(intact) + 1]
     _list(model_dir, kept)
     return _chosen(kept)
 

@@ -141,7 +141,7 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         )
 
 
-def described(found: Differences) -> str:
+def describe(found: Differences) -> str:
     """Returns the accepted differences as text for the log; empty where there are none."""
     return "\n".join(_lines(found))
 

@@ -111,9 +111,9 @@ class _Rewriter:
             node.attr[attr].type = value
         return node
 
-    def _add_int(self, name: str, value: Any, beside: str) -> str:
-        """Returns a constant that lives in the same loop and branch as the node ``beside``."""
-        node = self._add(name, "Const", ["^" + beside], dtype=tf.int32.as_datatype_enum)
+    def _add_int(self, name: str, value: Any, near: str) -> str:
+        """Returns a constant that lives in the same loop and branch as the node ``near``."""
+        node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
         return name
 
@@ -254,8 +254,8 @@ class _Rewriter:
         dimension = int(constant)
         for group in collective.groups:
             for core in group:
-                name, beside = self._name(node.name, core), split_input(sent[core])[0]
-                axis = self._add_int(name + "/split_axis", dimension, beside)
+                name, near = self._name(node.name, core), split_input(sent[core])[0]
+                axis = self._add_int(name + "/split_axis", dimension, near)
                 split = self._add(name + "/split", "Split", [axis, sent[core]], T=kind)
                 split.attr["num_split"].i = len(group)
             waits = [text for c in group for text in control[c]]
@@ -273,8 +273,8 @@ class _Rewriter:
     ) -> None:
         kind, parts = node.attr["T"].type, node.attr["split_count"].i
         for core in self._cores(node.name):
-            name, beside = self._name(node.name, core), split_input(sent[core])[0]
-            axis = self._add_int(name + "/split_axis", node.attr["split_dimension"].i, beside)
+            name, near = self._name(node.name, core), split_input(sent[core])[0]
+            axis = self._add_int(name + "/split_axis", node.attr["split_dimension"].i, near)
             split = self._add(name + "/split", "Split", [axis, sent[core]] + control[core], T=kind)
             split.attr["num_split"].i = parts
             group = collective.group_of(core)
@@ -282,7 +282,7 @@ class _Rewriter:
                 join_input(self._name(node.name, other) + "/split", group.index(core))
                 for other in group
             ]
-            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, beside)
+            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, near)
             concat = self._add(name, "ConcatV2", pieces + [axis], T=kind)
             concat.attr["N"].i = parts
             concat.attr["Tidx"].type = tf.int32.as_datatype_enum
@@ -330,7 +330,7 @@ class _Rewriter:
             boolean = tf.bool.as_datatype_enum
             pack = self._add(stem + "/values", "Pack", values, T=boolean)
             pack.attr["N"].i = len(group)
-            axis = self._add_int(stem + "/axis", [0], beside=pack.name)
+            axis = self._add_int(stem + "/axis", [0], near=pack.name)
             index = tf.int32.as_datatype_enum
             self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
             self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)

@@ -74,12 +74,12 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
         return handle
     # Mesh-TF makes slices in a name scope of the variable's own name: "w/w_slice_0", or
     # "w_1/w_slice_0" where "w" is taken, which it is as the master is called that.
-    whole = handle[: -len("_slice_0")]
-    for slash in re.finditer("/", whole):
-        scope, name = whole[: slash.start()], whole[slash.end() :]
+    stem = handle[: -len("_slice_0")]
+    for slash in re.finditer("/", stem):
+        scope, name = stem[: slash.start()], stem[slash.end() :]
         if name and re.search(f"(^|/){re.escape(name)}(_[0-9]+)?$", scope):
             return name
-    return whole
+    return stem
 
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:

@@ -60,7 +60,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_task(args: argparse.Namespace) -> Task | None:
+def task_of_flags(args: argparse.Namespace) -> Task | None:
     """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
 
     Returns:
@@ -87,7 +87,7 @@ def given_task(args: argparse.Namespace) -> Task | None:
     return task
 
 
-def given_process(args: argparse.Namespace) -> dict[str, Any] | None:
+def process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     """Returns the flags of a process of XLA devices, by the argument names of `run_on_processes`.
 
     Returns:

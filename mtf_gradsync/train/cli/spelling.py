@@ -65,13 +65,14 @@ def check_spelling(
         return
     known = known_configurables()
     for use in reader.uses:
-        found = {name: known[name] for name in known if _means(use.selector, name)}
+        found = {name: known[name] for name in known if _matches(use.selector, name)}
         if not found:
             if not reader.imports_others and not _is_registered(use.selector):
                 last = use.selector.split(".")[-1]
                 names = sorted({name.split(".")[-1] for name in known})
                 raise ConfigError(
-                    f"{use.where}: No configurable matching {use.selector!r}{_meant(last, names)}"
+                    f"{use.where}: No configurable matching {use.selector!r}"
+                    f"{_suggestion(last, names)}"
                 )
         elif use.parameter and all(
             parameters is not None and use.parameter not in parameters
@@ -80,7 +81,7 @@ def check_spelling(
             names = sorted({name for parameters in found.values() for name in parameters or ()})
             raise ConfigError(
                 f"{use.where}: {use.selector} has no parameter {use.parameter!r}"
-                f"{_meant(use.parameter, names)}"
+                f"{_suggestion(use.parameter, names)}"
             )
 
 
@@ -226,10 +227,10 @@ def _unreadable(error: Exception, text: str) -> str:
     )
 
 
-def _means(selector: str, name: str) -> bool:
+def _matches(selector: str, name: str) -> bool:
     return name == selector or name.endswith("." + selector)
 
 
-def _meant(given: str, names: Sequence[str]) -> str:
+def _suggestion(given: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(given, names, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -38,21 +38,21 @@ def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
     Returns:
       For each row's name one of `PARTS`.
     """
-    partial, whole = [], []
+    partial, reduced = [], []
     for grad in graph.gradients:
         lowered = graph.lowering.tensors[grad]
         if isinstance(lowered, mtf.LazyAllreduceSum):
             partial += lowered.laid_out_input.to_laid_out_tensor().tensor_list
         else:
             # Summed in the backward pass already, because something else was done to it there.
-            whole += lowered.to_laid_out_tensor().tensor_list
+            reduced += lowered.to_laid_out_tensor().tensor_list
     names = {row.name for row in report.rows}
     # A sum may take what another sum gives, in stages.
-    sums = _after(partial, names) | _before(whole, lambda op: op.type in _MOVES)
+    sums = _after(partial, names) | _before(reduced, lambda op: op.type in _MOVES)
     # What is summed together with gradients belongs to them.
     with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
     sums |= {row.name for row in report.rows if row.together in with_gradients}
-    model = _before([*partial, *whole, graph.loss], lambda op: True)
+    model = _before([*partial, *reduced, graph.loss], lambda op: True)
     return {
         name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names
     }

@@ -101,12 +101,12 @@ def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
         for totals in map(dict, sides):
             line += _cells(totals.get(label, _NOTHING), totals[_UPDATE_STEP])
         lines.append(line)
-    return _laid_out(lines, headers, "plain", left=[""])
+    return _format(lines, headers, "plain", left=[""])
 
 
-def _cells(total: Total, whole: Total) -> list[str]:
+def _cells(total: Total, bare: Total) -> list[str]:
     about = "" if total.is_exact else ">="
-    share = f"{total.bytes_per_core / whole.bytes_per_core:.0%}" if whole.bytes_per_core else "-"
+    share = f"{total.bytes_per_core / bare.bytes_per_core:.0%}" if bare.bytes_per_core else "-"
     return [
         f"{total.operations:,}",
         f"{total.groups:,}",
@@ -137,10 +137,10 @@ def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
     columns = [column for column in lines[0] if any(line[column] for line in lines)]
     widths = _fit({c: max(len(c) + _PADDING, *(len(x[c]) for x in lines)) for c in columns})
     cells = [[_cut(line[column], widths[column]) for column in columns] for line in lines]
-    return _laid_out(cells, columns, "simple", left=[c for c in columns if c != "bytes"])
+    return _format(cells, columns, "simple", left=[c for c in columns if c != "bytes"])
 
 
-def _laid_out(
+def _format(
     lines: Sequence[Sequence[str]], headers: Sequence[str], style: str, left: Sequence[str]
 ) -> str:
     """Returns a table as text; columns are right-aligned unless they are named in left."""

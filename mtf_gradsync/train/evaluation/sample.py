@@ -75,7 +75,7 @@ def sample(
     # Spread over the batch, so that the prompts are not neighbours in one text.
     rows = rows[((np.arange(num_samples) + 0.5) * len(rows) / num_samples).astype(int)]
     prompts = given[rows]
-    written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
+    written = _write_after(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
     return [
         Sample(prompt=vocabulary.decode(prompt), continuation=vocabulary.decode(ids))
         for prompt, ids in zip(prompts.tolist(), written)
@@ -128,11 +128,11 @@ def sample_after(
     prompts = np.tile(np.array(context, np.int32), [num_samples, 1])
     with Evaluator(model, [batch], config, with_averages) as evaluator:
         evaluator.restore(checkpoint, os.path.dirname(checkpoint))
-        written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
+        written = _write_after(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
     return [Sample(prompt, model.vocabulary.decode(one)) for one in written]
 
 
-def _written(
+def _write_after(
     evaluator: Evaluator,
     prompts: np.ndarray,
     max_tokens: int,

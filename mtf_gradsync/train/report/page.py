@@ -93,7 +93,7 @@ def write_page(
         ended=ended._replace(how=printable(ended.how)),
         tiles=_tiles(rows, ended, facts),
         plots=[as_markup(p) for p in plots.draw_plots(rows, unigram_nats)],
-        dropped=[as_markup(p) for p in plots.draw_dropped(rows)],
+        dropped=[as_markup(p) for p in plots.draw_skipped(rows)],
         replicas=_replicas(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,

@@ -110,7 +110,7 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     return [plot for plot in plots if plot]
 
 
-def draw_dropped(rows: Rows) -> list[Plot]:
+def draw_skipped(rows: Rows) -> list[Plot]:
     """Draws what was skipped; nothing where the optimizers skip nothing."""
     plots = [
         _over_steps(
@@ -211,7 +211,7 @@ def _over_steps(
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
     caption += _of_means([thinned(s, is_count) for s in values])
-    return Plot(title, _drawn(title, unit, draw, values, words, not from_zero), caption)
+    return Plot(title, _to_svg(title, unit, draw, values, words, not from_zero), caption)
 
 
 def _by_shard(
@@ -248,10 +248,10 @@ def _by_shard(
         words += f"from {_short(series.last[low])} (shard {low}) to "
         words += f"{_short(series.last[high])} (shard {high})"
     caption += _of_means([points])
-    return Plot(title, _drawn(title, unit, draw, [series], words, not is_count), caption)
+    return Plot(title, _to_svg(title, unit, draw, [series], words, not is_count), caption)
 
 
-def _drawn(
+def _to_svg(
     title: str,
     unit: str,
     draw: Callable[[Any], None],

@@ -67,16 +67,16 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
         if program is not None:
             report = simd.list_collectives(program, lowering=graph.lowering)
             parts = parts_of(graph, report)
-            return _summed_up(report, {row: _PART_LABELS[part] for row, part in parts.items()})
+            return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
         (mesh_impl,) = graph.lowering.mesh_to_impl.values()
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
     except (simd.UnsupportedProgramError, ValueError):
         return None
     skips = any(traits_of(opt).schedules_updates for opt in graph.optimizers)
-    return _summed_up(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
+    return _totals(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
 
 
-def _summed_up(
+def _totals(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
     """Returns the totals of a report, the largest first."""

@@ -54,7 +54,7 @@ class Runner(abc.ABC):
         """Returns an error if an optimizer has waited too long for its replicas, or None."""
 
     @abc.abstractmethod
-    def left_out(self) -> str | None:
+    def skip_reason(self) -> str | None:
         """Returns why the last step was skipped, if one was since the last call, or None."""
 
     def agreed_stop(self, received: int | None) -> int | None:
@@ -85,7 +85,7 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     return fetches
 
 
-def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
+def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
     """Returns whether an optimizer of a stack skips gradients that are not finite."""
     return any(
         traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite for opt in optimizers
@@ -150,7 +150,7 @@ class GraphRunner(Runner):
         self._start = start
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
-            leaves_out_not_finite(graph.optimizers),
+            stack_skips_not_finite(graph.optimizers),
             graph.lowering if copies else None,
             # The Saver's own word for "all" is 0.
             max_to_keep=keep_checkpoint_max or 0,
@@ -175,6 +175,6 @@ class GraphRunner(Runner):
         """See `Runner`."""
         return self._raw(self._waits.ask)
 
-    def left_out(self) -> str | None:
+    def skip_reason(self) -> str | None:
         """See `Runner`."""
         return self._raw(self._skips.ask)

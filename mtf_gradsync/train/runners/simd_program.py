@@ -45,7 +45,7 @@ class SimdProgramRunner(GraphRunner):
         scaffold = tf.train.Scaffold(local_init_op=tf.tables_initializer())
         self._sessions = place.sessions(graph.lowering, scaffold, lambda: start)
         self._runtime, self.steps_ahead = place.name, place.steps_ahead
-        self._asked = 0
+        self._calls = 0
 
     def __enter__(self) -> SimdProgramRunner:
         """See `Runner`."""
@@ -93,8 +93,8 @@ class SimdProgramRunner(GraphRunner):
         if self.is_alone:
             return received
         cores = self._session.cores
-        self._asked += 1
-        if self._asked % _AGREE_STEPS:
+        self._calls += 1
+        if self._calls % _AGREE_STEPS:
             return None
         mine = [np.int32(received or 0)] * len(cores.local)
         (signals,) = cores.gather([mine])

@@ -69,7 +69,7 @@ class Outside:
         self._source = source
         self._program = program
         self._after = self._find_after({program})
-        self._of_others = self._find_after(set(facts.num_replicas) - {program})
+        self._of_other_programs = self._find_after(set(facts.num_replicas) - {program})
         self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
         self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
         self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
@@ -119,7 +119,7 @@ class Outside:
         """
         node = split_input(name)[0]
         others = self._facts.cluster.get(node, self._program) != self._program
-        if others or node in self._of_others:
+        if others or node in self._of_other_programs:
             raise ValueError(
                 f"{name!r} cannot be fetched in a session of the program {self._program!r}: it "
                 "needs another program of the graph. Make a session of that one."

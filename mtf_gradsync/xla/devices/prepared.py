@@ -6,7 +6,7 @@ from typing import NamedTuple, Sequence
 
 from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.processes.watchdog import patience
+from mtf_gradsync.processes.watchdog import beats_go_on
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 from mtf_gradsync.simd.masters import MasterOps
@@ -107,7 +107,7 @@ class PreparedProgram:
             replica = replica_program(self._program, inside)
             if self._cores.devices[0].platform == "cpu":
                 replica = with_packed_sums(replica)
-            with patience():  # TensorFlow's bridge keeps Python's lock
+            with beats_go_on():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
             self._cores.check_same("the programs", module.module.encode())
             program = loaded(module, self._cores.devices, self._cache)

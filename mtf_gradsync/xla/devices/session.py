@@ -24,7 +24,7 @@ from mtf_gradsync.xla.devices.variables import DeviceVariables
 from mtf_gradsync.xla.lowering.stand_ins import initial_state
 from mtf_gradsync.xla.processes.cores import Cores
 from mtf_gradsync.xla.runner.devices import OnDevices, put
-from mtf_gradsync.xla.runner.errors import explained
+from mtf_gradsync.xla.runner.errors import devices_errors
 
 
 class Dispatched:
@@ -44,7 +44,7 @@ class Dispatched:
         Raises:
           DevicesError: when the step failed.
         """
-        with explained():
+        with devices_errors():
             found = [place.value(self._values) for place in self._places]
         return tf.nest.pack_sequence_as(self._structure, found)
 
@@ -172,7 +172,7 @@ class XlaSession(ReplicaSession):
         """Runs the program, and returns its fetches by name."""
         self.steps += 1
         note(f"step {self.steps}")
-        with explained():
+        with devices_errors():
             arguments = self._inputs.put(compiled.inputs, values, fed)
             arguments += self._variables.take(compiled.variables)
             if compiled.lowered.has_randomness:
@@ -200,7 +200,7 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, np.ndarray]:
         """Returns values from some cores of the program, on the host of every process."""
         inner = sorted({name for name, _ in returned.values()})
-        with explained():
+        with devices_errors():
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
         everywhere = dict(zip(inner, self._cores.gather(local) if inner else ()))
         return {
@@ -223,7 +223,7 @@ class XlaSession(ReplicaSession):
         """
         names = sorted(names)
         touched = self._outside.touched(names if everywhere is None else everywhere)
-        self._variables.bring_home(touched.read)
+        self._variables.copy_to_tensorflow(touched.read)
         values = self._session.run(names, feeds) if names else ()
         self._variables.forget(touched.written)
         return dict(zip(names, values))
@@ -243,7 +243,7 @@ class XlaSession(ReplicaSession):
         self._cores.together(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
-        self._variables.bring_home()
+        self._variables.copy_to_tensorflow()
         super()._bring_masters_up_to_date()
 
     def _take_masters(self) -> None:

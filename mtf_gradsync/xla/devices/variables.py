@@ -73,7 +73,7 @@ class DeviceVariables:
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
 
-    def bring_home(self, names: Iterable[str] | None = None) -> None:
+    def copy_to_tensorflow(self, names: Iterable[str] | None = None) -> None:
         """Copies values from the devices to TensorFlow where those are newer.
 
         With several processes, all have to call it with the same names.

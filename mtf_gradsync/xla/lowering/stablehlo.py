@@ -52,7 +52,7 @@ def to_stablehlo(hlo: Hlo) -> str:
             elif op.name == "stablehlo.custom_call":
                 _put_collective(op)
         main = next(op for op in module.body.operations if _name(op) == "main")
-        _return_apart(main)
+        _return_separately(main)
         _mark_updates(main, hlo)
         # The rest of HLO's header needs a dialect that other versions do not have.
         for name in [getattr(a, "name", a) for a in module.operation.attributes]:
@@ -124,7 +124,7 @@ def _type_of(function: Any) -> Any:
     return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
 
 
-def _return_apart(main: Any) -> None:
+def _return_separately(main: Any) -> None:
     """Makes a function return its results one by one if it returns one tuple of them."""
     from jaxlib.mlir import ir
 

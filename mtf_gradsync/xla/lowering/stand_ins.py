@@ -108,7 +108,7 @@ class Randomness:
         if any(seeds):
             count = tf.bitwise.bitwise_and(count, tf.constant([(1 << _STEP_BITS) - 1], tf.int64))
         # A constant of 64 bits: TensorFlow's seeds may not fit into less.
-        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([_mixed(*seeds)], tf.int64))
+        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([_combined(*seeds)], tf.int64))
         return {
             "key": tf.bitcast(key, tf.uint64),
             "counter": tf.bitcast(tf.concat([before[:1], count], 0), tf.uint64),
@@ -164,7 +164,7 @@ def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
       int64 ``[STATE_WORDS]``.
     """
     run = entropy % (1 << _RUN_BITS)
-    return np.array([0, step | run << _STEP_BITS, _mixed(core, 1)], np.int64)
+    return np.array([0, step | run << _STEP_BITS, _combined(core, 1)], np.int64)
 
 
 def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
@@ -183,7 +183,7 @@ def _size(shape: Sequence[int]) -> int:
     return size
 
 
-def _mixed(seed: int, seed2: int) -> int:
+def _combined(seed: int, seed2: int) -> int:
     """Returns one signed 64-bit number for an operation's two seeds."""
     word = 0
     for part in (seed, seed2):

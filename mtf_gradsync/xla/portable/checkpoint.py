@@ -10,9 +10,9 @@ import numpy as np
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.xla.runner.files import (
     VALUES,
+    assemble,
     dtype_of,
     key_of,
-    put_together,
     read_manifest,
     with_dtype,
 )
@@ -42,7 +42,7 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
             if p["kind"] == "variable":
                 stored = with_dtype(file[key_of(p)], p["dtype"])
                 dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
-                for name, value in put_together(p, [stored[row] for row in p["rows"]]).items():
+                for name, value in assemble(p, [stored[row] for row in p["rows"]]).items():
                     found[name] = value.astype(dtype)
     counter = manifest["counter"]
     if counter in manifest["others"]:

@@ -26,7 +26,7 @@ from mtf_gradsync.xla.runner.files import (
     FORMAT,
     PROGRAM,
     check_free,
-    distinct,
+    distinct_rows,
     dtype_of,
     key_of,
     write_folder,
@@ -198,7 +198,7 @@ class _Contents:
         self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
     ) -> None:
         """Adds a parameter by its value on each core; `describe` takes each core's row."""
-        value, rows = distinct(per_core)
+        value, rows = distinct_rows(per_core)
         self.parameters.append(describe(rows))
         self.arrays[key_of(self.parameters[-1])] = value
 

@@ -128,11 +128,11 @@ def describe_variable(
         "shape": list(given.shape),
         "rows": list(rows),
         "sources": list(given.sources),
-        "whole": None if variable is None else _whole(variable, impl),
+        "whole": None if variable is None else _slices_of(variable, impl),
     }
 
 
-def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
+def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
     """Returns how a variable is assembled from its slices: from which core each part is taken."""
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}

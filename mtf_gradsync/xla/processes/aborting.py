@@ -50,10 +50,10 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
         set_handler(signal.SIGABRT, before)
         os.close(writing)
 
-    return Alarm(reading, _explained), undo
+    return Alarm(reading, _in_words), undo
 
 
-def _explained(traceback: str) -> str:
+def _in_words(traceback: str) -> str:
     """Returns a crash in words, from faulthandler's traceback."""
     import jax
     import jaxlib

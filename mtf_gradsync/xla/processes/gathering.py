@@ -56,7 +56,7 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         packed = _packed(piece)
         words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
         # All others add zeros to it.
-        sent = _crossed(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
+        sent = _exchange_words(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
         found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
     return found
 
@@ -76,11 +76,11 @@ def together(work: Callable[[], _Result]) -> _Result:
     try:
         result = work()
     except Exception as error:
-        _said(f"{type(error).__name__}: {error}")
+        _texts_of_all(f"{type(error).__name__}: {error}")
         raise
-    said = [(i, text) for i, text in enumerate(_said("")) if text]
-    if said:
-        raise OtherProcessError(f"On process {said[0][0]}: {said[0][1]}")
+    texts = [(i, text) for i, text in enumerate(_texts_of_all("")) if text]
+    if texts:
+        raise OtherProcessError(f"On process {texts[0][0]}: {texts[0][1]}")
     return result
 
 
@@ -105,7 +105,7 @@ def check_same(what: str, content: bytes) -> None:
         )
 
 
-def _said(text: str) -> list[str]:
+def _texts_of_all(text: str) -> list[str]:
     """Returns the texts of all processes."""
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
@@ -128,14 +128,14 @@ def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 
 def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return _unpacked(_crossed(_packed(values), "gather"), values)
+    return _unpacked(_exchange_words(_packed(values), "gather"), values)
 
 
-def _crossed(words: np.ndarray, how: str) -> np.ndarray:
+def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
     """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
     import jax
 
-    devices, combined = _crossing(how)
+    devices, combined = _exchange_program(how)
     wait_for_turn()
     mine = next(d for d in devices if d.process_index == jax.process_index())
     rows = jax.make_array_from_single_device_arrays(
@@ -155,7 +155,7 @@ def _crossed(words: np.ndarray, how: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=None)
-def _crossing(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
+def _exchange_program(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
     """Returns a device of each process, and a program that sends each one's values to all."""
     import jax
 

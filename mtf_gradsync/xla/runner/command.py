@@ -88,7 +88,7 @@ def _run(flags: argparse.Namespace) -> None:
     def finish() -> None:
         number, fetched = waiting.pop(0)
         values = dict(fetched)
-        say(" ".join([f"step {number}", *(f"{n} {_shown(v)}" for n, v in values.items())]))
+        say(" ".join([f"step {number}", *(f"{n} {_as_text(v)}" for n, v in values.items())]))
         if flags.fetches:
             returned.append(values)
 
@@ -158,11 +158,11 @@ def _batches(
             "which has one more dimension in front for the steps, or --random-inputs."
         )
     # Made once: making them would take longer than a small step.
-    made = _made_up(needed, flags.below, np.random.RandomState(seed))
+    made = _random_inputs(needed, flags.below, np.random.RandomState(seed))
     return count, (made for _ in range(count))
 
 
-def _made_up(
+def _random_inputs(
     needed: Sequence[Input], below: int, random: np.random.RandomState
 ) -> dict[str, np.ndarray]:
     found: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _print_contents(manifest: dict[str, Any]) -> None:
         print(f"fetch {name}: {result['dtype']}{result['shape']}")
 
 
-def _shown(value: np.ndarray) -> str:
+def _as_text(value: np.ndarray) -> str:
     if np.ndim(value) == 0:
         return str(value)
     return np.array2string(np.asarray(value), threshold=8, separator=",").replace("\n", "")

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from .errors import DevicesError, StepError, explained, short
+from .errors import DevicesError, StepError, devices_errors, short
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -34,7 +34,7 @@ class OnDevices:
         return self._arrays
 
     @property
-    def as_it_came(self) -> Any:
+    def arrays_or_joined(self) -> Any:
         """Returns the joined array if there is one, the list of arrays otherwise."""
         return self._arrays if self._joined is None else self._joined
 
@@ -164,7 +164,7 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
     Returns:
       For each core: an array.
     """
-    with explained():
+    with devices_errors():
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
         return mine

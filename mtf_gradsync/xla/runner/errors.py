@@ -17,7 +17,7 @@ class DevicesError(StepError, RuntimeError):
 
 
 @contextlib.contextmanager
-def explained(in_step: bool = True) -> Iterator[None]:
+def devices_errors(in_step: bool = True) -> Iterator[None]:
     """Turns XLA's errors in the block into `DevicesError`.
 
     Args:

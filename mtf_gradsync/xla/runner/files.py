@@ -131,7 +131,7 @@ def key_of(parameter: Mapping[str, Any]) -> str:
     return f"{parameter['kind']}s/{parameter['name']}"
 
 
-def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
+def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Returns the different values among those of cores.
 
     Args:
@@ -152,9 +152,7 @@ def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     return np.stack(kept), rows
 
 
-def put_together(
-    parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]
-) -> dict[str, np.ndarray]:
+def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Assembles a variable from its cores' slices.
 
     Args:
@@ -164,13 +162,13 @@ def put_together(
     Returns:
       name -> value: one variable, or all that Mesh-TensorFlow stacked in one.
     """
-    whole = parameter["whole"]
-    if whole is None:
+    layout = parameter["whole"]
+    if layout is None:
         return {parameter["name"]: per_core[0]}
-    value = np.empty(whole["shape"], per_core[0].dtype)
-    for core, begin in whole["slices"]:
+    value = np.empty(layout["shape"], per_core[0].dtype)
+    for core, begin in layout["slices"]:
         value[tuple(slice(b, b + n) for b, n in zip(begin, parameter["shape"]))] = per_core[core]
-    return dict(zip(whole["names"], value if whole["is_stacked"] else [value]))
+    return dict(zip(layout["names"], value if layout["is_stacked"] else [value]))
 
 
 def dtype_of(name: str) -> np.dtype:

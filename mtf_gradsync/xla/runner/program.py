@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from .devices import OnDevices, describe
-from .errors import StepError, explained, short
+from .errors import StepError, devices_errors, short
 from .turns import run_in_turn
 
 _KNOWN_JAX = "0.4.30 to 0.12"
@@ -42,7 +42,7 @@ def compiled(
 
     client = devices[0].client
     try:
-        with explained(in_step=False):
+        with devices_errors(in_step=False):
             chosen = compile_options(devices, options)
             if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
                 return client.compile(program, chosen)
@@ -137,7 +137,7 @@ class LoadedProgram:
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 
     def _run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
-        given = [a.joined(self._sharding) if self._joins else a.as_it_came for a in arguments]
+        given = [a.joined(self._sharding) if self._joins else a.arrays_or_joined for a in arguments]
         results = self.executable.execute_sharded(given)
         if self._handlers:
             return [OnDevices(joined=r) for r in results.consume_with_handlers(self._handlers)]

@@ -10,16 +10,16 @@ import numpy as np
 
 from . import devices as device_tools
 from .devices import OnDevices
-from .errors import StepError, explained
+from .errors import StepError, devices_errors
 from .files import (
     MANIFEST,
     PROGRAM,
     VALUES,
+    assemble,
     check_free,
-    distinct,
+    distinct_rows,
     dtype_of,
     key_of,
-    put_together,
     read_manifest,
     read_sums,
     with_dtype,
@@ -61,7 +61,7 @@ class Fetched(Mapping):
 
     def __getitem__(self, name: str) -> np.ndarray:
         array = self._values[name].arrays[0]
-        with explained():
+        with devices_errors():
             return np.asarray(array)[()]
 
     def __iter__(self) -> Iterator[str]:
@@ -72,7 +72,7 @@ class Fetched(Mapping):
 
     def per_core(self, name: str) -> list[np.ndarray]:
         """Returns the values of this process's cores, in order."""
-        with explained():
+        with devices_errors():
             return [np.asarray(array)[()] for array in self._values[name].arrays]
 
 
@@ -161,7 +161,7 @@ class Step:
         """
         given = {**self._counters(), **(inputs or {})}
         fresh = {name: self._put(value) for name, value in self._checked(given).items()}
-        with explained():
+        with devices_errors():
             results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
         fetched: dict[str, OnDevices] = {}
         for what, value in zip(self.manifest["results"], results):
@@ -173,7 +173,7 @@ class Step:
 
     def wait(self) -> None:
         """Waits until all steps are done."""
-        with explained():
+        with devices_errors():
             for value in self._on_devices.values():
                 for array in value.arrays:
                     array.block_until_ready()
@@ -197,7 +197,7 @@ class Step:
             if per_core:
                 found[p["name"]] = values
             else:
-                found.update(put_together(p, values))
+                found.update(assemble(p, values))
         return found
 
     def save(self, folder: str, replace: bool = False) -> None:
@@ -220,7 +220,9 @@ class Step:
         for p in self.manifest["parameters"]:
             if p["kind"] != "input":
                 value = self._on_devices[p["name"]]
-                arrays[key_of(p)], rows = distinct(device_tools.on_all_cores(value, self.devices))
+                arrays[key_of(p)], rows = distinct_rows(
+                    device_tools.on_all_cores(value, self.devices)
+                )
                 p = {**p, "rows": rows}
             manifest["parameters"].append(p)
         if 0 in self.cores:
@@ -230,11 +232,11 @@ class Step:
 
     def _finish(self) -> None:
         """Waits for steps that could mix up their values with another program of all processes."""
-        with explained():
+        with devices_errors():
             wait_for_turn()
 
     def _put(self, per_core: Sequence[np.ndarray]) -> OnDevices:
-        with explained():
+        with devices_errors():
             return device_tools.put(per_core, self._local_devices)
 
     def _counters(self) -> dict[str, np.ndarray]:

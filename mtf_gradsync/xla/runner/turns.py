@@ -56,4 +56,4 @@ def wait_for_turn() -> None:
     if last is not None:
         import jax
 
-        jax.block_until_ready(last.as_it_came)
+        jax.block_until_ready(last.arrays_or_joined)
