@@ -75,7 +75,10 @@ class Task(NamedTuple):
         after = range(self.chief_address[1] + 1, 1 << 16)
         port = next((p for p in after if p not in taken), None)
         if port is None:
-            raise ValueError("no port after the chief's is left to meet at: give watch_port")
+            raise ValueError(
+                f"No port after the chief's, {self.chief_address[1]}, is left to meet at: "
+                "give watch_port."
+            )
         return port
 
 
@@ -98,35 +101,36 @@ def task_of_spec(
     """
     spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     if not isinstance(spec, Mapping) or not spec:
-        raise ValueError(f"a cluster must be like {_EXAMPLE}; got {cluster_spec!r}")
+        raise ValueError(f"A cluster must be like {_EXAMPLE}; got {cluster_spec!r}.")
     jobs = {job: spec[job] for job in sorted(spec, key=_place)}
     addresses = set()
     for job, tasks in jobs.items():
         if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
             raise ValueError(
-                f"the job {job!r} of a cluster must list addresses, like {_EXAMPLE}; got {tasks!r}"
+                f"The job {job!r} of a cluster must list addresses, like {_EXAMPLE}; got {tasks!r}."
             )
         for address in tasks:
             _host_and_port(address, job)
             if address in addresses:
-                raise ValueError(f"two tasks of the cluster have the same address {address!r}")
+                raise ValueError(f"Two tasks of the cluster have the same address {address!r}.")
             addresses.add(address)
     chief = next(iter(jobs))
     if chief not in _CHIEF_JOBS:
         raise ValueError(
-            f'a cluster must have a job "chief" or "worker", whose first task is the chief; got '
-            f"the jobs {', '.join(jobs)}"
+            f'A cluster must have a job "chief" or "worker", whose first task is the chief; got '
+            f"the jobs {', '.join(jobs)}."
         )
     if chief != "worker" and len(jobs[chief]) > 1:
-        raise ValueError(f"a cluster has one {chief}; got {len(jobs[chief])}: {jobs[chief]}")
+        raise ValueError(f"A cluster has one {chief}; got {len(jobs[chief])}: {jobs[chief]}.")
     if job_name not in jobs:
         raise ValueError(
-            f"the cluster has the jobs {', '.join(jobs)}, and not {job_name!r}"
-            + (": the chief evaluates" if job_name == "evaluator" else "")
+            f"The cluster has the jobs {', '.join(jobs)}, and not {job_name!r}"
+            + (": the chief evaluates." if job_name == "evaluator" else ".")
         )
     if not isinstance(task_index, int) or not 0 <= task_index < len(jobs[job_name]):
         raise ValueError(
-            f"the job {job_name!r} has the tasks 0 to {len(jobs[job_name]) - 1}; got {task_index!r}"
+            f"The job {job_name!r} has the tasks 0 to {len(jobs[job_name]) - 1}; got "
+            f"{task_index!r}."
         )
     return Task({job: list(tasks) for job, tasks in jobs.items()}, job_name, task_index)
 
@@ -148,11 +152,11 @@ def task_of_environment() -> Task | None:
             return None
         job, index = task.get("type"), task.get("index", 0)
         if not isinstance(job, (str, type(None))):
-            raise ValueError("the type of the task is no text")
+            raise ValueError(f"The type of the task must be text; got {job!r}.")
     except (ValueError, AttributeError) as error:
         raise ValueError(
             'TF_CONFIG must be like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": '
-            f'{{"type": "worker", "index": 0}}}}; got {text!r}'
+            f'{{"type": "worker", "index": 0}}}}; got {text!r}.'
         ) from error
     try:
         number = int(index) if str(index).isdigit() else index
@@ -168,13 +172,13 @@ def _parsed(text: str) -> Any:
             return json.loads(text)
         except ValueError as error:
             raise ValueError(
-                f"a cluster must be like {_EXAMPLE}; got {text!r} ({error})"
+                f"A cluster must be like {_EXAMPLE}; got {text!r} ({error})."
             ) from error
     spec = {}
     for part in filter(None, text.split(";")):
         job, sign, tasks = part.partition("=")
         if not sign or job.strip() in spec:
-            raise ValueError(f"a cluster must be like {_EXAMPLE}; got {text!r}")
+            raise ValueError(f"A cluster must be like {_EXAMPLE}; got {text!r}.")
         spec[job.strip()] = [address.strip() for address in tasks.split(",") if address.strip()]
     return spec
 
@@ -187,6 +191,6 @@ def _host_and_port(address: Any, job: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(
-            f'addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}'
+            f'Addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}.'
         )
     return host.strip("[]"), int(port)

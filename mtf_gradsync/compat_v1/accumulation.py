@@ -79,8 +79,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
-                "of its workers into a conditional. SyncReplicasOptimizer adds up itself: take it "
-                "alone, with replicas_to_aggregate times as many."
+                "of its workers into a conditional. SyncReplicasOptimizer adds up gradients: use it "
+                "alone, with replicas_to_aggregate multiplied by "
+                f"{backward_passes_per_step}, the backward_passes_per_step."
             )
         super().__init__(use_locking=False, name=name)
         self.opt = self._opt = opt  # the latter for wrappers of others that look inside
@@ -183,8 +184,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         sums_shards = any(isinstance(o, tf.tpu.CrossShardOptimizer) for o in inside)
         if shards > 1 and self._passes > 1 and (sums_shards or self._allreduce):
             raise ValueError(
-                "In a TPU program every core has the same variables, so that sums of one core's "
-                "gradients have no place there: sum first, by "
+                "In a TPU program all cores share the variables, so that no variable can "
+                "hold the sums of one core's gradients. Reduce gradients first, by "
                 "CrossShardOptimizer(GradientAccumulationOptimizer(opt, ...))."
             )
 

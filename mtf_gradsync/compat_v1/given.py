@@ -59,8 +59,8 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
             raise ValueError(
                 f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
                 f"learning_rate={learning_rate!r}. Give a class (in gin: "
-                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or leave "
-                "learning_rate out."
+                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or give no "
+                "learning_rate."
             )
         return opt
     if not callable(opt) or (isinstance(opt, type) and not _is_optimizer(opt)):

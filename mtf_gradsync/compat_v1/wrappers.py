@@ -93,7 +93,8 @@ def sync_replicas(
         raise ValueError(
             "SyncReplicasOptimizer updates on the parameter server, where sums of "
             "GradientAccumulationOptimizer would begin anew with every worker that starts. It adds "
-            "up itself: give it the optimizer inside, and replicas_to_aggregate times as many."
+            "up gradients itself: give it the inner optimizer, and multiply replicas_to_aggregate "
+            "by backward_passes_per_step."
         )
     if is_number(variable_averages):
         variable_averages = tf.train.ExponentialMovingAverage(variable_averages)

@@ -110,7 +110,7 @@ class HostCallHook(tf.train.SessionRunHook):
             if getattr(error.__cause__, "name", None) != "tensorboard":
                 raise
             _logger.warning(
-                "host_call is left out: it writes summaries by tf.summary, which needs TensorBoard "
+                "host_call is skipped: it writes summaries by tf.summary, which needs TensorBoard "
                 "(pip install tensorboard)."
             )
 

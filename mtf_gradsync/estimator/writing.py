@@ -90,8 +90,8 @@ def _listen(hooks: Sequence[Any], listeners: Sequence[Any] | None) -> None:
     savers = [hook for hook in hooks if isinstance(hook, tf.train.CheckpointSaverHook)]
     if not savers:
         raise ValueError(
-            "saving_listeners need checkpoints: give config a model_dir and save_checkpoints_steps "
-            "or save_checkpoints_secs, or the spec a CheckpointSaverHook."
+            f"saving_listeners {list(listeners)} need checkpoints: give config a model_dir and "
+            "save_checkpoints_steps or save_checkpoints_secs, or the spec a CheckpointSaverHook."
         )
     add_saving_listeners(savers[0], listeners)
 

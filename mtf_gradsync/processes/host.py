@@ -149,7 +149,7 @@ class Host:
         if not secret.is_proof(said.proof, "process", stranger.challenge, said.challenge):
             if not self._denied:
                 _logger.warning(
-                    "%s was called from %s by somebody who has another %s.",
+                    "%s refused a caller at %s, whose %s is not the same.",
                     self._me, stranger.address, secret.VARIABLE,
                 )  # fmt: skip
             self._denied = True
@@ -175,7 +175,9 @@ class Host:
     def _check_time(self, names: Sequence[str], end: float) -> None:
         if time.monotonic() > end:
             missing = [name for i, name in enumerate(names) if i and i not in self._arrived]
-            denied = f". Somebody called who has another {secret.VARIABLE}" if self._denied else ""
+            denied = (
+                f". A caller with another {secret.VARIABLE} was refused" if self._denied else ""
+            )
             self._refuse(
                 None,
                 f"{names[0]} waited on port {self._place.port} for the {len(names)} processes of "

@@ -70,7 +70,7 @@ def check_drawing() -> None:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            f'drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+            f'Drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
         ) from error
 
 

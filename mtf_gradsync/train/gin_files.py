@@ -43,7 +43,7 @@ def load(
       ConfigError: if a file is missing or a binding cannot be read or names nothing.
     """
     if not gin_files and not gin_params:
-        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
     gin.clear_config()
@@ -74,7 +74,7 @@ def run_config() -> RunConfig:
     required = [f.name for f in dataclasses.fields(RunConfig) if f.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if not _is_bound(f"{_RUN}.{name}")]
     if missing:
-        raise ConfigError(f"missing in the config: {', '.join(missing)}")
+        raise ConfigError(f"Missing in the config: {', '.join(missing)}")
     return RunConfig()
 
 

@@ -201,7 +201,7 @@ class _Loop:
         if isinstance(error, tf.errors.InvalidArgumentError):
             self._check_waits()
         return TrainingError(
-            f"a step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
+            f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
             f"The newest checkpoint is of step {self._saved_at}."
         )
 
@@ -226,13 +226,13 @@ class _Loop:
         rate = values["reported"].get("learning_rate")
         if rate is not None and not 0 <= rate < math.inf:
             raise TrainingError(
-                f"the learning rate of step {step} is {float(rate):g}, by "
+                f"The learning rate of step {step} is {float(rate):g}, by "
                 "train.run.learning_rate_schedule; it must be a finite number, not negative. The "
                 f"newest checkpoint is of step {self._saved_at}."
             )
         if not self._patience.goes_on(loss, values.get("update_step")):
             raise TrainingError(
-                f"the loss of step {step} is {loss}{self._patience.since()}; the newest "
+                f"The loss of step {step} is {loss}{self._patience.since()}; the newest "
                 f"checkpoint is of step {self._saved_at}. Lower "
                 "train.run.learning_rate_schedule, or look at the data."
             )

@@ -42,7 +42,7 @@ class ModelSettings(NamedTuple):
         feature = name.split("_")[0]
         if feature not in self.sequence_length:
             raise ConfigError(
-                f"the data set has {name!r}, but train.run.sequence_length = "
+                f"The data set has {name!r}, but train.run.sequence_length = "
                 f"{self.sequence_length} gives no length for {feature!r}"
             )
         return self.sequence_length[feature]
@@ -108,7 +108,7 @@ class MeshModel:
         missing = [name for name in needed if name not in features]
         if missing:
             raise ConfigError(
-                f"the data set has the features {sorted(features)}; train.run.model_type = "
+                f"The data set has the features {sorted(features)}; train.run.model_type = "
                 f'"{settings.model_type}" also needs {missing}'
             )
         batch_dims = [mtf.Dimension("batch", settings.batch_size)]
@@ -125,7 +125,7 @@ class MeshModel:
             length = settings.feature_length(name)
             if not x.shape.is_compatible_with([settings.batch_size, length]):
                 raise ConfigError(
-                    f"the data set gives {name!r} the shape {x.shape} in batches; "
+                    f"The data set gives {name!r} the shape {x.shape} in batches; "
                     f"train.run.sequence_length wants {[settings.batch_size, length]}"
                 )
             shape = mtf.Shape([*batch_dims, mtf.Dimension("length", length)])

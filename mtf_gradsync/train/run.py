@@ -146,7 +146,7 @@ def run(
         except (TrainingError, OSError) as error:
             # The report fails, too, where nothing can be written any more.
             with contextlib.suppress(OSError):
-                _write_report(checked, None, f"ended by an error, {error}")
+                _write_report(checked, None, f"ended by an error: {error}")
             raise
         if result.stopped_by is not None:
             evaluation.plot()

@@ -69,7 +69,7 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     if bound and asked != "placement_mesh":
         raise ConfigError(
             f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
-            f'"{asked}". Leave one of them out.'
+            f'"{asked}". Remove one of them.'
         )
     if asked == "xla" and xla.why_no_xla():
         raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')

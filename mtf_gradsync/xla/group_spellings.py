@@ -56,7 +56,7 @@ def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
         if iota.num_groups:
             return _iota_groups(iota)
     if read.HasField("mesh_axes"):
-        raise ValueError("groups that are named by the axes of a mesh cannot be read")
+        raise ValueError(f"Groups that are named by mesh axes cannot be read: {read.mesh_axes!r}")
     return ()
 
 

@@ -43,8 +43,8 @@ def read_module(serialized: bytes) -> Any:
         raise ValueError(f"Give a serialized HloModuleProto; this is none: {error}") from error
     if not any(c.id == module.entry_computation_id for c in module.computations):
         raise ValueError(
-            "The HloModuleProto holds no entry computation; give a whole module, as XLA "
-            "serializes it."
+            f"The HloModuleProto {module.name!r} has no entry computation; give a whole module, "
+            "as XLA serializes it."
         )
     return module
 

@@ -43,7 +43,7 @@ def main() -> None:
             x, y = program.run([x, y])
             for array, expected in ((x, 2**power), (y, 1 << 40)):
                 if not all(np.all(np.asarray(a) == expected) for a in array.arrays):
-                    raise ValueError(f"step {power} gave {array.arrays} in place of {expected}")
+                    raise ValueError(f"Step {power} gave {array.arrays} in place of {expected}")
 
 
 if __name__ == "__main__":

@@ -275,11 +275,11 @@ def test_sync_replicas_adds_up_itself():
     adam = tf.train.AdamOptimizer(0.1)
     sync = gs.SyncReplicasOptimizer(adam, 2)
     for inner in (sync, gs.CrossShardOptimizer(sync)):
-        with pytest.raises(ValueError, match="replicas_to_aggregate times as many"):
+        with pytest.raises(ValueError, match="replicas_to_aggregate multiplied by 2"):
             gs.GradientAccumulationOptimizer(inner, 2)
     for inner in (adam, gs.CrossShardOptimizer(adam)):
         inner = gs.GradientAccumulationOptimizer(inner, 2)
-        with pytest.raises(ValueError, match="replicas_to_aggregate times as many"):
+        with pytest.raises(ValueError, match="multiply replicas_to_aggregate by"):
             gs.SyncReplicasOptimizer(inner, 2)
 
 

@@ -248,9 +248,9 @@ def test_initial_values_come_from_another_run(train, plain):
 
 
 def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):
-    with pytest.raises(TrainingError, match=r"the loss of step \d+ is nan"):
+    with pytest.raises(TrainingError, match=r"The loss of step \d+ is nan"):
         train(NO_EVAL, "train.run.learning_rate_schedule = 1e30")
-    assert "ended by an error, the loss of step" in (tmp_path / "run" / REPORT_FILE).read_text()
+    assert "ended by an error: The loss of step" in (tmp_path / "run" / REPORT_FILE).read_text()
 
 
 class LeavesOut(mtf.optimize.SgdOptimizer):

@@ -65,8 +65,9 @@ def choose_checkpoint(
         )
     if not skip_damaged:
         raise ConfigError(
-            f"{found} Nothing was changed. With {skip_setting} the run goes on from {intact}, which "
-            f"is intact, and moves damaged files to {os.path.join(model_dir, DAMAGED_DIRECTORY)}."
+            f"{found} Nothing was changed. With {skip_setting} the run goes on from {intact}, "
+            f"which is intact, and moves damaged files to "
+            f"{os.path.join(model_dir, DAMAGED_DIRECTORY)}."
         )
     say(f"{found} The run goes on from {intact}.")
     for path in (newest, *older):

@@ -49,7 +49,7 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
         reader = tf.train.load_checkpoint(path)
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     except UNREADABLE as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {first_line(error)}") from error
+        raise ConfigError(f"The checkpoint {path} cannot be read: {first_line(error)}") from error
     changed = changes(path)
     new, unfit = [], []
     for variable in variables:
@@ -92,7 +92,7 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
         raise ConfigError(
             "\n".join(
                 [
-                    f"the checkpoint {path} was made by another model or optimizer than this "
+                    f"The checkpoint {path} was made by another model or optimizer than this "
                     "config describes:",
                     *_listed(found.unfit),
                     *parts,
@@ -104,7 +104,7 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
         raise ConfigError(
             "\n".join(
                 [
-                    f"the checkpoint {path} was made by another configuration than this one:",
+                    f"The checkpoint {path} was made by another configuration than this one:",
                     *parts,
                     f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use "
                     "the config that made it, or another --model_dir.",
@@ -133,7 +133,7 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         raise ConfigError(
             "\n".join(
                 [
-                    f"the checkpoint {path} was made by another model than this config describes:",
+                    f"The checkpoint {path} was made by another model than this config describes:",
                     *_listed([*missing, *found.unfit]),
                     f"Use the config that made it, or another model_dir than {model_dir}.",
                 ]

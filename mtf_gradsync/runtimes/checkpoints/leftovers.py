@@ -107,7 +107,7 @@ def _lock(descriptor: int, model_dir: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"another run writes to {model_dir}: wait for its end, or choose another --model_dir"
+            f"Another run writes to {model_dir}: wait for its end, or choose another --model_dir"
         ) from error
     except OSError:  # a file system without locks
         return

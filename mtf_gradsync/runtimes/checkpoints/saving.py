@@ -110,7 +110,7 @@ class TrainingSaver(RunSaver):
             # They take room where there may be none.
             remove_leftovers(directory)
             raise TrainingError(
-                f"the checkpoint of step {global_step} cannot be written to {directory}: "
+                f"The checkpoint of step {global_step} cannot be written to {directory}: "
                 f"{first_line(error)}"
             ) from error
 

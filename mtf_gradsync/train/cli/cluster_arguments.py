@@ -100,7 +100,10 @@ def process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     if values is None:
         return None
     if any(getattr(args, name) is not None for name in _TASK):
-        raise ConfigError("--coordinator is for XLA devices, --cluster_spec for a placement mesh")
+        raise ConfigError(
+            f"--coordinator={args.coordinator} is for XLA devices, --cluster_spec for a placement "
+            "mesh: give one of them"
+        )
     if not 0 <= values["process_id"] < values["num_processes"]:
         raise ConfigError(
             f"--process_id must be between 0 and {values['num_processes'] - 1}; got "

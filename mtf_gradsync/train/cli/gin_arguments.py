@@ -68,7 +68,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     paths = _split_lists(args.gin_location_prefix)
     files = [*before, *gin_file_names(args)]
     if not files and not args.gin_param:
-        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
     check_spelling(files, args.gin_param, paths)
     import_package(args.verbosity)
     # Imported here because it takes seconds, which `--help` need not wait for.

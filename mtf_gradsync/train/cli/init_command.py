@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     name = Path(args.config).stem
     if name not in texts:
-        raise ConfigError(f"there is no config {args.config!r}; there are {', '.join(texts)}")
+        raise ConfigError(f"There is no config {args.config!r}; there are {', '.join(texts)}")
     path = output_path("FILE", args.file or f"{name}.gin")
     text = texts[name].replace(f"{_COMMAND}configs/{name}.gin", f"{_COMMAND}{path}")
     assert path is not None

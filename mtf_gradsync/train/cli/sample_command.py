@@ -68,7 +68,10 @@ def main(args: argparse.Namespace) -> int:
             "mtf-gradsync train writes"
         )
     if args.temperature < 0 or args.keep_top_k < 0:
-        raise ConfigError("--temperature and --keep_top_k must not be negative")
+        raise ConfigError(
+            "--temperature and --keep_top_k must not be negative; got "
+            f"{args.temperature} and {args.keep_top_k}"
+        )
     with loaded_config(args, [str(config_file)]):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint

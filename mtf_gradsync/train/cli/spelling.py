@@ -174,7 +174,7 @@ class _Reader(config_parser.ParserDelegate):
             self.imports_others = True
             return
         folders = ", ".join(dict.fromkeys(map(os.path.abspath, self._prefixes)))
-        raise ConfigError(f"there is no gin file {name!r}; looked for it in {folders}")
+        raise ConfigError(f"There is no gin file {name!r}; looked for it in {folders}")
 
     def read(self, text: str, where: str) -> None:
         """Reads statements; `where` names them in errors."""

@@ -80,7 +80,7 @@ def resolve_mesh(
         given = repr(mesh_devices) if isinstance(mesh_devices, str) else f"{len(mesh_devices)}"
         raise ConfigError(
             f"train.run.mesh_devices must list {shape.size} devices, one for each processor of "
-            f'the mesh "{mesh_text(shape)}"; got {given}. Leave it out (None) to run on '
+            f'the mesh "{mesh_text(shape)}"; got {given}. Give None to run on '
             f"{shape.size} virtual CPU devices."
         )
     check_callable("mesh_impl", mesh_impl, "@placement_mesh_impl", optional=True)

@@ -97,7 +97,7 @@ def resolve_learning_rate(
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:
         if is_number(one) and not 0 <= one < math.inf:
             raise ConfigError(
-                "numbers in train.run.learning_rate_schedule must be finite and not negative; got "
+                "Numbers in train.run.learning_rate_schedule must be finite and not negative; got "
                 f"{learning_rate_schedule!r}"
             )
     if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):

@@ -113,7 +113,7 @@ def text_windows(
     )
     if len(ids) <= length:
         raise ConfigError(
-            f"the {dataset_split} split has {len(ids)} tokens, less than one window of "
+            f"The {dataset_split} split has {len(ids)} tokens, less than one window of "
             f"train.run.sequence_length = {length}"
         )
     if dataset_split == "train":

@@ -26,7 +26,7 @@ def python_topics() -> dict[str, str]:
         from pydoc_data import topics
     except ImportError as error:
         raise ConfigError(
-            "this Python has no pydoc_data (some distributions strip it), the text that "
+            "This Python has no pydoc_data (some distributions strip it), the text that "
             "python_topics trains on; use another Python, or bind "
             "train.run.train_dataset_fn = @text_files"
         ) from error
@@ -98,7 +98,7 @@ def split_documents(documents: dict[str, str], split: str, held_out_every: int) 
         ]
     if not any(text.strip() for text in texts):
         raise ConfigError(
-            f"the {split} split is empty: {len(documents)} documents with "
+            f"The {split} split is empty: {len(documents)} documents with "
             f"held_out_every={held_out_every} leave no text for it"
         )
     return texts

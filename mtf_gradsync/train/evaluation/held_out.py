@@ -90,7 +90,9 @@ class HeldOut:
             held_out_dataset, self._model.batch_size, steps, "train.run.eval_dataset_fn"
         )
         if not held_out:
-            raise ConfigError("train.run.eval_dataset_fn gives an empty data set")
+            raise ConfigError(
+                f"train.run.eval_dataset_fn = {eval_dataset_fn!r} gives an empty data set"
+            )
         train = data.read_batches(
             lambda: train_dataset_fn(dataset_split="train", **arguments),
             self._model.batch_size,
@@ -114,7 +116,7 @@ class HeldOut:
             )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
-                "the model cannot be built for the batches of train.run.eval_dataset_fn: "
+                "The model cannot be built for the batches of train.run.eval_dataset_fn: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
 

@@ -114,7 +114,9 @@ def sample_after(
         averages.
     """
     if model.model_type != "lm":
-        raise ConfigError(f'a model of train.run.model_type = "{model.model_type}" does not write')
+        raise ConfigError(
+            f'train.run.model_type = "{model.model_type}" cannot continue a text; "lm" can'
+        )
     length = model.sequence_length["targets"]
     ids = list(model.vocabulary.encode(prompt))
     # As much as a sequence keeps where it goes on.

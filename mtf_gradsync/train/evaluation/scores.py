@@ -107,7 +107,7 @@ class Evaluator:
             raise ConfigError(str(error)) from error
         except UNREADABLE as error:
             raise TrainingError(
-                f"checkpoint {path} cannot be read any more: {first_line(error)}"
+                f"The checkpoint {path} cannot be read any more: {first_line(error)}"
             ) from error
         self._session.run(self._masters_to_slices)
 

@@ -86,7 +86,10 @@ def export(
     """
     check_installed("jax", "jaxlib")
     if session is not None and checkpoint is not None:
-        raise ValueError("Give a session or a checkpoint to take variables from, not both.")
+        raise ValueError(
+            "Give a session or a checkpoint to take variables from, not both; got "
+            f"session={session!r} and checkpoint={checkpoint!r}."
+        )
     check_free(Path(folder), replace)
     host = Host(program, lowering)
     names = _fetch_names(program, host.facts.cluster, fetches)

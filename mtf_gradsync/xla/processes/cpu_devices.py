@@ -28,6 +28,6 @@ def check_keeps_order() -> None:
         oldest = ".".join(map(str, _OLDEST_JAXLIB))
         raise ProcessesError(
             f"CPU devices of several processes need jaxlib {oldest} or later; this is "
-            f"{jaxlib.__version__}, which stands still in their collectives. Install a later one, "
+            f"{jaxlib.__version__}, which hangs in their collectives. Install a later one, "
             "or use one process."
         )

@@ -99,9 +99,9 @@ def check_same(what: str, content: bytes) -> None:
     others = [str(i) for i, d in enumerate(digests) if not np.array_equal(d, digests[0])]
     if others:
         raise ProcessesError(
-            f"The processes do not do the same: {what} are other ones on process "
-            f"{', '.join(others)} than on process 0. Every process has to build the same program "
-            "and to make the same calls with the same fetches in the same order."
+            f"The processes differ: {what} on process {', '.join(others)} are not those on process "
+            "0. Every process has to build the same program and to make the same calls with the "
+            "same fetches in the same order."
         )
 
 

@@ -51,7 +51,7 @@ def compiled(
         raise
     except (AttributeError, ImportError, TypeError) as error:
         raise StepError(
-            f"jax {jax.__version__} wants to be called otherwise than {_KNOWN_JAX}, which this "
+            f"jax {jax.__version__} has another interface than {_KNOWN_JAX}, which this "
             f'runner knows: {short(error)} Install one of those: pip install "{_INSTALL_JAX}".'
         ) from error
     except (RuntimeError, ValueError) as error:

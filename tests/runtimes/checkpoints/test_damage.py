@@ -63,7 +63,7 @@ def test_damage_is_named_and_the_one_before_is_used_if_the_user_says_so(
     message = str(raised.value)
     assert f"{run / NEWEST}, is damaged: " in message
     assert "Nothing was changed. With --skip_damaged_checkpoint the run goes on from" in message
-    assert f"from {run / 'model.ckpt-20'}, which is whole" in message
+    assert f"from {run / 'model.ckpt-20'}, which is intact" in message
     assert files(run) == before
 
     said = []
@@ -96,7 +96,7 @@ def test_what_is_no_checkpoint_of_a_run_is_said(tmp_path):
         weights = tf.get_variable("weights", [3], initializer=tf.zeros_initializer())
         session.run(weights.initializer)
         tf.train.Saver().save(session, str(tmp_path / "model.ckpt"), global_step=3)
-    with pytest.raises(ConfigError, match=r"no global_step.*No older one in .* is whole"):
+    with pytest.raises(ConfigError, match=r"no global_step.*No older one in .* is intact"):
         choose_checkpoint(str(tmp_path), True, print)
 
 

@@ -95,7 +95,7 @@ def test_a_jax_that_wants_to_be_called_otherwise(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(programs, "compile_options", other)
     said = refused(capsys, folder, "--random-inputs")
-    assert f"jax {jax.__version__} wants to be called otherwise than 0.4.30 to 0.12" in said
+    assert f"jax {jax.__version__} has another interface than 0.4.30 to 0.12" in said
     assert said.endswith('Install one of those: pip install "jax>=0.4.30,<0.13".')
 
 
