@@ -79,8 +79,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
-                "of its workers into a conditional. SyncReplicasOptimizer adds up gradients: use it "
-                "alone, with replicas_to_aggregate multiplied by "
+                "of its workers into a conditional. SyncReplicasOptimizer adds up gradients: use "
+                "it alone, with replicas_to_aggregate multiplied by "
                 f"{backward_passes_per_step}, the backward_passes_per_step."
             )
         super().__init__(use_locking=False, name=name)

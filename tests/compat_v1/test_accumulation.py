@@ -271,7 +271,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, error, words):
         gs.GradientAccumulationOptimizer(tf.train.AdamOptimizer(0.1), **arguments)
 
 
-def test_sync_replicas_adds_up_itself():
+def test_sync_replicas_and_accumulation_refuse_each_other():
     adam = tf.train.AdamOptimizer(0.1)
     sync = gs.SyncReplicasOptimizer(adam, 2)
     for inner in (sync, gs.CrossShardOptimizer(sync)):

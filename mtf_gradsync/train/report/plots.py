@@ -114,17 +114,17 @@ def draw_skipped(rows: Rows) -> list[Plot]:
     """Draws what was skipped; nothing where the optimizers skip nothing."""
     plots = [
         _over_steps(
-            "Micro steps left out",
+            "Micro steps skipped",
             "micro steps so far",
-            [_Line("left out", series_of(rows, "accumulation/skipped"))],
+            [_Line("skipped", series_of(rows, "accumulation/skipped"))],
             "By should_skip_update_fn of GradientAccumulationOptimizer.",
             from_zero=True,
             is_count=True,
         ),
         _over_steps(
-            "Steps left out",
+            "Steps skipped",
             "steps so far",
-            [_Line("left out", series_of(rows, "loss_scale/skipped"))],
+            [_Line("skipped", series_of(rows, "loss_scale/skipped"))],
             "By LossScaleOptimizer: a gradient was not finite.",
             from_zero=True,
             is_count=True,

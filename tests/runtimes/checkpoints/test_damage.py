@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_run_under_the_same_name_is_found_by_the_manifes
     assert damage_of(str(again / NEWEST)).startswith("weights cannot be read: ")
 
 
-def test_what_is_no_checkpoint_of_a_run_is_said(tmp_path):
+def test_a_file_that_is_no_checkpoint_of_a_run_is_named(tmp_path):
     with tf.Graph().as_default(), tf.Session() as session:
         weights = tf.get_variable("weights", [3], initializer=tf.zeros_initializer())
         session.run(weights.initializer)
@@ -100,7 +100,7 @@ def test_what_is_no_checkpoint_of_a_run_is_said(tmp_path):
         choose_checkpoint(str(tmp_path), True, print)
 
 
-def test_the_last_whole_one_is_found_past_other_damaged_ones(run):
+def test_the_newest_intact_checkpoint_is_found_behind_damaged_ones(run):
     damage(run / DATA, "zeros")
     damage(run / "model.ckpt-20.index", "gone")
     choice = choose_checkpoint(str(run), True, print)
@@ -139,7 +139,7 @@ def test_a_manifest_that_cannot_be_read_is_none(run, content):
     assert damage_of(str(run / NEWEST)) is None
 
 
-def test_a_manifest_does_not_speak_of_what_came_later_under_a_name(run, tmp_path):
+def test_a_manifest_does_not_describe_a_later_checkpoint_of_the_same_name(run, tmp_path):
     """A run that skipped it may be killed between its own checkpoint and the manifest."""
     damage(run / DATA, "zeros")
     choose_checkpoint(str(run), True, print)

@@ -34,7 +34,7 @@ def test_the_guide_lists_every_binding_with_its_default():
     assert shown == written
 
 
-def test_the_docstring_tells_of_every_binding():
+def test_the_docstring_lists_every_binding():
     told = re.findall(r"^  (\w+): ", inspect.getdoc(RunConfig), re.MULTILINE)
     assert told == [field.name for field in FIELDS]
 

@@ -195,7 +195,7 @@ def test_a_platform_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     "text", ["RESOURCE_EXHAUSTED: Out of memory", "FAILED: %sOut of memory allocating 7 bytes."]
 )
-def test_a_step_without_room_says_what_would_do(text):
+def test_a_step_without_memory_says_what_to_do(text):
     """The runner of exported steps runs out of memory for real, in a process of its own."""
     XlaRuntimeError = type("XlaRuntimeError", (RuntimeError,), {})
     with pytest.raises(xla.DevicesError, match="Take a smaller batch, more microbatches"):

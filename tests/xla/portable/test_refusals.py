@@ -89,7 +89,7 @@ def test_a_program_that_this_jax_cannot_read(folder, capsys):
     assert "It was made beside jax" in said
 
 
-def test_a_jax_that_wants_to_be_called_otherwise(folder, capsys, monkeypatch):
+def test_a_jax_with_another_interface(folder, capsys, monkeypatch):
     def other(devices, options=None):
         raise TypeError("(): incompatible function arguments.")
 
