@@ -76,7 +76,6 @@ class Metrics:
     """Metrics over the steps of an evaluation."""
 
     def __init__(self, eval_metrics: Sequence[Any]):
-        """Builds them; see `HostFunction`."""
         self._host = HostFunction(eval_metrics)
         self.tensors = self._host.tensors
         pairs = dict(self._host.result)
@@ -98,7 +97,6 @@ class HostCallHook(tf.train.SessionRunHook):
     """Runs a spec's host_call after every step."""
 
     def __init__(self, host_call: tuple[Callable[..., Any], Tensors]):
-        """Takes a function and its tensors; see `HostFunction`."""
         self._call = host_call
         self._host: HostFunction | None = None
 

@@ -43,7 +43,6 @@ class InitializeIterator(tf.train.SessionRunHook):
     """Initializes an iterator in every new session."""
 
     def __init__(self, initializer: tf.Operation):
-        """Takes the iterator's initializer."""
         self._initializer = initializer
 
     def after_create_session(self, session: Any, coord: Any) -> None:

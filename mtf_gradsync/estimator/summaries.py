@@ -11,8 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import split_by_shard, traits_of
 from mtf_gradsync.simd.traffic.transfers import has_calls
 
-# What `tf.summary.scalar` says of its values. It needs TensorBoard itself, which TensorFlow 2.21
-# does not bring along.
+# The metadata of `tf.summary.scalar`, which needs TensorBoard; TensorFlow 2.21 does not install it.
 _SCALAR = tf.SummaryMetadata(
     plugin_data=tf.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
 )

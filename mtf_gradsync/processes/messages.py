@@ -21,7 +21,6 @@ class Connection:
     """One end of a connection. No method waits."""
 
     def __init__(self, sock: socket.socket):
-        """Takes over a connected socket."""
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

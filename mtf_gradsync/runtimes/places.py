@@ -62,7 +62,6 @@ class OnCores:
     """
 
     def __init__(self, name: RuntimeName, mesh_shape: MeshShapeLike, layout: LayoutLike = ""):
-        """Takes the runtime's name, and Mesh-TF's mesh shape and layout."""
         self.name = name
         self.program: simd.Program | None = None
         self.steps_ahead = _STEPS_AHEAD if name == "xla" else 0
@@ -83,10 +82,7 @@ class OnCores:
     ) -> ProgramSessions:
         """Returns a factory of sessions on the program; see `ProgramSessions`.
 
-        Args:
-          lowering: the program's lowering, or a spec whose hooks have it.
-          scaffold: see `ProgramSessions`.
-          start: see `ProgramSessions`.
+        `lowering` may also be a spec whose hooks have it.
         """
         program = self.program
         assert program is not None  # it has been built

@@ -16,7 +16,6 @@ class ProgramSession(_SessionInterface):
     """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
 
     def __init__(self, graph: tf.Graph, session: ReplicaSession):
-        """Takes the graph of the program, and a session on CPU replicas or XLA devices."""
         self._graph = graph
         self._session = session
 

@@ -91,17 +91,12 @@ class Program:
         return CpuReplicaSession(self.emulated(lowering), config)
 
     def emulated(self, lowering: Any = None) -> PreparedGraph:
-        """Returns the graph that sessions on CPU replicas run; makes it if needed.
+        """Returns the graph that sessions on CPU replicas run; see `session` for the argument.
 
-        Args:
-          lowering: as for `session`.
-
-        Returns:
-          The emulated graph; a new one where this program's graph has changed since.
+        The graph is made at the first call, and again if this program's graph has changed since.
 
         Raises:
-          UnsupportedProgramError: as for `session`.
-          TypeError: as for `session`.
+          UnsupportedProgramError: when the graph holds what cannot be emulated.
         """
         lowerings = lowerings_in(lowering)
         return self.prepared(

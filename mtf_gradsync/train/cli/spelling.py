@@ -47,10 +47,7 @@ def check_spelling(
 ) -> None:
     """Raises an error for what is misspelt, as far as it can be found in a moment.
 
-    Args:
-      gin_files: as for `mtf_gradsync.train.gin_files.load`.
-      gin_params: as there.
-      search_paths: as there.
+    The arguments are those of `mtf_gradsync.train.gin_files.load`.
 
     Raises:
       ConfigError: if a file is missing, a line cannot be read, or a name is misspelt.

@@ -26,16 +26,9 @@ class PlacementMeshRunner(GraphRunner):
         place: OnDevices,
         hooks: Sequence[Any] = (),
     ):
-        """Adds what it needs to the default graph.
+        """Adds what it needs to the default graph; see `GraphRunner`.
 
-        Args:
-          graph: see `GraphRunner`.
-          batches: see `GraphRunner`.
-          model_dir: see `GraphRunner`.
-          start: see `GraphRunner`.
-          keep_checkpoint_max: see `GraphRunner`.
-          place: the runtime.
-          hooks: more tf.train.SessionRunHooks.
+        `place` is the runtime, and `hooks` are more tf.train.SessionRunHooks.
         """
         # The hook adds the copy from masters to slices and runs it after every restore.
         self._hooks = [mtf.MtfRestoreHook(graph.lowering), *hooks]

@@ -31,7 +31,7 @@ class SimdProgramRunner(GraphRunner):
         keep_checkpoint_max: int | None,
         place: OnCores,
     ):
-        """Adds what it needs to the default graph.
+        """Adds what it needs to the default graph; see `GraphRunner`. `place` is the runtime.
 
         Args:
           graph: see `GraphRunner`.

@@ -72,7 +72,6 @@ class XlaSession(ReplicaSession):
         config: tf.ConfigProto | None = None,
         cache_dir: str | None = "default",
     ):
-        """Makes a session; see `session` for the arguments."""
         cores = Cores(devices_for(program.num_replicas, platform, devices))
         lowerings = lowerings_in(lowering)
         cache_dir = default_cache_dir() if cache_dir == "default" else cache_dir
@@ -125,21 +124,12 @@ class XlaSession(ReplicaSession):
     def dispatch(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Dispatched:
-        """Begins a step like `run`, and returns before it is done.
+        """Begins a step, and returns before it is done. Arguments and errors are those of `run`.
 
         Steps run in the order in which they were dispatched.
 
-        Args:
-          fetches: see `run`.
-          feed_dict: see `run`.
-          per_replica: see `run`.
-
         Returns:
           The step, to ask for its result.
-
-        Raises:
-          ValueError: see `run`.
-          UnsupportedProgramError: see `run`.
         """
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))

@@ -64,12 +64,12 @@ def export(
       fetches: tensors of the program by the names to fetch them under, or a list of tensors, which
         are called after their operations. All of the program's updates are made in every step;
         operations of the program may be named, too, and have no value.
-      folder: where to; written whole or not at all.
+      folder: the folder to write; nothing is left of it after an error.
       session: takes variables from this session, on CPU replicas or XLA devices. With several
         processes, all have to call this, and the one with the first core writes.
-      checkpoint: takes variables from this checkpoint. Default, without a session either: as their
-        initializers make them.
-      inputs: what the program's inputs are called: name -> tensor that it reads from outside.
+      checkpoint: takes variables from this checkpoint. Without it and session, variables have their
+        initial values.
+      inputs: names for the program's inputs: name -> tensor that it reads from outside.
       keep: values of tensors outside that are the same in every step, by tensor. Where the program
         reads one of them directly, the folder's value can still be replaced in a step.
       seed: for random operations of the program without a seed; default a random one. The folder

@@ -109,7 +109,6 @@ class LoadedProgram:
     """
 
     def __init__(self, executable: Any, devices: Sequence[Any]):
-        """Takes the executable, and a jax device for each core."""
         import jax
 
         self.executable = executable
