@@ -120,7 +120,7 @@ def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> 
     Args:
       module: text of an MLIR module of StableHLO.
       devices: the topology's.
-      options: of the compiler, for these devices.
+      options: the compiler's options, for these devices.
 
     Returns:
       The executable, for the other functions of this file.

@@ -79,7 +79,7 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
 
     Args:
       variable: the variable.
-      shape: of the new value.
+      shape: shape of the new value.
 
     Returns:
       The new value. The old one is to become the output of another operation (`take_over`).
@@ -167,7 +167,7 @@ class LoopPart(NamedTuple):
 
     Attributes:
       inputs: the tensors that stand for the loop's variables in it.
-      operations: what it is made of, in order; the loop's own list. They stand in no graph's list
+      operations: its operations, in order; the loop's own list. They stand in no graph's list
         of operations.
       outputs: the returned tensors. A loop with accumulators has more outputs than inputs;
         those past the inputs are summed over the iterations.
@@ -242,8 +242,8 @@ class Seed(mtf.Constant):
     """The gradient of a loss by itself, with which `mtf.gradients` begins: ones.
 
     Attributes:
-      scale: what they are multiplied by: None, a number or an mtf scalar.
-      rounded: what rounds a scale to one that every loss beside this one can hold.
+      scale: the factor that multiplies them: None, a number or an mtf scalar.
+      rounded: rounds a scale to a number that every other loss's dtype can hold.
     """
 
     scale: Any = None
@@ -271,10 +271,10 @@ class GradientsCall(NamedTuple):
     """A call of `mtf.gradients` that began with ones.
 
     Attributes:
-      losses: what was differentiated.
+      losses: the differentiated tensors.
       seeds: one for each loss.
       outputs: the gradients, without those that are None.
-      inputs: of each of those, what it is the gradient of.
+      inputs: for each gradient the tensor that it is the gradient by.
     """
 
     losses: list[mtf.Tensor]

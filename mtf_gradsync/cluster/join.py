@@ -41,10 +41,10 @@ class Cluster(Membership):
     context of one task ends the other tasks with an error that quotes it.
 
     Attributes:
-      task: which one this process is.
+      task: the task that this process is.
       is_chief: whether it is the one that builds the graph and runs the session: task 0 of the job
         "chief", or of "worker" where there is no chief.
-      target: for ``tf.Session(target)`` and ``master=`` of monitored sessions.
+      target: argument of ``tf.Session(target)``, and ``master=`` of monitored sessions.
       config: the ConfigProto of the server, for sessions.
       devices: strings of the CPU devices of all tasks, task by task, the chief's first.
     """

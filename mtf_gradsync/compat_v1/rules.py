@@ -25,8 +25,8 @@ class Slot(NamedTuple):
     """A variable that an optimizer keeps beside each one that it updates.
 
     Attributes:
-      key: what ``get_slot`` calls it.
-      name: what its variable's name ends in, unless that is taken.
+      key: its name in ``get_slot``.
+      name: end of its variable's name, unless that is taken.
       initial: the number that it begins with.
     """
 
@@ -62,7 +62,7 @@ def rule_of(optimizer: tf.train.Optimizer) -> Rule:
     """Returns the update rule of an optimizer.
 
     Args:
-      optimizer: of a class that is in `RULES`.
+      optimizer: an optimizer of a class in `RULES`.
 
     Returns:
       Its rule; functions among the hyperparameters were called for it.

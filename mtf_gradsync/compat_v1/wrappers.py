@@ -79,8 +79,8 @@ def sync_replicas(
       replicas_to_aggregate: gradients that an update takes.
       total_num_replicas: number of workers; None takes replicas_to_aggregate.
       variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
-      variables_to_average: what is averaged.
-      use_locking: as TensorFlow's.
+      variables_to_average: the variables to average.
+      use_locking: see TensorFlow's.
       name: its name.
 
     Returns:

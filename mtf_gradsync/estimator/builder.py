@@ -43,7 +43,7 @@ class SpecBuilder:
     Attributes:
       graph: the `mtf.Graph` to build in.
       mesh: the `mtf.Mesh` of the model.
-      mesh_impl: what the model is lowered on.
+      mesh_impl: the mesh implementation to lower on.
       mode: "train", "eval" or "infer".
     """
 

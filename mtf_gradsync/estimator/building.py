@@ -40,7 +40,7 @@ class ModelFn(NamedTuple):
         Args:
           input_fn: as Estimator takes it.
           mode: "train", "eval" or "infer".
-          place: where it will run.
+          place: the runtime.
           params: the caller's.
           config: the run's.
 

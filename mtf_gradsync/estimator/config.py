@@ -21,7 +21,7 @@ def run_config(
     word, and a mesh of eight CPU devices runs on one.
 
     Args:
-      model_dir: where checkpoints and summaries go.
+      model_dir: directory of checkpoints and summaries.
       mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
       tpu_config: a TPUConfig, for TPUEstimator; None makes a RunConfig of Estimator's.
       **settings: more settings of RunConfig, such as save_checkpoints_steps. A session_config among

@@ -67,7 +67,7 @@ class Estimator:
         Args:
           model_fn: takes features and, where it names them, labels, mode, params and config;
             returns an EstimatorSpec or a TPUEstimatorSpec.
-          model_dir: where checkpoints and summaries are; None takes config's, or a temporary one.
+          model_dir: directory of checkpoints and summaries; None is config's, or a temporary one.
           config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
             save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
@@ -77,12 +77,12 @@ class Estimator:
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
             has, with use_tpu, and "placement_mesh" without.
-          num_cores: of a SIMD program; None takes config.tpu_config.num_shards.
-          train_batch_size: what params["batch_size"] is in training; None leaves it alone.
+          num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
+          train_batch_size: params["batch_size"] in training; None does not set it.
           eval_batch_size: likewise in evaluation.
           predict_batch_size: likewise for predictions.
-          eval_on_tpu: of TPUEstimator; evaluation runs where training does.
-          export_to_tpu: of TPUEstimator; what is exported runs on a host.
+          eval_on_tpu: ignored; evaluation runs where training does.
+          export_to_tpu: ignored; exported models run on a host.
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
             the variables; those without one keep their values. Training goes on with the variables.
@@ -197,7 +197,7 @@ class Estimator:
         """Evaluates a checkpoint.
 
         Args:
-          input_fn: as for `train`.
+          input_fn: see `train`.
           steps: how many steps to make; None for all that the input has.
           hooks: more session hooks.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.
@@ -236,8 +236,8 @@ class Estimator:
         """Predicts with a checkpoint.
 
         Args:
-          input_fn: as for `train`; its labels are not used.
-          predict_keys: which predictions; None for all.
+          input_fn: see `train`; its labels are not used.
+          predict_keys: keys of the predictions to return; None for all.
           hooks: more session hooks.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.
           yield_single_examples: whether to yield examples, or batches as they come.
@@ -274,7 +274,7 @@ class Estimator:
         """Writes the model as a SavedModel, lowered onto devices whatever the runtime.
 
         Args:
-          export_dir_base: where a directory is made, named by the time in seconds.
+          export_dir_base: parent of the new directory, which is named by the time in seconds.
           serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
             feeds.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.

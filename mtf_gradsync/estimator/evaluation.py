@@ -17,7 +17,7 @@ class Evaluation:
         """Builds the metrics.
 
         Args:
-          spec: what the model_fn returned.
+          spec: the spec that the model_fn returned.
           is_program: whether the step is a SIMD program.
 
         Raises:

@@ -19,7 +19,7 @@ class HostFunction:
     """A function of a step's tensors, called with the values that a session returned for them.
 
     Attributes:
-      tensors: what the step is to be fetched with.
+      tensors: tensors to fetch with the step.
     """
 
     def __init__(self, call: Sequence[Any]):

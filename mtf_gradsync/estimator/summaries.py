@@ -79,7 +79,7 @@ def write_on_host(
 
     Args:
       scalars: float32 scalars of the program.
-      model_dir: where event files go; None writes nothing.
+      model_dir: directory of event files; None writes nothing.
 
     Returns:
       A function and its tensors, as TPUEstimatorSpec takes them; None where there is nothing to

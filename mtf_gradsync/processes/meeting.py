@@ -38,10 +38,10 @@ def meet(
     """Waits until all processes of a job are there, and returns the connections between them.
 
     Args:
-      place: where process 0 is.
+      place: the address of process 0.
       me: this process.
-      names: of all processes, in their order.
-      facts: what has to be the same in all processes, by the name that a user knows it under.
+      names: names of all processes, in their order.
+      facts: settings that have to be equal in all processes, by the user's names for them.
       timeout: seconds.
 
     Returns:

@@ -14,7 +14,7 @@ class Member(NamedTuple):
       index: its number, from 0.
       host: name of its machine.
       pid: its number there.
-      name: what its job calls it: "process 1", "worker 1".
+      name: its name in the job: "process 1", "worker 1".
     """
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls

@@ -31,7 +31,7 @@ def proof(role: str, *challenges: str) -> str:
     """Returns a text that shows that this process has the secret.
 
     Args:
-      role: who proves it, so that nobody can send a proof back to where it came from.
+      role: name of the side that proves it, so that the other cannot send the proof back.
       *challenges: those of both sides.
 
     Returns:

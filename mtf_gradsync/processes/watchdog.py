@@ -112,7 +112,7 @@ class Watchdog:
         """Tells the others that this process ends with an error, so that they end, too.
 
         Args:
-          reason: what they say.
+          reason: the text of their error.
         """
         self._request("failed", reason)
         self._finished.wait(_GRACE_S)

@@ -20,7 +20,7 @@ class MasterOps:
       to_slices: operations that copy Mesh-TF's masters into their slices.
       to_masters: operations that copy the slices back.
       masters: name of each global variable -> the tensor that holds its value.
-      saver_def: of a saver of the global variables; None where there are none.
+      saver_def: SaverDef of the global variables; None where there are none.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):

@@ -129,7 +129,7 @@ class ReplicaSession(abc.ABC):
         checkpoint is of another mesh.
 
         Args:
-          path: what `save`, or any ``tf.train.Saver`` over the same variables, returned.
+          path: a path returned by `save`, or by any ``tf.train.Saver`` of the same variables.
 
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.

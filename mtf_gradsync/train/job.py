@@ -146,7 +146,7 @@ def build_on(
 
     Args:
       place: devices of the job's placement mesh, or cores of its mesh.
-      job: what to build.
+      job: the step to build.
       features: int tensors ``[batch_size, length]`` by feature name; None for placeholders.
 
     Returns:
@@ -165,7 +165,7 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
     """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
 
     Args:
-      job: what to build; its features are placeholders.
+      job: the step to build; its features are placeholders.
 
     Returns:
       The graph's handles and the program.

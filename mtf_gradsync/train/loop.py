@@ -289,7 +289,7 @@ class Patience:
         """Returns whether to go on after a step.
 
         Args:
-          loss: of the step.
+          loss: the step's loss.
           update_step: updates made with it; None where the optimizers do not count.
         """
         if math.isfinite(loss) or update_step != self._update_step:

@@ -24,7 +24,7 @@ class ModelSettings(NamedTuple):
       outer_batch_size: size of the "outer_batch" dimension, 0 for none.
       sequence_length: length of every feature.
       autostack: whether Mesh-TensorFlow stacks variables of equal shape.
-      seed: of the initial values.
+      seed: seed of the initial values.
     """
 
     model_type: ModelType
@@ -56,7 +56,7 @@ class MeshModel:
     """A model in an mtf graph of its own; calling it adds operations there.
 
     Attributes:
-      settings: what it was built from.
+      settings: its settings.
       graph: the mtf graph.
       mesh: the mesh of the graph.
     """

@@ -35,11 +35,11 @@ def run_on_cluster(
       config: what to train. Without ``mesh_devices`` each task has as many CPU devices.
       model_dir: directory of everything that the chief writes.
       task: the cluster, and which task this process is.
-      watch_port: as for `mtf_gradsync.join_cluster`.
-      timeout: as for `mtf_gradsync.join_cluster`.
-      silence: as for `mtf_gradsync.join_cluster`.
+      watch_port: see `mtf_gradsync.join_cluster`.
+      timeout: see `mtf_gradsync.join_cluster`.
+      silence: see `mtf_gradsync.join_cluster`.
       say: called with each line about the run's progress.
-      accepted: as for `run`.
+      accepted: see `run`.
 
     Returns:
       The run's result on the chief, None on the others.

@@ -35,13 +35,13 @@ def run_on_processes(
     Args:
       config: what to train.
       model_dir: directory of everything that process 0 writes, which the others can read.
-      coordinator: as for `mtf_gradsync.xla.start_processes`.
-      num_processes: as for `mtf_gradsync.xla.start_processes`.
-      process_id: as for `mtf_gradsync.xla.start_processes`.
-      timeout: as for `mtf_gradsync.xla.start_processes`.
-      silence: as for `mtf_gradsync.xla.start_processes`.
+      coordinator: see `mtf_gradsync.xla.start_processes`.
+      num_processes: see `mtf_gradsync.xla.start_processes`.
+      process_id: see `mtf_gradsync.xla.start_processes`.
+      timeout: see `mtf_gradsync.xla.start_processes`.
+      silence: see `mtf_gradsync.xla.start_processes`.
       say: called with each line about the run's progress.
-      accepted: as for `run`.
+      accepted: see `run`.
 
     Returns:
       The run's result; scores are process 0's.

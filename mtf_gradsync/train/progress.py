@@ -30,7 +30,7 @@ class Progress:
           first_step: steps already made.
           train_steps: steps that the run will have at its end.
           tokens_per_step: tokens in a global batch.
-          stream: where to write; None is standard error.
+          stream: the stream to write to; None is standard error.
           seconds_between_lines: the least time between plain lines.
         """
         self._stream = stream or sys.stderr

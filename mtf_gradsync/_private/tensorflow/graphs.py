@@ -71,7 +71,7 @@ class TracedFunction(NamedTuple):
       inputs: the placeholder of each argument.
       captures: pairs of a tensor of the graph outside that the function uses, and the placeholder
         that stands for it.
-      outputs: what the function returned, flattened; each may be a placeholder.
+      outputs: the function's results, flattened; each may be a placeholder.
     """
 
     operations: list[tf.Operation]

@@ -29,9 +29,9 @@ def xla_custom_call(
 
     Args:
       operand: its input.
-      target: what is called.
+      target: name of the called function.
       settings: the call's ``backend_config``.
-      shape: of its result, which has the input's dtype.
+      shape: shape of its result, which has the input's dtype.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -123,7 +123,7 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
     Args:
       function: a concrete function.
-      input_specs: of its arguments, without what it captures.
+      input_specs: specs of its arguments, without what it captures.
 
     Returns:
       A serialized ``HloModuleProto``. Its results are the function's, then the new values of the

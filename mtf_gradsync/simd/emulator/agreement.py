@@ -91,7 +91,7 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
     Args:
       facts: the graph's facts.
-      meetings: what its cores come to together.
+      meetings: the operations that its cores reach together.
 
     Returns:
       predicate -> its `Agreement` per group of more than one core.

@@ -73,7 +73,7 @@ class CpuReplicaSession(ReplicaSession):
         Raises:
           BranchDivergenceError: when cores that have to meet in a collective took different
             branches.
-          ValueError: as there.
+          ValueError: see `ReplicaSession.run`.
         """
         also: list[str] = []
         mapped = tf.nest.map_structure(lambda f: self._fetch(f, per_replica, also), fetches)
@@ -111,7 +111,7 @@ def session_on(
 
     Args:
       graph: the graph. Operations that initialize, copy and save variables are added to it.
-      lowering: as for `Program.session`.
+      lowering: see `Program.session`.
       config: session configuration; default `cpu_config`.
 
     Returns:

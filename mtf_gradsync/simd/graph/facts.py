@@ -31,7 +31,7 @@ class Branch(NamedTuple):
 
     Attributes:
       predicate: name of the tensor that the conditional tests.
-      taken: which value of the predicate runs this side.
+      taken: the predicate's value that runs this side.
     """
 
     predicate: str
@@ -168,7 +168,7 @@ class GraphFacts:
 
         Args:
           name: the node's name.
-          number: which output, see `split_input`.
+          number: number of the output, see `split_input`.
 
         Returns:
           The node's own context, except behind the end of a loop and on the sides of a conditional.

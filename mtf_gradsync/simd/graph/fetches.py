@@ -11,7 +11,7 @@ def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
     Args:
       facts: the graph's facts.
       name: a node's name.
-      number: which of its outputs, or `CONTROL` for the node itself.
+      number: number of its output, or `CONTROL` for the node itself.
 
     Raises:
       ValueError: when it stands in a loop or conditional.

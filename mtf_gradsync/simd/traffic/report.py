@@ -16,12 +16,12 @@ class CommunicationRow:
     Attributes:
       operation: the operation's type; "transfer" for the copies of a placement mesh.
       name: name of the operation; for copies, their name scope and "/transfer".
-      dtype: what is sent, as in "float32".
+      dtype: dtype of the operand, such as "float32".
       shape: shape of the operand on one core; None where it is not known or not one tensor.
       bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. It
         is what the core puts in, not what crosses the wires: that depends on the algorithm. For
         transfers: bytes received, averaged over the devices. None where it is not known.
-      group: who exchanges: names of mesh axes joined by "+", or lists of core numbers.
+      group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around it, outermost first.
       turns: how often the loops run it in one step; None where the graph does not say.
       branches: the conditionals around it: ("predicate", the value that runs it).

@@ -76,7 +76,7 @@ class ProcessTransfers(NamedTuple):
 
     Attributes:
       tensors: messages that carry a tensor.
-      bytes: what they carry; None where a shape is unknown.
+      bytes: size of these tensors; None where a shape is unknown.
       signals: messages without content, from operations that others wait for.
     """
 

@@ -32,8 +32,8 @@ class _Use(NamedTuple):
     """A name in a gin file.
 
     Attributes:
-      selector: of a configurable.
-      parameter: of the configurable, where it is bound; "" for none.
+      selector: name of a configurable.
+      parameter: name of its bound parameter; "" for none.
       where: the file and line, or the binding.
     """
 

@@ -33,7 +33,7 @@ def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
 
     Args:
       graph: a training step on a SIMD mesh.
-      report: what `simd.list_collectives` returned for it.
+      report: the list that `simd.list_collectives` returned for it.
 
     Returns:
       For each row's name one of `PARTS`.

@@ -40,8 +40,8 @@ class Comparison(NamedTuple):
 
     Attributes:
       mesh: the mesh, as in "batch:4;model:2".
-      bare: with the innermost optimizer alone.
-      wrapped: with the config's optimizer; the same object as `bare` if that has no wrapper.
+      bare: the step with the innermost optimizer alone.
+      wrapped: the step with the config's optimizer; `bare` itself if that is no wrapper.
     """
 
     mesh: str
@@ -75,7 +75,7 @@ def compare(
     Nothing is trained and no data is read. Each program has a graph of its own.
 
     Args:
-      job: what to build.
+      job: the step to build.
       with_transfers: whether to build for the placement mesh too, whose graphs grow with the
         number of devices.
       done: called after each of the two steps was built.

@@ -57,7 +57,7 @@ class RunConfig:
       noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
         the norms of the shards' gradients beside the loss.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
-      seed: of the initial values.
+      seed: seed of the initial values.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
         fastest that is installed.
     """

@@ -44,7 +44,7 @@ def python_topics(
       vocabulary: turns text into ids.
       dataset_split: "train": windows at random places, without end. "validation": the held-out
         topics cut into windows, once.
-      seed: which random places. The n-th window is a function of seed and n alone.
+      seed: seed of the random places. The n-th window is a function of seed and n alone.
       held_out_every: about one topic in this many is held out.
 
     Returns:
@@ -72,7 +72,7 @@ def text_files(
       vocabulary: turns text into ids.
       dataset_split: "train" or "validation".
       files: names of UTF-8 text files, each one document.
-      seed: which random windows.
+      seed: seed of the random windows.
       held_out_every: about one file in this many is held out; of a single file its last part.
 
     Returns:
@@ -98,7 +98,7 @@ def text_windows(
       sequence_length: length of each feature; "targets" is used.
       vocabulary: turns text into ids.
       dataset_split: "train" for endless random windows, otherwise all windows once, side by side.
-      seed: which random windows.
+      seed: seed of the random windows.
 
     Returns:
       A data set of ``{"targets": int32[length]}``.
@@ -160,7 +160,7 @@ def read_batches(
       make_dataset: returns a data set of single examples.
       batch_size: examples in a batch; the last batch is filled up with padding.
       max_batches: stop after this many; None reads to the end.
-      name: whose data set it is, for errors.
+      name: the binding of the data set, for errors.
 
     Returns:
       Batches of arrays ``[batch_size, length]``.

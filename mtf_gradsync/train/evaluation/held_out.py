@@ -70,8 +70,8 @@ class HeldOut:
         """Reads the held-out data and counts the baseline.
 
         Args:
-          train_dataset_fn: as `train.run` takes it.
-          eval_dataset_fn: as `train.run` takes it.
+          train_dataset_fn: see `train.run`.
+          eval_dataset_fn: see `train.run`.
           steps: at most this many batches are read.
 
         Raises:

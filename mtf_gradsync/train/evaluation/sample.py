@@ -46,7 +46,7 @@ def sample(
         later half of it as context.
       temperature: 0 takes the most likely token, 1 draws from the model's distribution.
       keep_top_k: draw from this many most likely tokens only; 0 for all.
-      seed: of the draws.
+      seed: seed of the draws.
 
     Returns:
       Prompts and continuations.
@@ -97,14 +97,14 @@ def sample_after(
 
     Args:
       model: a language model.
-      checkpoint: with its variables, of any runtime.
+      checkpoint: path of its checkpoint, of any runtime.
       prompt: the text. Where it does not fit into the model's sequence, its end counts.
       num_samples: how many continuations.
-      max_tokens: as for `sample`.
-      temperature: as for `sample`.
-      keep_top_k: as for `sample`.
-      seed: as for `sample`.
-      with_averages: whether the checkpoint's moving averages stand in place of the variables.
+      max_tokens: see `sample`.
+      temperature: see `sample`.
+      keep_top_k: see `sample`.
+      seed: see `sample`.
+      with_averages: whether the checkpoint's moving averages replace the variables.
 
     Returns:
       The prompt with each continuation.

@@ -63,7 +63,7 @@ class Evaluator:
         Args:
           settings: the model.
           batches: the held-out batches, at least one.
-          config: of the session.
+          config: the session's config.
           with_averages: whether moving averages are restored in place of the variables.
         """
         self._settings = settings

@@ -40,7 +40,7 @@ class Traffic(NamedTuple):
     Attributes:
       every_step: bytes per core in a step without an update.
       update_step: bytes per core in a step with an update.
-      rows: what these are made of.
+      rows: the parts of these totals.
       scalars: the totals by name, as summaries have them; empty where something is missing.
       is_complete: whether all traffic is counted: functions, such as an update that is one call,
         are not looked into.

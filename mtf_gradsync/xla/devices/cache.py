@@ -33,7 +33,7 @@ class Cache:
         """Opens a folder.
 
         Args:
-          folder: where it is; None keeps nothing.
+          folder: the folder; None keeps nothing.
         """
         self._folder = Path(folder) if folder else None
 

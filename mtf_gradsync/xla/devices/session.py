@@ -204,9 +204,9 @@ class XlaSession(ReplicaSession):
         """Runs operations and tensors on the host, with the newest values of variables.
 
         Args:
-          names: what this process runs.
-          feeds: by name.
-          everywhere: what all processes together run, where it is more.
+          names: names of what this process runs.
+          feeds: fed values by name.
+          everywhere: names of what all processes together run, if these are more.
 
         Returns:
           Values by name.
@@ -273,8 +273,8 @@ def session(
     It has the interface of `Program.session`, which runs on CPU replicas.
 
     Args:
-      program: what `tpu_program` yielded, with the whole model built.
-      lowering: as for `Program.session`.
+      program: the program that `tpu_program` yielded, with the whole model built.
+      lowering: see `Program.session`.
       devices: a jax device for each core; default the first ones that jax has.
       platform: "cpu", "gpu" or "tpu"; default jax's own choice.
       config: configuration of the ``tf.Session`` for what stands outside the program.

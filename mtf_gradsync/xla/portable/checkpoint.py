@@ -22,7 +22,7 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
     """Writes the values of an exported step as a checkpoint. It needs no model.
 
     Args:
-      folder: what `export` or its runner wrote.
+      folder: a folder that `export` or its runner wrote.
       path: prefix of the checkpoint's files.
 
     Returns:

@@ -59,8 +59,8 @@ def export(
     step; a value made of constants, or of `keep`, is stored in the folder.
 
     Args:
-      program: what `tpu_program` yielded, with the whole model built.
-      lowering: as for `Program.session`.
+      program: the program that `tpu_program` yielded, with the whole model built.
+      lowering: see `Program.session`.
       fetches: tensors of the program by the names to fetch them under, or a list of tensors, which
         are called after their operations. All of the program's updates are made in every step;
         operations of the program may be named, too, and have no value.
@@ -75,7 +75,7 @@ def export(
       seed: for random operations of the program without a seed; default a random one. The folder
         keeps it: runs of a folder draw the same numbers.
       replace: whether it may take the place of an exported step.
-      cache_dir: as for `session`.
+      cache_dir: see `session`.
 
     Raises:
       XlaMissingError: when jax is not installed.

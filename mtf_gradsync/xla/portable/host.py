@@ -72,7 +72,7 @@ class Host:
         """Returns values of variables.
 
         Args:
-          names: of variables, by their ``VarHandleOp``.
+          names: names of the variables' ``VarHandleOp``.
           session: one that `session` made, or on the cores of the program.
 
         Returns:

@@ -114,7 +114,7 @@ def describe_variable(
 
     Args:
       given: the variable.
-      mesh_variables: what `mesh_variables` returned.
+      mesh_variables: the result of `mesh_variables`.
       rows: for each core the row of its value among the different values.
 
     Returns:

@@ -94,7 +94,7 @@ class Step:
         """Reads a folder, compiles its program and puts its variables on devices.
 
         Args:
-          folder: where it is.
+          folder: the folder.
           devices: a jax device for each core; default the first ones that jax has.
           platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; default jax's own choice.
 
@@ -206,7 +206,7 @@ class Step:
         With several processes, all have to call it; the one with the first core writes.
 
         Args:
-          folder: where to.
+          folder: the folder to write.
           replace: whether it may take the place of an exported step that is there.
 
         Raises:
