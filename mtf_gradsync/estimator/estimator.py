@@ -14,7 +14,7 @@ from mtf_gradsync.estimator.config import with_model_dir
 from mtf_gradsync.estimator.evaluation import Evaluation
 from mtf_gradsync.estimator.exporting import new_directory, write_saved_model
 from mtf_gradsync.estimator.host import HostCallHook
-from mtf_gradsync.estimator.predictions import chosen, examples
+from mtf_gradsync.estimator.predictions import examples, selected
 from mtf_gradsync.estimator.runtimes import check_runtime
 from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.estimator.writing import training_hooks, write_summary
@@ -252,7 +252,7 @@ class Estimator:
         start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT)
-            predictions = chosen(spec.predictions, predict_keys)
+            predictions = selected(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
             sessions = place.sessions(spec, scaffold, lambda: start)
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
