@@ -93,7 +93,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         self._states: list[_State] = []
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns gradients of one micro step, by the optimizer inside.
+        """Returns gradients of one micro step, by the inner optimizer.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
