@@ -39,7 +39,12 @@ from mtf_gradsync.optimizers import (
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, adapt_checkpoint
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
-from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
+from mtf_gradsync.reduce import (
+    FusedAllReduce,
+    LowRankAllReduce,
+    QuantizedAllReduce,
+    placement_mesh_impl,
+)
 from mtf_gradsync.session import session_config
 
 note_meshes()
@@ -57,8 +62,10 @@ __all__ = [
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
     "LossScaleOptimizer",
+    "LowRankAllReduce",
     "MeshOptimizer",
     "ProcessesError",
+    "QuantizedAllReduce",
     "ReplicaAxes",
     "ReshardingSaver",
     "ShardedUpdateOptimizer",

@@ -167,8 +167,16 @@ class ReplicaAxes:
 
     def free_shard_dims(self, shape: mtf.Shape) -> tuple[mtf.Dimension, ...]:
         """Returns the shard dims whose mesh axis does not split a tensor of this shape."""
-        used = set(self.layout.tensor_layout(shape, self.mesh_shape))
+        used = self._split(shape)
         return tuple(d for d, axis in zip(self.shard_dims, self.mesh_axes) if axis not in used)
+
+    def slice_shape(self, shape: mtf.Shape) -> tuple[int, ...]:
+        """Returns the shape of a processor's slice of a tensor of this shape."""
+        sizes = [1 if axis is None else self.mesh_shape[axis].size for axis in self._split(shape)]
+        return tuple(dim.size // size for dim, size in zip(shape.dims, sizes))
+
+    def _split(self, shape: mtf.Shape) -> list[int | None]:
+        return list(self.layout.tensor_layout(shape, self.mesh_shape))
 
     def check_mesh_impl(self, mesh_impl: mtf.MeshImpl) -> None:
         """Raises ValueError when a mesh does not have the axes that this object describes."""

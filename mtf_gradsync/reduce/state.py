@@ -18,12 +18,28 @@ class GradientOfCores(NamedTuple):
         size and laid out over it; in front of a shape they make one that gives each core its own.
         Empty on a mesh of one shard whose layout has no axis for the batch.
       dtype: of the parts.
+      slice_shape: of what a core holds of it, where the layout splits its dimensions.
     """
 
     name: str
     shape: mtf.Shape
     shard_dims: tuple[mtf.Dimension, ...]
     dtype: tf.DType
+    slice_shape: tuple[int, ...]
+
+
+class Compression(NamedTuple):
+    """What a strategy saves on the gradients of one optimizer; bytes are those of one core.
+
+    Attributes:
+      given: bytes of the gradients in their own dtypes.
+      sent: bytes that take their place: what an all-reduce of so many bytes would send.
+      whole: names of gradients that are reduced as they are.
+    """
+
+    given: int
+    sent: int
+    whole: tuple[str, ...] = ()
 
 
 class StateMaker(abc.ABC):
@@ -43,6 +59,7 @@ class StateMaker(abc.ABC):
         dtype: tf.DType = tf.float32,
         shard_dims: Sequence[mtf.Dimension] = (),
         start: float = 0,
+        begins_anew: bool = False,
     ) -> mtf.Variable:
         """Makes a variable that does not train and is saved in checkpoints.
 
@@ -55,6 +72,8 @@ class StateMaker(abc.ABC):
             another mesh the sum over the cores stays. Empty for one that all replicas share: each
             has to compute the same new value.
           start: what it begins with, in a new run and after a checkpoint that does not have it.
+          begins_anew: whether it begins with `start` after a checkpoint that has it in another
+            shape, without shard_dims; else that is an error.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.
@@ -62,6 +81,10 @@ class StateMaker(abc.ABC):
         Raises:
           ValueError: the graph has a variable of that name already.
         """
+
+    @abc.abstractmethod
+    def report(self, compression: Compression) -> None:
+        """Says what is saved on the gradients that the state is made for, once."""
 
 
 #: A NamedTuple, tuple, list or dict, nested as one likes, of variables or Nones; while a graph is

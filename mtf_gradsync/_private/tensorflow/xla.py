@@ -68,6 +68,29 @@ def cross_replica_scatter(
     )
 
 
+def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
+    """Each core of a group of a TPU program hands a row to each.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      rows: ``[size of a group, ...]``; the member at a position gets the row there.
+      groups: lists of physical core numbers.
+
+    Returns:
+      Of the same shape: the row at a position is from the member there.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.all_to_all(
+        rows,
+        concat_dimension=0,
+        split_dimension=0,
+        split_count=len(groups[0]),
+        group_assignment=[list(group) for group in groups],
+    )
+
+
 # On an AllToAll in which each core sends the same to all.
 GATHERS = "_mtf_gradsync_gathers"
 
@@ -85,17 +108,7 @@ def cross_replica_gather(row: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.
     Returns:
       ``[size of a group, elements]``, in the order of the group.
     """
-    from tensorflow.python.tpu.ops import tpu_ops
-
-    size = len(groups[0])
-    sent = tf.broadcast_to(row, [size, row.shape[1]])
-    received = tpu_ops.all_to_all(
-        sent,
-        concat_dimension=0,
-        split_dimension=0,
-        split_count=size,
-        group_assignment=[list(group) for group in groups],
-    )
+    received = cross_replica_rows(tf.broadcast_to(row, [len(groups[0]), row.shape[1]]), groups)
     set_attr(received.op, GATHERS, tf.AttrValue(b=True))
     return received
 

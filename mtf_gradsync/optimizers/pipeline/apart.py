@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -15,7 +16,9 @@ from mtf_gradsync.optimizers.pipeline.stage import Segment
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.state import GradientOfCores, StateMaker
+from mtf_gradsync.reduce.state import Compression, GradientOfCores, StateMaker
+
+_logger = logging.getLogger("mtf_gradsync")
 
 
 class _Maker(StateMaker):
@@ -25,6 +28,7 @@ class _Maker(StateMaker):
         self.name = name
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable] = []
+        self.compression: Compression | None = None
 
     def variable(
         self,
@@ -33,6 +37,7 @@ class _Maker(StateMaker):
         dtype: tf.DType = tf.float32,
         shard_dims: Sequence[mtf.Dimension] = (),
         start: float = 0,
+        begins_anew: bool = False,
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
         mesh = self._gradients.mesh
@@ -43,10 +48,18 @@ class _Maker(StateMaker):
                 "optimizers of one graph names, or variables, of their own."
             )
         whole = mtf.Shape([*shard_dims, *shape.dims])
-        made = named_state(mesh, name, whole, dtype, start=start, num_shard_dims=len(shard_dims))
+        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
+        if begins_anew:
+            # Any shape in a checkpoint is then one of other shards.
+            note = {"num_shard_dims": len(whole.dims), "fill": start}
+        made = named_state(mesh, name, whole, dtype, start=start, **note)
         self._slots.record([made], self._gradients.variables)
         self.made.append(made)
         return made
+
+    def report(self, compression: Compression) -> None:
+        """See `StateMaker.report`."""
+        self.compression = compression
 
 
 class ReducedApart(NamedTuple):
@@ -56,11 +69,13 @@ class ReducedApart(NamedTuple):
       gradients: with the reduced ones in place of those that it had a way of its own for.
       owners: the variables of those.
       kept: the variables of its state, each with its new value.
+      compressions: what it says that it saves.
     """
 
     gradients: GradientSet
     owners: frozenset[mtf.Variable]
     kept: list[tuple[mtf.Variable, mtf.Tensor]]
+    compressions: list[Compression]
 
 
 def reduce_apart(
@@ -94,20 +109,37 @@ def reduce_apart(
         )
     replaced: dict[mtf.Variable, mtf.Tensor] = {}
     kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
+    compressions: list[Compression] = []
     for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
         variables, given = [v for v, _ in pairs], [g for _, g in pairs]
         some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
         maker = _Maker(gradients, "/".join([reduction.name, *some]), slots)
         told = [
-            GradientOfCores(v.name, v.shape, shard_dims, g.dtype) for g, v in zip(given, variables)
+            GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
+            for g, v in zip(given, variables)
         ]
         state = reduction.strategy.gradient_state(told, maker)
         _check_state(state, maker.made, reduction.strategy)
         made = ReduceApart(given, variables, shard_dims, axes, reduction.strategy, state)
         replaced.update(zip(variables, made.sums))
         kept += made.kept
+        if maker.compression is not None:
+            compressions.append(maker.compression)
+            _log(reduction, maker.compression)
     grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
-    return ReducedApart(gradients.with_grads(grads), frozenset(replaced), kept)
+    return ReducedApart(gradients.with_grads(grads), frozenset(replaced), kept, compressions)
+
+
+def _log(reduction: Reduction, compression: Compression) -> None:
+    _logger.info(
+        "%s of %s sends %d bytes of gradients in place of %d, %.3g of them%s.",
+        type(reduction.strategy).__name__,
+        reduction.name,
+        compression.sent,
+        compression.given,
+        compression.sent / max(1, compression.given),
+        f"; as they are: {', '.join(compression.whole)}" if compression.whole else "",
+    )
 
 
 def _sets(

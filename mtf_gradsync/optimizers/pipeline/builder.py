@@ -19,6 +19,7 @@ from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduc
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.state import Compression
 from mtf_gradsync.step import Branch, Conditional, Gate, Plan, gated_update, values_after
 
 
@@ -31,6 +32,7 @@ class StepBuilder:
       passed_on: for each wrapper, the gradients that it passed on.
       per_shard: gradients of all shards, where a stage has recovered them; None elsewhere.
       reduced: the first reduction; None before.
+      compressions: what strategies say that they save on gradients.
       updated: int32 scalar, 1 where the step has an update and 0 where not; None where every step
         counts as one.
     """
@@ -69,6 +71,7 @@ class StepBuilder:
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
+        self.compressions: list[Compression] = []
         self.updated: mtf.Tensor | None = None
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
@@ -308,6 +311,7 @@ class StepBuilder:
         self._used_apart.append(reduction.strategy)
         self._reduced_apart |= done.owners
         self._kept += done.kept
+        self.compressions += done.compressions
         return done.gradients
 
     def _updates(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:

@@ -29,6 +29,9 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       shards are mixed, or recovered only by communication of the size of gradients.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, where
       that made the gradients that were applied.
+    - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
+      place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: how many gradients it
+      reduces as they are; the log names them.
     - `update_step`: updates made.
     - `accumulation/micro_step`: micro steps in the sum so far. `accumulation/skipped`: micro steps
       skipped so far.
@@ -64,6 +67,7 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     wrappers = [one for one in stack if isinstance(one, Wrapper)]
     if wrappers and wrappers[0].step is not None:
         _add_norms(wrappers, axes, add)
+        _add_compression(wrappers, add)
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
         report = getattr(one, "reported", None)
@@ -109,6 +113,20 @@ def _add_norms(
         held = norms.kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
+
+
+def _add_compression(
+    wrappers: list[Wrapper], add: Callable[[str, mtf.Tensor | None, str], None]
+) -> None:
+    steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
+    for step in steps:
+        if step.compressions:
+            given, sent, whole = zip(*step.compressions)
+            found = {"rate": sum(given) / max(1, sum(sent)), "whole": len(sum(whole, ()))}
+            for name, number in found.items():
+                mesh = step.received[0].mesh
+                value = mtf.constant(mesh, float(number), mtf.Shape([]), tf.float32)
+                add(f"compression/{name}", value, step.names[0])
 
 
 def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,3 +69,23 @@ class GradientStrategy(Strategy):
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """See `Strategy.wire_dtype`; of all other sums."""
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
+
+
+def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
+    """Values with what was not sent before, in float32; as they are where that is None."""
+
+    def plus(x: tf.Tensor, error: tf.Tensor) -> tf.Tensor:
+        return tf.cast(x, tf.float32) + error
+
+    return [
+        x if error is None else mesh_impl.slicewise(plus, x, error)
+        for x, error in zip(values, errors)
+    ]
+
+
+def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
+    """A value in the dtype of another."""
+    dtype = other.tensor_list[0].dtype.base_dtype
+    if value.tensor_list[0].dtype.base_dtype == dtype:
+        return value
+    return mesh_impl.slicewise(lambda x: tf.cast(x, dtype), value)

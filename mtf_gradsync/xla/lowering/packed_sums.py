@@ -83,9 +83,12 @@ def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], 
         sums = packing.unpack(total, shapes)
     source = {t.op.name: split_input(_data_inputs(n)[0]) for t, n in zip(given, pack)}
     waits = {text for node in pack for text in node.input if text.startswith("^")}
-    # A node without inputs belongs to the loop or branch of what it waits for.
-    beside = "^" + source[given[0].op.name][0]
-    nodes = []
+    # A node without inputs belongs to the loop or branch of what it waits for; a Switch, which
+    # passes values into a branch, is outside of it.
+    here = tf.NodeDef(name=f"{prefix}/here", op="Identity")
+    here.attr["T"].type = dtype.as_datatype_enum
+    here.input.append(join_input(*source[given[0].op.name]))
+    nodes = [here]
     for node in graph.as_graph_def().node:
         if node.name in source:
             continue
@@ -103,7 +106,7 @@ def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], 
             own = source.get(name, (f"{prefix}/{name}", number))
             node.input.append(join_input(*own))
         if not node.input:
-            node.input.append(beside)
+            node.input.append(f"^{here.name}")
         nodes.append(node)
     names = (split_input(t.name) for t in sums)
     return nodes, [join_input(f"{prefix}/{name}", number) for name, number in names]

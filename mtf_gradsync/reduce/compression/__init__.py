@@ -1,0 +1,1 @@
+"""What compressed sums are made of: blocks of whole numbers, low-rank factors, exchanges."""
