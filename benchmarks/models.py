@@ -99,7 +99,7 @@ def lm(
     mesh_shape: str = "batch:4;model:2",
     layout: str = "batch:batch;d_ff:model;heads:model;vocab:model",
 ) -> Model:
-    """A decoder-only transformer, batch and model parallel on a 4x2 mesh. Adafactor."""
+    """A decoder-only transformer, batch and model parallel, 4x2 by default. Adafactor."""
     vocab_size = 256
 
     def make_loss(mesh: mtf.Mesh, x: tf.Tensor) -> mtf.Tensor:

@@ -72,6 +72,14 @@ class Table(NamedTuple):
     plot: Callable[[Any], None] | None = None
 
 
+def prepare() -> None:
+    """Makes this process one that builds and runs Mesh-TF programs."""
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    # Mesh-TF's SIMD mesh reads absl flags, which have their defaults here.
+    absl.flags.FLAGS.mark_as_parsed()
+    enable_mesh_defaults()
+
+
 def main(
     measures: Sequence[Callable[[Options], Table]],
     command: str,
@@ -113,10 +121,7 @@ def main(
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {args.rounds}")
-    tf.logging.set_verbosity(tf.logging.ERROR)
-    # Mesh-TF's SIMD mesh reads absl flags, which have their defaults here.
-    absl.flags.FLAGS.mark_as_parsed()
-    enable_mesh_defaults()
+    prepare()
     options = Options(
         rounds=min(args.rounds, 3) if args.quick else args.rounds,
         quick=args.quick,

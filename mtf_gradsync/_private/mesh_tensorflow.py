@@ -10,6 +10,7 @@ import functools
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.reshaped import Reshaped
 
 #: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
 SLICES_COLLECTION = "TPU_VAR"
@@ -50,28 +51,6 @@ def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Ten
     stand_in._outputs = [value]
 
 
-class _Reshaped:
-    """A master variable in another shape, for TensorFlow to read as a tensor and to `assign`."""
-
-    def __init__(self, master: tf.Variable, shape: list[int]):
-        self._master = master
-        self.shape, self.dtype, self.device = tf.TensorShape(shape), master.dtype, master.device
-
-    def value(self) -> tf.Tensor:
-        return tf.reshape(self._master, self.shape)
-
-    def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
-        return tf.assign(self._master, tf.reshape(value, self._master.shape), name=name)
-
-
-def _as_tensor(x: _Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-    del name, as_ref
-    return x.value() if dtype in (None, x.dtype) else NotImplemented
-
-
-tf.register_tensor_conversion_function(_Reshaped, _as_tensor)
-
-
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     """Gives a variable that is not lowered yet a value of another shape with as many elements.
 
@@ -88,10 +67,20 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     master = variable.get_master()
     if shape.to_integer_list != master.shape.as_list():
         # Autostack needs masters that can be assigned to.
-        seen = _Reshaped(master, shape.to_integer_list)
+        seen = Reshaped(master, shape.to_integer_list)
         variable.get_master = lambda: seen
         variable.assign_to_master = seen.assign
     return variable._outputs[0]
+
+
+def master_of(variable: mtf.Variable) -> tf.Variable:
+    """The variable of TensorFlow's that is a variable's master, in the shape of checkpoints."""
+    return variable._master
+
+
+def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
+    """Gives a variable that is not lowered yet a dtype that autostack knows to leave alone."""
+    variable._dtype = dtype
 
 
 def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
@@ -166,7 +167,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         if not present:
             raise ValueError(
                 "No gradients provided for any variable: "
-                f"{[v.name for _, v in pairs]}; check the loss."
+                f"{counted([v.name for _, v in pairs], 'variable')}; check the loss."
             )
         for grad, variable in present:
             if isinstance(grad, tf.IndexedSlices) and not self._sparse_as_dense:

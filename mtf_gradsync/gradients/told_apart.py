@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Optional, Sequence
 
+from mtf_gradsync._names import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.pending import Cause, Flow, Layout, Mixing, check_batch_dims
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -119,9 +120,9 @@ def check_told_apart(
             grad = grads[i]
             if why is cause and grad is not None:
                 name = names[i] if names else f"gradient {i} ({grad.name})"
-                lines.append(f"  {name}: {type(operation).__name__} {operation.name!r}")
+                lines.append(f"\n  {name}: {type(operation).__name__} {operation.name!r}")
         what, cure = _SAYS[cause]
-        paragraphs.append(f"an operation {what}:\n" + "\n".join(lines) + f"\n{cure}.")
+        paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")
     raise ValueError(
         "Each shard's own part cannot be told apart in some gradients, because "
         + "\nOthers, because ".join(paragraphs)

@@ -8,6 +8,7 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits
 from mtf_gradsync.step import Plan, advance_step
 
@@ -16,7 +17,7 @@ class TrainOptimizerInterface:
     """Mixed into wrappers, whose hooks it calls: `apply_grads`, and those with an underscore."""
 
     name: str
-    step: StepBuilder | None
+    step: OfStep[StepBuilder | None]
     apply_grads: Callable[..., list[mtf.Operation]]
     _without_scales: Callable[..., list[Any]]
     _check_arguments: Callable[[OwnArguments], None]

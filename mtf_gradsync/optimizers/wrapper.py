@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients.losses import take_without_scale
-from mtf_gradsync.mesh.axes import as_dim_names, axes_of_pipeline, resolve_axes
+from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
+from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -33,7 +34,9 @@ from mtf_gradsync.step import Plan
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
+class Wrapper(
+    AppliesPairs, DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer
+):
     """A Mesh-TF optimizer around another one.
 
     A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it
@@ -58,8 +61,9 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
     reducer: Strategy
     _gradient_reducer: Strategy
     name: str
-    step: StepBuilder | None = None
-    times_applied = 0
+    step = OfStep[Union[StepBuilder, None]](None)
+    times_applied = OfStep(0)
+    _slots = OfStep(SlotBook())
 
     def _wrap(
         self,
@@ -127,6 +131,17 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
     def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
         check_order(self, self.inner_stack())
+
+    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        """Takes the replica axes of one island for those of the mesh, where it knows these.
+
+        Args:
+          islands: the axes between islands.
+          inside: the others.
+        """
+        if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
+            self.axes = inside
+            self._shard_names = inside.batch_dims
 
     # What a wrapper says of itself.
 
@@ -205,9 +220,9 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
           ValueError: a gradient does not fit its variable, or lengths differ.
         """
         own = OwnArguments(args, kwargs)
-        self._check_arguments(own)
-        grads, variables = checks.check_grads_and_variables(grads, variables)
-        self._check_shapes(grads, variables)
+        grads, variables = self._checked(grads, variables, own)
+        if variables:
+            self._build_pairs(variables[0].mesh)
         wrappers = self._segment_wrappers()
         for wrapper in wrappers:
             wrapper.check(grads, variables)
@@ -234,11 +249,13 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
             wrapper._note_step(step)
         return operations
 
-    def apply_grad(
-        self, grad: mtf.Tensor | None, var: mtf.Variable, *args: Any, **kwargs: Any
-    ) -> list[mtf.Operation]:
-        """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
-        return self.apply_grads([grad], [var], *args, **kwargs)
+    def _checked(
+        self, grads: Any, variables: Any, own: OwnArguments
+    ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
+        self._check_arguments(own)
+        grads, variables = checks.check_grads_and_variables(grads, variables)
+        self._check_shapes(grads, variables)
+        return grads, variables
 
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment_wrappers()[-1].opt)
@@ -257,6 +274,10 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         self._graph = weakref.ref(graph)
         self.times_applied = self.times_applied + 1 if again else 1
         self.step = step
+
+    def _applied_before(self, variable: mtf.Variable) -> bool:
+        step = self.step
+        return step is not None and any(x.mesh is variable.mesh for x in step.received[:1])
 
     def _without_scales(
         self, grads: Iterable[mtf.Tensor | None], variables: Sequence[mtf.Variable]

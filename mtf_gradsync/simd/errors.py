@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
+from mtf_gradsync._names import some_of
+
 
 class UnsupportedProgramError(ValueError):
     """The program has something that cannot run here."""
@@ -51,5 +53,4 @@ class BranchDivergenceError(RuntimeError):
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(n) for n in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return some_of([repr(n) for n in names])

@@ -7,9 +7,12 @@ from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import forget_mesh
+from mtf_gradsync._refs import ref_variables_explained
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.simd import replicated
+from mtf_gradsync.simd.compiled_only import CompiledOnlyMeshImpl, mesh_class
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
+from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.lowerings import lowerings_in
 
 _Prepared = TypeVar("_Prepared")
@@ -109,7 +112,15 @@ class Program:
         Args:
           key: identifies the runtime and its arguments.
           make: makes it; the result's ``version`` is that of the graph it was made from.
+
+        Raises:
+          UnsupportedProgramError: when the program was built to be compiled only.
         """
+        if isinstance(self.mesh_impl, CompiledOnlyMeshImpl):
+            raise UnsupportedProgramError(
+                "The program was built to be compiled and not to run: its cores share variables. "
+                "Build it anew outside gs.plan."
+            )
         found = self._prepared.get(key)
         if found is None or found.version != self.graph.version:
             found = self._prepared[key] = make()
@@ -167,15 +178,16 @@ def tpu_program(
 
     Raises:
       ValueError: when the arguments do not describe a mesh; nothing is created then.
+      NotImplementedError: the program writes a ref variable that was made outside of it.
     """
     shape = mtf.convert_to_shape(mesh_shape)
     if logical_to_physical is not None:
         logical_to_physical = list(logical_to_physical)
-    impl = mtf.simd_mesh_impl.SimdMeshImpl(
+    impl = mesh_class()(
         shape,
         mtf.convert_to_layout_rules(layout),
         device_assignment=replicated.made_up_device_assignment(shape.size),
         logical_to_physical=logical_to_physical,
     )
-    with replicated.replicated_program(shape.size) as name:
+    with ref_variables_explained(), replicated.replicated_program(shape.size) as name:
         yield Program(tf.get_default_graph(), impl, name)

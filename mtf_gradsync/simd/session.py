@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.masters import MasterOps
 
@@ -94,7 +95,7 @@ class ReplicaSession(abc.ABC):
         if name not in self._ops.masters:
             raise ValueError(
                 f"The graph has no global variable {name!r}. It has: "
-                f"{', '.join(sorted(self._ops.masters))}."
+                f"{counted(sorted(self._ops.masters), 'variable')}."
             )
         self._bring_masters_up_to_date()
         return self._session.run(self._ops.masters[name])

@@ -9,7 +9,11 @@ from mtf_gradsync._private.mesh_tensorflow import give_outputs
 
 
 class _ValuesAfter(mtf.Operation):
-    """What variables hold once operations have run that may be part of a branch."""
+    """What variables hold once operations have run that may be part of a branch.
+
+    Attributes:
+      reads: the variables, in the order of its outputs.
+    """
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")
@@ -20,13 +24,13 @@ class _ValuesAfter(mtf.Operation):
                 for index, v in enumerate(variables)
             ],
         )
-        self._variables, self._writes = list(variables), list(writes)
+        self.reads, self._writes = list(variables), list(writes)
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         # The operation of a branch is the whole conditional.
         with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
-            for variable, output in zip(self._variables, self.outputs):
+            for variable, output in zip(self.reads, self.outputs):
                 lowering.set_tensor_lowering(output, _held(variable, lowering))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Callable, Iterator, Sequence
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync._warn import warn_once
@@ -143,6 +144,6 @@ def _no_summaries() -> Iterator[None]:
             "summaries in a branch",
             "The scalar summaries %s are made by an update that runs on some steps only; they are "
             "left out.",
-            [name for name, _ in summaries[before:]],
+            some_of([name for name, _ in summaries[before:]]),
         )
         del summaries[before:]

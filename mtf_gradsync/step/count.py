@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._refs import ref_variables_explained
+from mtf_gradsync.step.later import built
 from mtf_gradsync.step.plan import Plan
 
 
@@ -32,7 +34,8 @@ class AdvanceStep(mtf.Operation):
             if self.inputs:
                 amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
                 one = tf.cast(amount, dtype)
-            lowering.operations[self] = tf.assign_add(self._step, one).op
+            with ref_variables_explained():
+                lowering.operations[self] = tf.assign_add(self._step, one).op
 
 
 def advance_step(
@@ -70,4 +73,4 @@ def advance_step(
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
     """Whether a step counter of TensorFlow's, made by `advance_step`, is among operations."""
-    return any(isinstance(op, AdvanceStep) for op in update)
+    return any(isinstance(op, AdvanceStep) for op in built(update))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._refs import CURE
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.step.plan import Plan
 
@@ -62,10 +63,9 @@ def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
                 warn_once(
                     "ref variables",
                     "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
-                    "race on a mesh, and training can go wrong silently. Call "
-                    "tf.compat.v1.enable_resource_variables() at the start of the program, after "
-                    "tf.compat.v1.disable_v2_behavior(), which takes it back.",
+                    "race on a mesh, and training can go wrong silently. %s",
                     variable.name,
+                    CURE,
                 )
                 return
 

@@ -30,6 +30,18 @@ class PartLowering:
         del operation
         return False
 
+    def lower_variable(self, variable: mtf.Variable) -> bool:
+        """Lowers a variable in another way than its own.
+
+        Args:
+          variable: a variable of the graph.
+
+        Returns:
+          Whether it did; if not, the variable lowers itself.
+        """
+        del variable
+        return False
+
     def inside_branch(self) -> ContextManager[None]:
         """Entered around the lowering of a branch, of which nothing may be used outside."""
         return contextlib.nullcontext()

@@ -42,7 +42,10 @@ class Plan:
 
     Attributes:
       graph: the graph.
+      later: steps of it that are still to be built (see `later`).
     """
+
+    later: tuple[Any, ...] = ()
 
     def __init__(self, graph: mtf.Graph):
         """For `Plan.of` alone."""
@@ -58,10 +61,15 @@ class Plan:
     @classmethod
     def of(cls, graph: mtf.Graph) -> Plan:
         """The plan of a graph, made when it is first asked for."""
-        plan = vars(graph).get(PLAN)
+        plan = cls.of_graph(graph)
         if plan is None:
             plan = vars(graph)[PLAN] = cls(graph)
         return plan
+
+    @staticmethod
+    def of_graph(graph: mtf.Graph) -> Plan | None:
+        """The plan of a graph; None where nobody has asked for it."""
+        return vars(graph).get(PLAN)
 
     # What wrappers want.
 
@@ -84,6 +92,10 @@ class Plan:
         What reads it has to order the read itself.
         """
         self._in_place[variable] = None
+
+    def is_in_place(self, variable: mtf.Variable) -> bool:
+        """Whether a wrapper writes a variable in place."""
+        return variable in self._in_place
 
     @property
     def is_in_branch(self) -> bool:
@@ -112,6 +124,11 @@ class Plan:
         for operation in self.graph.operations:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
+
+    @property
+    def surroundings(self) -> tuple[Any, bool]:
+        """What surrounds the operations that are being built, to be compared with another time."""
+        return self._open_branch, self._is_gating
 
     def is_free(self, operation: mtf.Operation) -> bool:
         """Whether an operation neither waits nor belongs to a branch, as far as wrappers want."""
@@ -275,7 +292,8 @@ class Plan:
             if operation not in lowering.variables:  # a stacked one may stand before all others
                 lowered.early.add(operation)
                 with lowered.name_scope(operation.name):
-                    operation.lower_itself(lowering)
+                    if not any(part.lower_variable(operation) for part in lowered.parts):
+                        operation.lower_itself(lowering)
             if isinstance(operation, mtf.StackedVariable) or operation in several_reads:
                 continue
             if is_variable:

@@ -7,6 +7,7 @@ import pytest
 
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import Later, Plan
 
 ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
 
@@ -337,3 +338,26 @@ def test_masks_stay_finite(dtype, scalar, expected):
     value = mtf.Lowering(mesh.graph, {mesh: mesh_impl}).export_to_tf_tensor(product)
     with tf.Session() as session:
         assert session.run(value).tolist() == [0.0, expected]
+
+
+@pytest.mark.parametrize("autostack", [True, False])
+def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    added = []
+
+    class Added(Later):
+        def make(self):
+            w = mtf.get_variable(mesh, f"w{len(added)}", [mtf.Dimension("d", 2)])
+            added.append(mtf.assign(w.operation, w * 2.0))
+            return added[-1:]
+
+    first = Added(Plan.of(mesh.graph))
+    if not autostack:
+        mesh.graph.rewrite_stack_variables()
+        assert len(added) == 1
+        assert len(mesh.graph.all_variables) == 1
+    second = Added(Plan.of(mesh.graph))
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
+    lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl}, autostack=autostack)
+    assert [*first.build(), *second.build()] == added
+    assert all(op in lowering.operations for op in added)

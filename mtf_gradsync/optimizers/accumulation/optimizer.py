@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, NamedTuple, Sequence
+from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
 
@@ -16,6 +16,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
 from mtf_gradsync.optimizers.state.variables import scalar_state
@@ -62,8 +63,8 @@ class GradientAccumulationOptimizer(Wrapper):
     )
     accumulate: Accumulate
     # Of the graph that gradients were applied in last: variables, and values after a step.
-    _counters: _Counters | None = None
-    _now: _Counters | None = None
+    _counters = OfStep[Union[_Counters, None]](None)
+    _now = OfStep[Union[_Counters, None]](None)
 
     def __new__(
         cls,
@@ -255,6 +256,7 @@ class _Accumulate(Stage):
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
+            skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
             step.write_state(when=lambda: mtf.logical_not(skip))

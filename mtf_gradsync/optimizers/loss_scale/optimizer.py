@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Sequence
+from typing import Any, Literal, Sequence, Union
 
 import gin
 
@@ -15,6 +15,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_
 from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -55,6 +56,12 @@ class LossScaleOptimizer(Wrapper):
 
     traits = Traits(watches_not_finite=True)
     shown = (("loss scale", "loss_scale/scale"), ("left out", "loss_scale/skipped"))
+
+    # Of the graph that gradients were applied in last: variables, and values after a step.
+    _state = OfStep[Union[LossScaleState, None]](None)
+    _now = OfStep[Union[LossScaleState, None]](None)
+    _writes = OfStep[Sequence[mtf.Operation]](())
+    _told = OfStep[Union[TellNotFinite, None]](None)
 
     def __init__(
         self,
@@ -104,11 +111,6 @@ class LossScaleOptimizer(Wrapper):
         self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
-        # Of the graph that gradients were applied in last: variables, and values after a step.
-        self._state: LossScaleState | None = None
-        self._now: LossScaleState | None = None
-        self._writes: list[mtf.Operation] = []
-        self._told: TellNotFinite | None = None
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
@@ -240,6 +242,7 @@ class _SkipNotFinite(Stage):
             passed_on = step.reduce_whole(gradients, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+            finite = step.agreed(finite)
         else:
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)

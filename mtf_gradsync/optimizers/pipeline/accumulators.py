@@ -189,7 +189,11 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(StageOperation):
-    """Gradients as they are, or what accumulators hold once gradients were added."""
+    """Gradients as they are, or what accumulators hold once gradients were added.
+
+    Attributes:
+      variables: the accumulators.
+    """
 
     def __init__(
         self,
@@ -199,13 +203,13 @@ class _AddUnless(StageOperation):
         bypass: Bypass,
     ):
         self._are_reduced = are_reduced
-        self.accumulators = list(accumulators)
+        self.variables = list(accumulators)
         shapes = [x.shape for x in accumulators]
         super().__init__([*grads, bypass.skipped, bypass.holds], shapes, "accumulate_unless")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        count = len(self.accumulators)
+        count = len(self.variables)
 
         def add(*tensors: Any) -> tuple[tf.Tensor, ...]:
             grads, skipped, bypass = tensors[:count], tensors[count], tensors[count + 1]
@@ -225,7 +229,7 @@ class _AddUnless(StageOperation):
                 return tuple(tf.cond(tf.reshape(bypass, []), as_they_are, added, strict=True))
 
         tensors = whole_values(lowering, self.inputs)
-        slices = [lowering.variables[v].laid_out_tensor for v in self.accumulators]
+        slices = [lowering.variables[v].laid_out_tensor for v in self.variables]
         added = lowering.mesh_impl(self).slicewise(add, *tensors, *slices)
         self.set_outputs(lowering, list(added))
 
@@ -235,7 +239,7 @@ class _ClearUnless(mtf.Operation):
 
     def __init__(self, added: _AddUnless):
         super().__init__([added.inputs[-1]], name="clear_accumulated_unless")
-        self._accumulators = added.accumulators
+        self._accumulators = added.variables
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""

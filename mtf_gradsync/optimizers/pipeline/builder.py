@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
+from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
@@ -13,6 +13,7 @@ from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_int
 from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
+from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
 from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
@@ -20,21 +21,18 @@ from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.state import Compression
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan, gated_update, values_after
+from mtf_gradsync.step import Plan, built, gated_update, values_after
 
 
-class StepBuilder:
+class StepBuilder(StepConditions):
     """One training step while it is being built.
 
     Attributes:
-      plan: the plan of the mtf graph.
       received: for each wrapper of the stack, the gradients that it was given.
       passed_on: for each wrapper, the gradients that it passed on.
       per_shard: gradients of all shards, where a stage has recovered them; None elsewhere.
       reduced: the first reduction; None before.
       compressions: what strategies say that they save on gradients.
-      updated: int32 scalar, 1 where the step has an update and 0 where not; None where every step
-        counts as one.
     """
 
     def __init__(
@@ -56,11 +54,10 @@ class StepBuilder:
           slots: where the slots are recorded that it makes.
           arguments: what it is called with beside gradients and variables.
         """
+        super().__init__()
         self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
-        self._lists: list[list[mtf.Operation]] = [[]]
-        self._branches = contextlib.ExitStack()
         self._notes: list[Callable[[], None]] = []
         # The stages still to come that want gradients whole.
         self._wants_whole: list[Stage] = []
@@ -72,7 +69,8 @@ class StepBuilder:
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
         self.compressions: list[Compression] = []
-        self.updated: mtf.Tensor | None = None
+        self._shown: dict[mtf.Variable, mtf.Variable] = {}
+        self._shown_after: list[mtf.Operation] = []
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Builds the step.
@@ -124,58 +122,23 @@ class StepBuilder:
 
     # For stages.
 
-    def add(self, operations: Sequence[mtf.Operation]) -> None:
-        """Makes operations part of the step, or of the branch of it that is open."""
-        self._lists[-1].extend(operations)
-
     def when_built(self, note: Callable[[], None]) -> None:
         """Calls a function once the whole step was built without an error."""
         self._notes.append(note)
 
-    def only_when(
+    def show(
         self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        behind: Sequence[mtf.Operation] = (),
-        as_call: bool = True,
-        counts_every_step: bool = False,
-        at_end: Callable[[], Sequence[mtf.Operation]] = list,
+        shown: Mapping[mtf.Variable, mtf.Variable],
+        writes: Sequence[mtf.Operation],
     ) -> None:
-        """Opens a branch: all that follows in the pipeline runs on some steps only.
-
-        A condition inside another one holds where both do.
+        """Makes `value_after` of stages around this one give what other variables hold.
 
         Args:
-          due: a boolean scalar, the same on all processors.
-          gate: the point of the step that the branch waits for; None inside another branch.
-          behind: operations of the step that the branch waits for, too.
-          as_call: as for `Conditional`.
-          counts_every_step: whether steps without an update advance the global step, too.
-          at_end: makes the last operations of the branch, which run even where a condition inside
-            of it does not hold.
+          shown: for each variable the one to show.
+          writes: what writes those; operations of the step.
         """
-        if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
-            self.updated = mtf.cast(due, tf.int32)
-        self._branches.enter_context(self._branch(due, gate, behind, as_call, at_end))
-
-    def beside_when(
-        self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
-    ) -> None:
-        """Adds operations that run on some steps only, beside the pipeline."""
-        self.add(Conditional(due, gate, Branch(self.plan, make), [], as_call=False).updates)
-
-    def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
-        """A point of the step that tensors and all reads come before; None inside a branch.
-
-        All that a branch holds waits with it already.
-        """
-        return None if self.plan.is_in_branch else Gate(self.plan, tensors)
-
-    def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
-        """Adds assignments that wait for a gate."""
-        if gate is not None:
-            gate.hold(writes)
-        self.add(writes)
+        self._shown = {**self._shown, **shown}
+        self._shown_after += writes
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
         """Writes what strategies keep of the reductions so far, once these are used.
@@ -247,26 +210,10 @@ class StepBuilder:
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
         """What variables hold after operations; see `mtf_gradsync.step.values_after`."""
-        return values_after(variables, updates)
+        shown = [self._shown.get(v, v) for v in variables]
+        return values_after(shown, [*updates, *self._shown_after])
 
     # The way.
-
-    @contextlib.contextmanager
-    def _branch(
-        self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        behind: Sequence[mtf.Operation],
-        as_call: bool,
-        at_end: Callable[[], Sequence[mtf.Operation]],
-    ) -> Iterator[None]:
-        branch = Branch(self.plan)
-        self._lists.append(branch.updates)
-        with branch.opened():
-            yield
-            branch.updates.extend(at_end())
-        self._lists.pop()
-        self.add(Conditional(due, gate, branch, behind, as_call).updates)
 
     def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
         """Each shard's own gradients; where the shards are mixed, what the stage wants instead."""
@@ -283,8 +230,8 @@ class StepBuilder:
         reduced: list[mtf.Tensor | None] = [None] * len(grads)
         if mixed:
             if stage.mixed_warning:
-                names = [gradients.variables[i].name for i in mixed]
-                mixing = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+                names = counted([gradients.variables[i].name for i in mixed], "variable")
+                mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
                 warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             # The step's first reduction is that of all gradients.
@@ -328,10 +275,11 @@ class StepBuilder:
                     f"apply_grads of {self._opt!r} must return a list of mtf operations, got None."
                 )
             tells = getattr(self._opt, "variables", None)
+            updates = built(updates)
             told = {*before, *(tells() if callable(tells) else ())}
             created = [v for v in given.graph.all_variables if v not in told]
             self._slots.record(created, given.variables, tf.get_variable_scope().name)
-            return list(updates)
+            return updates
 
         def around(stage: Stage, inner: Callable[[GradientSet], list[mtf.Operation]]) -> Any:
             return lambda given: stage.update(given, self, inner)

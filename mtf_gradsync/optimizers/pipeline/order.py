@@ -20,6 +20,9 @@ class Traits(NamedTuple):
       skips_shards: it applies the gradients of some shards without those of others.
       averages: it keeps moving averages of variables.
       squares: it squares reduced gradients, which overflow before they do.
+      makes_islands: variables, and the optimizer inside of it, have values of their own on parts of
+        the mesh.
+      counts_shards: it counts which shards contribute, to decide when there is an update.
     """
 
     reduces: bool = True
@@ -33,6 +36,8 @@ class Traits(NamedTuple):
     skips_shards: bool = False
     averages: bool = False
     squares: bool = False
+    makes_islands: bool = False
+    counts_shards: bool = False
 
 
 class Rule(NamedTuple):
@@ -48,6 +53,31 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule(
+        lambda outer, inner: outer.makes_islands and inner.makes_islands,
+        "{inner} inside {outer} would make islands of islands; use one.",
+    ),
+    Rule(
+        lambda outer, inner: (
+            (outer.makes_islands and inner.counts_shards)
+            or (outer.counts_shards and inner.makes_islands)
+        ),
+        "{outer} cannot stand around {inner}: each island would decide by itself when there is an "
+        "update. OuterOptimizer goes around GradientAccumulationOptimizer, which counts steps.",
+    ),
+    Rule(
+        lambda outer, inner: (
+            inner.makes_islands
+            and (outer.reduces or outer.needs_shards or outer.watches_not_finite)
+        ),
+        "{outer} around {inner} would reduce gradients over the islands that {inner} keeps apart: "
+        "turn them round, {inner}({outer}(opt, ...), ...).",
+    ),
+    Rule(
+        lambda outer, inner: outer.makes_islands and inner.averages,
+        "{inner} inside {outer} would average the values of each island: turn them round, "
+        "{inner}({outer}(opt, ...), ...), which averages the outer values.",
+    ),
     Rule(
         lambda outer, inner: outer.averages and inner.averages,
         "{outer} and {inner} would move the same averages of variables twice; use one.",

@@ -25,6 +25,7 @@ class StateNote(NamedTuple):
         variable of its shape or of a scalar.
       counter: the variable that counts what is in it, None for none. A checkpoint without that has
         the sums of another wrapper.
+      is_mean: whether every shard gets the mean over the shards of a checkpoint that has others.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StateNote(NamedTuple):
     fill: float | str | None = None
     start: float | str = 0
     counter: str | None = None
+    is_mean: bool = False
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, Iterable, Mapping, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote, reshard
 
@@ -112,13 +113,11 @@ def adapt_checkpoint(path: str, directory: str) -> str:
             )
     new = sorted(name for name, change in changed.items() if change.saved_shape is None)
     if new:
-        more = f" and {len(new) - 2} more" if len(new) > 2 else ""
         _logger.warning(
-            "The checkpoint %s has no %s%s of this wrapper: it is of a run without it, and they "
+            "The checkpoint %s has no %s of this wrapper: it is of a run without it, and they "
             "begin as in a new run.",
             path,
-            ", ".join(new[:2]),
-            more,
+            some_of(new),
         )
     name = os.path.basename(path)
     if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
@@ -191,6 +190,10 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
     if change.note.fill is not None:
         return _filled(change.note.fill, reader, change, changed)
     assert change.num_shard_dims is not None  # or it would not fit
+    if change.note.is_mean:
+        over = tuple(range(change.num_shard_dims))
+        mean = np.asarray(reader.get_tensor(name), np.float64).mean(over)
+        return np.broadcast_to(mean.astype(change.dtype.as_numpy_dtype), change.shape)
     value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
     value = value.astype(change.dtype.as_numpy_dtype, copy=False)
     if change.note.is_share:

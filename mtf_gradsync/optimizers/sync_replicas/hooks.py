@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import is_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
-from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
 from mtf_gradsync.step import WatchHook
 
 
@@ -81,8 +81,8 @@ class SyncReplicasHook(WatchHook):
         missing = [name.decode() for name in session.run(self._not_ready)]
         if missing:
             raise RuntimeError(
-                "The model is not ready for SyncReplicasOptimizer: these variables are not "
-                f"initialized: {', '.join(missing)}."
+                "The model is not ready for SyncReplicasOptimizer: not initialized: "
+                f"{counted(missing, 'variable')}."
             )
         super().after_create_session(session, coord)
 
@@ -91,9 +91,9 @@ class SessionInterface:
     """What `tf.compat.v1.train.SyncReplicasOptimizer` offers to a session; mixed into ours."""
 
     axes: ReplicaAxes
-    state: ReplicaState | None
+    state: Any  # `ReplicaState`, or None
     _to_aggregate: int
-    _steps_without_update: StepsWithoutUpdate | None = None
+    _steps_without_update: Any  # `StepsWithoutUpdate`, or None
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Makes a hook for the session.

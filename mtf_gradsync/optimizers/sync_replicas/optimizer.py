@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Sequence, Union
 
 import gin
 
 from mtf_gradsync import compat_v1
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
@@ -15,6 +16,7 @@ from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
@@ -66,8 +68,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         ("dropped", "sync_replicas/dropped"),
     )
     axes: ReplicaAxes
-    state: ReplicaState | None = None
-    _now: ReplicaState | None = None  # their values after a step
+    state = OfStep[Union[ReplicaState, None]](None)
+    _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
+    _steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
     def __new__(
         cls,
@@ -177,6 +180,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             skips_not_finite=True,
             averages=bool(averaged),
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
+            counts_shards=True,
         )
         self._check_order()
         return self
@@ -269,8 +273,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
         if elsewhere:
             raise ValueError(
-                f"variables_to_average {elsewhere} are on another mesh, or in another graph, than "
-                "the variables that gradients are applied to; make an optimizer for each graph."
+                f"variables_to_average: {counted(elsewhere, 'variable')}, of another mesh or graph "
+                "than what gradients are applied to; make an optimizer for each graph."
             )
 
     def _note(self, before: ReplicaState, now: ReplicaState) -> None:

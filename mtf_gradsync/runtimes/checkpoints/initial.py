@@ -8,6 +8,7 @@ from typing import Mapping
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.restoring import write_changed
 from mtf_gradsync.runtimes.checkpoints.damage import damage_of
@@ -52,7 +53,7 @@ def initialize_from(init_checkpoint: str) -> int:
     if not chosen:
         raise ConfigError(
             f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
-            f"has for example {sorted(saved)[:3]}"
+            f"has {some_of(sorted(saved))}"
         )
     tf.train.init_from_checkpoint(init_checkpoint, chosen)
     return len(chosen)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
@@ -121,9 +122,8 @@ class TrainingSaver(RunSaver):
         finite = np.asarray(sess.run(self._finite))
         if not finite.all():
             bad = [name for name, ok in zip(self._checked, finite) if not ok]
-            more = f" and {len(bad) - 2} more" if len(bad) > 2 else ""
             raise TrainingError(
-                f"{', '.join(bad[:2])}{more} hold numbers that are not finite, after step "
+                f"{some_of(bad)} hold numbers that are not finite, after step "
                 f"{global_step}; no checkpoint was written of it"
             )
 

@@ -53,7 +53,7 @@ def list_collectives(
         )
     check_functions_are_silent(facts)
     collectives = find_collectives(facts)
-    group_names = {} if mesh_impl is None else _groups_of(mesh_impl)
+    group_names = {} if mesh_impl is None else groups_by_axes(mesh_impl)
     around = [c for collective in collectives.values() for c in collective.context]
     turns = {c.frame: loop_turns(facts, c.frame) for c in around if isinstance(c, Loop)}
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
@@ -98,8 +98,15 @@ def _row(
     )
 
 
-def _groups_of(mesh_impl: Any) -> dict[frozenset, str]:
-    """Returns every way to group a mesh's cores by axes -> the axes' names."""
+def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
+    """Returns every way to group a mesh's cores by axes.
+
+    Args:
+      mesh_impl: the ``SimdMeshImpl``.
+
+    Returns:
+      Sets of physical core numbers -> the axes' names, joined by "+".
+    """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
     names: dict[frozenset, str] = {}

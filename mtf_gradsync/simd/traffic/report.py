@@ -8,6 +8,8 @@ from typing import Sequence
 
 from tabulate import tabulate
 
+from mtf_gradsync._names import some_of
+
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationRow:
@@ -228,10 +230,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _names(names: Sequence[str] | None) -> str:
-    if names is None:
-        return "?"
-    shown = ", ".join(names[:2])
-    return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"
+    return "?" if names is None else some_of(names, 2)
 
 
 def _sentence(total: Total) -> str:

@@ -101,6 +101,7 @@ def compile_config(
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import tf
+    from mtf_gradsync.simd.compiled_only import compiled_only
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.comparison.steps import innermost_of
     from mtf_gradsync.train.job import build_simd, resolve_job
@@ -112,9 +113,9 @@ def compile_config(
     job = resolve_job(gin_files.run_config())
     bare = None
     if compare_with_bare:
-        with tf.Graph().as_default():
+        with tf.Graph().as_default(), compiled_only():
             _, bare = build_simd(job._replace(optimizer=innermost_of(job.optimizer)))
-    with tf.Graph().as_default():
+    with tf.Graph().as_default(), compiled_only():
         graph, program = build_simd(job)
         try:
             return xla.compile_for_tpu(

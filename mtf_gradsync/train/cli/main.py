@@ -10,6 +10,7 @@ from mtf_gradsync.train.cli import (
     compile_command,
     env_command,
     init_command,
+    plan_command,
     report_command,
     sample_command,
     train_command,
@@ -23,6 +24,7 @@ _COMMANDS = (
     sample_command,
     report_command,
     compile_command,
+    plan_command,
     env_command,
 )
 

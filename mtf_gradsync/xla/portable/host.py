@@ -7,6 +7,7 @@ from typing import Any, Collection, Iterable, Iterator
 
 import numpy as np
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
@@ -88,7 +89,9 @@ class Host:
             access = VariableAccess(session.graph)
         unknown = sorted(set(names) - set(access.read))
         if unknown:
-            raise ValueError(f"The session has no variables {unknown}; give one of this program.")
+            raise ValueError(
+                f"The session lacks {counted(unknown, 'variable')}; give one of this program."
+            )
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:

@@ -6,6 +6,7 @@ import importlib.metadata
 from typing import Any, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import HeldSlices
 from mtf_gradsync.xla.devices.executable import Lowered
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram
 from mtf_gradsync.xla.lowering.stand_ins import STATE_WORDS
@@ -91,6 +92,8 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
+            if isinstance(laid_out, HeldSlices):
+                continue  # those of another variable
             # Outside a program, the first slice's name is used for all slices.
             first = laid_out.laid_out_tensor.all_slices[0].get()
             found[first.op.name] = variable, lowering.mesh_impl(variable)

@@ -196,9 +196,9 @@ def test_all_variables_at_once():
     loss, _ = model()
     optimizer = gs.LossScaleOptimizer(sgd())
     (first, second) = optimizer.compute_gradients(loss)
-    optimizer.apply_grad(*first)
+    optimizer.apply_grads(*zip(first))
     with pytest.raises(ValueError, match="all variables at once"):
-        optimizer.apply_grad(*second)
+        optimizer.apply_grads(*zip(second))
 
 
 def test_nothing_to_apply():

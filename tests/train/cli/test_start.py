@@ -36,6 +36,7 @@ TRAIN = ["train", "--gin_file=lm_cpu_mesh.gin"]
         (["--version"], 0, "mtf-gradsync "),
         (["init"], 0, "lm_cpu_mesh\n"),
         (["train", "--help"], 0, "--gin_param"),
+        (["plan", "--help"], 0, "--topologies"),
         (["train", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
         (["train", "--gin_file=lm_cpu_mash.gin"], 2, "There is no gin file 'lm_cpu_mash.gin'"),
         ([*TRAIN, "--gin_param=train.run.trian_steps=3"], 2, "did you mean train_steps"),
