@@ -25,6 +25,11 @@ class ProgramSession(_SessionInterface):
         return self._graph
 
     @property
+    def session(self) -> ReplicaSession:
+        """The session underneath."""
+        return self._session
+
+    @property
     def sess_str(self) -> str:
         """Target of the session for TensorFlow's part: this process."""
         return ""

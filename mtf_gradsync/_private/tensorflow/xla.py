@@ -21,7 +21,7 @@ def eager_mode() -> ContextManager[None]:
 
 
 def xla_custom_call(
-    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int], name: str
 ) -> tf.Tensor:
     """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
@@ -32,6 +32,7 @@ def xla_custom_call(
       target: name of the called function.
       settings: the call's ``backend_config``.
       shape: shape of its result, which has the input's dtype.
+      name: name of the operation.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -42,6 +43,7 @@ def xla_custom_call(
         has_side_effect=False,
         result_dtypes=[operand.dtype],
         result_shapes=[tf.TensorShape(shape)],
+        name=name,
     )
     return result
 
@@ -153,6 +155,22 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     except (tf.errors.OpError, ValueError) as error:
         text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
         raise BridgeError(" ".join(text.split())[:600]) from error
+
+
+def profile_space(serialized: bytes) -> Any:
+    """Reads a profile.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      serialized: a serialized ``XSpace``, as the profilers of TensorFlow and jax write them.
+
+    Returns:
+      The ``XSpace``.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace.FromString(serialized)
 
 
 def hlo_module(serialized: bytes) -> Any:
