@@ -37,6 +37,9 @@ class Ahead(Runner):
     def save(self, step):
         return f"checkpoint-{step}"
 
+    def timeline(self):
+        raise NotImplementedError
+
     def waits_too_long(self):
         return None
 

@@ -52,7 +52,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def timeline(self) -> Timeline:
-        """What records the steps that are dispatched and asked for while it is entered."""
+        """Returns a context manager that records the steps that begin and end inside it."""
 
     @abc.abstractmethod
     def waits_too_long(self) -> Exception | None:
