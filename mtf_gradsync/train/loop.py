@@ -1,4 +1,4 @@
-"""The training loop: a session, steps, checkpoints, and a stop between two steps."""
+"""The training loop: makes steps and checkpoints, and stops between two steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.runners.runner import Runner, leaves_out_not_finite
+from mtf_gradsync.train.runners.runner import Runner, stack_skips_not_finite
 
-# What a step may raise: TensorFlow's, jax's, and a hook's.
+# Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (
     tf.errors.OpError,
     ArithmeticError,
@@ -34,13 +34,13 @@ _STEPS_BEFORE_TIMELINE = 5
 
 
 class StopSignal:
-    """Turns SIGINT and SIGTERM into a wish to stop, as long as it is entered.
+    """Turns SIGINT and SIGTERM into a request to stop, while it is entered.
 
-    A second signal, more than a moment later, is a KeyboardInterrupt: who presses Ctrl-C
+    A second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C
     twice does not want to wait for a checkpoint.
 
     Attributes:
-      received: the number of the signal that came, or None.
+      received: the number of the received signal, or None.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class StopSignal:
 
 
 class LoopSettings(NamedTuple):
-    """How long to train, and what to leave behind on the way.
+    """How long to train, and how often to save and log.
 
     Attributes:
       train_steps: stop after this step.
@@ -87,7 +87,7 @@ class LoopSettings(NamedTuple):
 
 
 class LoopResult(NamedTuple):
-    """How the loop ended.
+    """The result of a training loop.
 
     Attributes:
       step: steps made, in all.
@@ -111,26 +111,26 @@ def train_loop(
     on_first_step: Callable[[], None] = lambda: None,
     on_timeline: Callable[[Timeline], None] = lambda timeline: None,
 ) -> LoopResult:
-    """Trains from the newest checkpoint to train_steps, or to a signal.
+    """Trains from the newest checkpoint to train_steps, or until a signal.
 
     Args:
       runner: makes steps and checkpoints; it is entered here.
       optimizers: the optimizer and those inside it.
-      settings: how long, and what to leave behind.
-      recorder: takes what was measured every log_steps.
+      settings: how long to train, and how often to save and log.
+      recorder: called with measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
-      on_first_step: called once, when the first step of this call has been shown: for what the run
-        needs later.
-      on_timeline: called once with the recorded steps, where settings ask for some.
+      on_first_step: called once, when the first step of this call has been shown: for work that can
+        wait until then.
+      on_timeline: called once with the recorded steps, if settings ask for some.
 
     Returns:
-      How it ended.
+      The step that was reached, and why it ended.
 
     Raises:
       TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
-        no longer a finite number; where the optimizer leaves out gradients that are not finite,
-        only if no update comes any more; or the learning rate is no number to train with; or a
-        step, or a hook, raises an error of its own. Nothing is saved then.
+        not finite (where the optimizer skips gradients that are not finite, only if updates have
+        stopped), or the learning rate is not finite or negative, or a step or a hook raises an
+        error of its own. Nothing is saved then.
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
@@ -193,13 +193,13 @@ class _Loop:
         self.step = self._saved_at = runner.first_step
         # Updates made by the end of each step, where the optimizers count them.
         self._updates: list[int] = []
-        # Steps that an optimizer has left out.
+        # Steps that an optimizer has skipped.
         self._skipped = 0
         self.seconds = 0.0
         self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
 
     def one_step(self) -> None:
-        """Dispatches a step, and looks at the results of those that were dispatched before."""
+        """Dispatches a step, and reads the results of steps that were dispatched before."""
         began = time.monotonic()
         try:
             self._pending.append(self._runner.dispatch())
@@ -210,7 +210,7 @@ class _Loop:
             kept = f" The newest checkpoint is of step {self._saved_at}." if self._saved_at else ""
             raise DataError(f"{error}{kept}") from error
         self.step += 1
-        # Of the first step one wants to know at once.
+        # The user wants to see the first step at once.
         ahead = self._runner.steps_ahead if self._on_first_step is None else 0
         while len(self._pending) > ahead:
             self._look_at_oldest()
@@ -241,11 +241,11 @@ class _Loop:
             self._look_at_oldest()
 
     def failure(self, error: BaseException) -> TrainingError:
-        """What a user is told of an error that a step has raised."""
+        """Returns the error to show the user for an error that a step has raised."""
         if isinstance(error, tf.errors.InvalidArgumentError):
             self._check_waits()
         return TrainingError(
-            f"a step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
+            f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
             f"The newest checkpoint is of step {self._saved_at}."
         )
 
@@ -269,13 +269,13 @@ class _Loop:
         rate = values["reported"].get("learning_rate")
         if rate is not None and not 0 <= rate < math.inf:
             raise TrainingError(
-                f"the learning rate of step {step} is {float(rate):g}, by "
+                f"The learning rate of step {step} is {float(rate):g}, by "
                 "train.run.learning_rate_schedule; it must be a finite number, not negative. The "
                 f"newest checkpoint is of step {self._saved_at}."
             )
         if not self._patience.goes_on(loss, values.get("update_step")):
             raise TrainingError(
-                f"the loss of step {step} is {loss}{self._patience.since()}; the newest "
+                f"The loss of step {step} is {loss}{self._patience.since()}; the newest "
                 f"checkpoint is of step {self._saved_at}. Lower "
                 "train.run.learning_rate_schedule, or look at the data."
             )
@@ -284,12 +284,12 @@ class _Loop:
         self.progress.update(step, loss, values["fields"])
         skipped = int(values["fields"].get("left out", 0))
         if skipped > self._skipped:
-            line = self._runner.left_out()
+            line = self._runner.skip_reason()
             if line:
                 self.progress.message(line)
         self._skipped = skipped
         if step % settings.log_steps == 0 or step == settings.train_steps:
-            # XLA leaves out the assertion by which a step on a placement mesh ends.
+            # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_waits()
             rate = round(self.progress.tokens_per_second(), 1)
             measured = {"loss": loss, "tokens_per_second": rate, **values["reported"]}
@@ -302,7 +302,7 @@ class _Loop:
             self.seconds -= time.monotonic() - began  # `seconds` is of steps
 
     def _check_waits(self) -> None:
-        """Raises TrainingError if an optimizer waits too long for its replicas."""
+        """Raises TrainingError if an optimizer has waited too long for its replicas."""
         error = self._runner.waits_too_long()
         if error:
             raise TrainingError(
@@ -312,10 +312,10 @@ class _Loop:
 
 
 class Patience:
-    """How long a loss may be no finite number.
+    """Decides how long a loss may be not finite.
 
-    Not at all, as a rule. Where an optimizer of the stack leaves out gradients that are not
-    finite, updates go on without them, and training is over only when none comes any more.
+    As a rule not at all. If an optimizer of the stack skips gradients that are not finite, training
+    goes on while it still makes updates.
     """
 
     _STEPS = 100
@@ -326,15 +326,15 @@ class Patience:
         Args:
           optimizers: the optimizer and those inside it.
         """
-        self._most = self._STEPS if leaves_out_not_finite(optimizers) else 0
+        self._most = self._STEPS if stack_skips_not_finite(optimizers) else 0
         self._bad = 0
         self._update_step: int | None = None
 
     def goes_on(self, loss: float, update_step: int | None) -> bool:
-        """Whether to go on after a step.
+        """Returns whether to go on after a step.
 
         Args:
-          loss: of the step.
+          loss: the step's loss.
           update_step: updates made with it; None where the optimizers do not count.
         """
         if math.isfinite(loss) or update_step != self._update_step:
@@ -345,5 +345,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """What an error says of the steps before."""
+        """Returns what an error says about the steps before; empty if there is nothing to say."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

@@ -1,4 +1,4 @@
-"""The main job on a mesh over the tasks of a ``tf.train.Server`` cluster."""
+"""Runs a training job on a mesh over the tasks of a ``tf.train.Server`` cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_on_cluster(
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
 ) -> Any:
-    """What `run` does, on the devices of all tasks. Every task calls it.
+    """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
 
@@ -36,15 +36,15 @@ def run_on_cluster(
       config: what to train. Without ``mesh_devices`` each task has as many CPU devices.
       model_dir: directory of everything that the chief writes.
       task: the cluster, and which task this process is.
-      watch_port: as for `mtf_gradsync.join_cluster`.
-      timeout: as for `mtf_gradsync.join_cluster`.
-      silence: as for `mtf_gradsync.join_cluster`.
-      say: takes each line that tells how the run goes.
-      accepted: as for `run`.
-      work: what each process that makes steps does, called as `run` is.
+      watch_port: see `mtf_gradsync.join_cluster`.
+      timeout: see `mtf_gradsync.join_cluster`.
+      silence: see `mtf_gradsync.join_cluster`.
+      say: called with each line about the run's progress.
+      accepted: see `run`.
+      work: called like `run` in each process that makes steps.
 
     Returns:
-      On the chief what `work` returned, which is what the run came to; on the others None.
+      The result of `work` on the chief, None on the others.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -52,7 +52,7 @@ def run_on_cluster(
       MissingProcessesError: if tasks do not come.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
-    config, num_cpu_devices = _placed(config, task)
+    config, num_cpu_devices = _with_devices(config, task)
     try:
         cluster = join_cluster(
             task.jobs,
@@ -74,8 +74,8 @@ def run_on_cluster(
     return None
 
 
-def _placed(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """The config with its mesh on devices of the tasks, and how many CPU devices each has."""
+def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
+    """Returns the config with its mesh on the tasks' devices, and how many CPU devices each has."""
     tasks = task.all_tasks
     mesh = resolve_mesh(
         config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl

@@ -1,4 +1,4 @@
-"""The main job on the XLA devices of several processes."""
+"""Runs a training job on the XLA devices of several processes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def run_on_processes(
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
 ) -> Any:
-    """What `run` does, on the XLA devices of all processes. Every process calls it.
+    """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes.
 
     Args:
       config: what to train.
       model_dir: directory of everything that process 0 writes, which the others can read.
-      coordinator: as for `mtf_gradsync.xla.start_processes`.
-      num_processes: as for `mtf_gradsync.xla.start_processes`.
-      process_id: as for `mtf_gradsync.xla.start_processes`.
-      timeout: as for `mtf_gradsync.xla.start_processes`.
-      silence: as for `mtf_gradsync.xla.start_processes`.
-      say: takes each line that tells how the run goes.
-      accepted: as for `run`.
-      work: what each process that makes steps does, called as `run` is.
+      coordinator: see `mtf_gradsync.xla.start_processes`.
+      num_processes: see `mtf_gradsync.xla.start_processes`.
+      process_id: see `mtf_gradsync.xla.start_processes`.
+      timeout: see `mtf_gradsync.xla.start_processes`.
+      silence: see `mtf_gradsync.xla.start_processes`.
+      say: called with each line about the run's progress.
+      accepted: see `run`.
+      work: called like `run` in each process.
 
     Returns:
-      What `work` returned: of `run`, what the run came to; scores are process 0's.
+      The result of `work`; scores are process 0's.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -83,7 +83,7 @@ def run_on_processes(
             say(f"process 0 evaluates, and writes to {model_dir}")
             part = part._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
-            # What it writes is what process 0 writes.
+            # Process 0 writes the same files.
             with tempfile.TemporaryDirectory() as own:
                 return work(config, own, _say_nothing, accepted, part)
     except MissingProcessesError:

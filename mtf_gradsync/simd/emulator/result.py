@@ -1,4 +1,4 @@
-"""The result of the rewriting, and how names before it map to names after it."""
+"""The result of the rewriting, and the new names of operations and tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from mtf_gradsync.simd.graph.fetches import check_alive_outside
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:
-    """What a core's copy of an operation or tensor is called.
+    """Returns the name of a core's copy of an operation or tensor in the rewritten graph.
 
     Args:
       prefix: the prefix that the rewriting chose.
       name: name of an operation or tensor of a program.
       core: physical core number.
-
-    Returns:
-      Its name in the rewritten graph.
     """
     return f"{prefix}_{core}/{name}"
 
@@ -49,7 +46,7 @@ class EmulatedGraph:
         self.agreements = agreements
 
     def program_of(self, name: str) -> str:
-        """The TPU program that an operation or tensor belongs to.
+        """Returns the TPU program that an operation or tensor belongs to.
 
         Args:
           name: name of an operation or tensor in the graph before the rewriting.
@@ -94,17 +91,17 @@ class EmulatedGraph:
         return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
 
     def names_on_replicas(self, name: str) -> list[str]:
-        """What an operation or tensor is called after the rewriting.
+        """Returns the names that an operation or tensor has after the rewriting.
 
         Args:
           name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
 
         Returns:
-          One name per core, or a single one for what stands outside every program.
+          One name per core, or a single one for what is outside every program.
 
         Raises:
           KeyError: when the graph has no such operation.
-          ValueError: when it stands in a loop or branch, or is an input of the program.
+          ValueError: when it is in a loop or branch, or is an input of the program.
         """
         node_name, number = split_input(name)
         node = self._facts.node[node_name]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
-    given_process,
-    given_task,
+    process_of_flags,
+    task_of_flags,
 )
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
 from mtf_gradsync.train.cli.outputs import output_path
@@ -129,8 +129,8 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
         from mtf_gradsync.train.on_processes import run_on_processes
         from mtf_gradsync.train.timed_run import TimedRun
 
-        process = given_process(args)
-        task = None if process else given_task(args)
+        process = process_of_flags(args)
+        task = None if process else task_of_flags(args)
         config, work = gin_files.run_config(), TimedRun(args.steps, args.warm_up)
         watch = {"timeout": args.timeout, "silence": args.silence}
         if process is None and task is None:

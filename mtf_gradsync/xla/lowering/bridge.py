@@ -49,9 +49,9 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
     tensors = [i for i in replica.inputs if not i.is_variable]
     variables = [i for i in replica.inputs if i.is_variable]
     has_randomness = any(node.op in RANDOM_TYPES for node in replica.graph_def.node)
-    # The bridge wants live variables, and eager execution.
+    # The bridge needs live variables, and eager execution.
     with eager_mode():
-        # It reads their shapes; their values do not matter.
+        # It reads only their shapes.
         live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
         state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
 
@@ -71,7 +71,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
                     made.append(randomness.end_of_step())
             count = len(replica.fetches)
             with tf.control_dependencies(made[count:]):
-                # A function has to return something for its effects to hang on.
+                # A function has to return something that depends on its effects.
                 return [tf.identity(t) for t in made[:count]] or [tf.zeros([])]
 
         specs = [tf2.TensorSpec(i.shape, i.dtype) for i in tensors]

@@ -1,4 +1,4 @@
-"""Operations of MLIR modules: finding them, making them."""
+"""Finds and makes operations of MLIR modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Iterator
 
 
 def walk(operation: Any) -> Iterator[Any]:
-    """All operations inside one, by the bindings of old and new versions of jaxlib."""
+    """Yields all operations inside one, with old and new versions of jaxlib."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -20,7 +20,7 @@ def text_of(module: Any, with_names: bool) -> str:
 
 
 def fill_with_sum(region: Any, operand: Any) -> None:
-    """Makes a collective of an operand's elements, to whom an empty region belongs, a sum."""
+    """Fills the empty region of a collective of an operand's elements with their sum."""
     from jaxlib.mlir import ir
 
     element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)

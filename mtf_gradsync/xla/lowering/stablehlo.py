@@ -1,4 +1,4 @@
-"""Turns HLO into StableHLO that any PJRT device compiles, with collectives in their places."""
+"""Turns HLO into StableHLO that any PJRT device compiles, with collectives in place of calls."""
 
 from __future__ import annotations
 
@@ -48,37 +48,34 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
         module = hlo_to_module(hlo.proto)
         for op in list(walk(module.operation)):
             if op.name == "mhlo.copy":
-                # HLO's copy of results, which StableHLO does not have and nothing needs.
+                # HLO's copy of results, which StableHLO lacks and nothing needs.
                 op.results[0].replace_all_uses_with(op.operands[0])
                 op.operation.erase()
             elif op.name == "stablehlo.custom_call":
                 _put_collective(op)
         main = next(op for op in module.body.operations if _name(op) == "main")
-        _return_apart(main)
+        _return_separately(main)
         _mark_updates(main, hlo)
-        # What is left of HLO's header would need a dialect that other versions do not have.
+        # The rest of HLO's header needs a dialect that other versions do not have.
         for name in [getattr(a, "name", a) for a in module.operation.attributes]:
             if name.startswith("mhlo."):
                 del module.operation.attributes[name]
-        # TensorFlow's name counts the functions that a process has made, whatever they are.
+        # TensorFlow's name has a count of all functions that the process has made.
         text = text_of(module, with_names)
         return re.sub(r"^module @\S+", "module @step", text, count=1, flags=re.MULTILINE)
 
 
 def without_overwriting(module: str) -> str:
-    """A module of `to_stablehlo` whose new values of variables are results like others.
+    """Returns a module of `to_stablehlo` that writes no results over parameters.
 
     Args:
-      module: its text.
-
-    Returns:
-      The text, with nothing said of what is written over what.
+      module: the module's text.
     """
     return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
 
 
 def _put_collective(op: Any) -> None:
-    """Puts XLA's own collective in the place of a custom call that stands for it."""
+    """Replaces a custom call by XLA's own collective."""
     from jaxlib.mlir import ir
 
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -110,7 +107,7 @@ def _put_collective(op: Any) -> None:
 
 
 def _matrix(groups: list[list[int]]) -> Any:
-    """Groups of cores as an attribute; shorter ones are filled up with -1."""
+    """Returns groups of cores as an attribute; shorter groups are filled up with -1."""
     from jaxlib.mlir import ir
 
     longest = max((len(g) for g in groups), default=0)
@@ -130,8 +127,8 @@ def _type_of(function: Any) -> Any:
     return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
 
 
-def _return_apart(main: Any) -> None:
-    """Makes a function return its results one by one where it returns one tuple of them."""
+def _return_separately(main: Any) -> None:
+    """Makes a function return its results one by one if it returns one tuple of them."""
     from jaxlib.mlir import ir
 
     last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
@@ -157,7 +154,7 @@ def _is_tuple(kind: Any) -> bool:
 
 
 def _mark_updates(main: Any, hlo: Hlo) -> None:
-    """Says that new values of variables may be written over the old ones."""
+    """Marks new values of variables as results that may be written over the old values."""
     from jaxlib.mlir import ir
 
     attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]
