@@ -26,6 +26,11 @@ class ProgramSession(_SessionInterface):
         return self._graph
 
     @property
+    def session(self) -> ReplicaSession:
+        """The session underneath."""
+        return self._session
+
+    @property
     def sess_str(self) -> str:
         """Where TensorFlow's part runs: in this process."""
         return ""

@@ -10,6 +10,7 @@ import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
@@ -28,6 +29,8 @@ _OF_A_STEP = (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
+# The first steps fill caches.
+_STEPS_BEFORE_TIMELINE = 5
 
 
 class StopSignal:
@@ -73,12 +76,14 @@ class LoopSettings(NamedTuple):
       save_checkpoints_steps: a checkpoint every this many steps, and at the end.
       log_steps: a line in the metrics file every this many steps.
       tokens_per_step: tokens in a global batch.
+      timeline_steps: record where the time of this many steps goes; 0 for none.
     """
 
     train_steps: int
     save_checkpoints_steps: int
     log_steps: int
     tokens_per_step: int
+    timeline_steps: int = 0
 
 
 class LoopResult(NamedTuple):
@@ -104,6 +109,7 @@ def train_loop(
     recorder: Recorder,
     on_checkpoint: Callable[[str, int, Progress], None],
     on_first_step: Callable[[], None] = lambda: None,
+    on_timeline: Callable[[Timeline], None] = lambda timeline: None,
 ) -> LoopResult:
     """Trains from the newest checkpoint to train_steps, or to a signal.
 
@@ -115,6 +121,7 @@ def train_loop(
       on_checkpoint: called with path, step and the progress after each save.
       on_first_step: called once, when the first step of this call has been shown: for what the run
         needs later.
+      on_timeline: called once with the recorded steps, where settings ask for some.
 
     Returns:
       How it ended.
@@ -128,13 +135,26 @@ def train_loop(
     """
     with StopSignal() as stop, runner:
         loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint, on_first_step)
-        try:
-            stopped_by = None
-            while loop.step < settings.train_steps and not runner.should_stop():
+
+        def train_to(last: int) -> int | None:
+            """Makes steps; returns the signal that all stop by, if there is one."""
+            while loop.step < last and not runner.should_stop():
                 stopped_by = runner.agreed_stop(stop.received)
                 if stopped_by is not None:
-                    break
+                    return stopped_by
                 loop.one_step()
+            return None
+
+        try:
+            begin = runner.first_step + _STEPS_BEFORE_TIMELINE
+            end = begin + settings.timeline_steps
+            stopped_by = None
+            if begin < end <= settings.train_steps:
+                stopped_by = train_to(begin)
+                if stopped_by is None:
+                    stopped_by = loop.recorded(lambda: train_to(end), on_timeline)
+            if stopped_by is None:
+                stopped_by = train_to(settings.train_steps)
             loop.save()
         except (TrainingError, ConfigError):
             raise
@@ -171,6 +191,8 @@ class _Loop:
         self._patience = Patience(optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
         self.step = self._saved_at = runner.first_step
+        # Updates made by the end of each step, where the optimizers count them.
+        self._updates: list[int] = []
         # Steps that an optimizer has left out.
         self._skipped = 0
         self.seconds = 0.0
@@ -196,6 +218,28 @@ class _Loop:
         if self.step % self._settings.save_checkpoints_steps == 0:
             self.save()
 
+    def recorded(
+        self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline], None]
+    ) -> int | None:
+        """Makes steps, and records where their time goes; a run goes on where that fails."""
+        self._look_at_all()
+        timeline = self._runner.timeline()
+        result = None
+        before = len(self._updates)
+        try:
+            with timeline:
+                result = steps()
+                self._look_at_all()
+            timeline.mark_updates(self._updates[before - 1 :] if before else ())
+            on_timeline(timeline)
+        except TimelineError as error:
+            self.progress.message(f"no timeline: {error}")
+        return result
+
+    def _look_at_all(self) -> None:
+        while self._pending:
+            self._look_at_oldest()
+
     def failure(self, error: BaseException) -> TrainingError:
         """What a user is told of an error that a step has raised."""
         if isinstance(error, tf.errors.InvalidArgumentError):
@@ -208,8 +252,7 @@ class _Loop:
     def save(self) -> None:
         """Saves a checkpoint of the last step, unless there is one."""
         began = time.monotonic()
-        while self._pending:
-            self._look_at_oldest()
+        self._look_at_all()
         self.seconds += time.monotonic() - began
         if self.step == self._saved_at:
             return
@@ -236,6 +279,8 @@ class _Loop:
                 f"checkpoint is of step {self._saved_at}. Lower "
                 "train.run.learning_rate_schedule, or look at the data."
             )
+        if self._settings.timeline_steps and values.get("update_step") is not None:
+            self._updates.append(int(values["update_step"]))
         self.progress.update(step, loss, values["fields"])
         skipped = int(values["fields"].get("left out", 0))
         if skipped > self._skipped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.cluster import Task, join_cluster
@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -26,7 +26,8 @@ def run_on_cluster(
     silence: float = 20.0,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-) -> RunResult | None:
+    work: Callable[..., Any] = run,
+) -> Any:
     """What `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
@@ -40,9 +41,10 @@ def run_on_cluster(
       silence: as for `mtf_gradsync.join_cluster`.
       say: takes each line that tells how the run goes.
       accepted: as for `run`.
+      work: what each process that makes steps does, called as `run` is.
 
     Returns:
-      On the chief what the run came to, on the others None.
+      On the chief what `work` returned, which is what the run came to; on the others None.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -67,7 +69,7 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return run(config, model_dir, say, accepted, Part(target=cluster.target))
+            return work(config, model_dir, say, accepted, Part(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 

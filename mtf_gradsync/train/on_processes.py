@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -27,7 +27,8 @@ def run_on_processes(
     silence: float = 20.0,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-) -> RunResult:
+    work: Callable[..., Any] = run,
+) -> Any:
     """What `run` does, on the XLA devices of all processes. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes.
@@ -42,9 +43,10 @@ def run_on_processes(
       silence: as for `mtf_gradsync.xla.start_processes`.
       say: takes each line that tells how the run goes.
       accepted: as for `run`.
+      work: what each process that makes steps does, called as `run` is.
 
     Returns:
-      What the run came to; scores are process 0's.
+      What `work` returned: of `run`, what the run came to; scores are process 0's.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -77,13 +79,13 @@ def run_on_processes(
         ) as processes:
             part = Part(in_turn=processes.in_turn)
             if process_id == 0:
-                return run(config, model_dir, say, accepted, part)
+                return work(config, model_dir, say, accepted, part)
             say(f"process 0 evaluates, and writes to {model_dir}")
             part = part._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
             # What it writes is what process 0 writes.
             with tempfile.TemporaryDirectory() as own:
-                return run(config, own, _say_nothing, accepted, part)
+                return work(config, own, _say_nothing, accepted, part)
     except MissingProcessesError:
         raise
     except (ProcessesError, ValueError) as error:

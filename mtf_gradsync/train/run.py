@@ -21,6 +21,7 @@ from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.runtimes.files import write_text
 from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.session import session_config
+from mtf_gradsync.timelines import Table, Timeline, TimelineError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
@@ -43,6 +44,8 @@ from mtf_gradsync.train.runtime import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph
 
 CONFIG_FILE = "operative_config.gin"
+TIMELINE_FILE = "timeline.json"
+TRACE_FILE = "timeline.trace.json.gz"
 
 
 class RunResult(NamedTuple):
@@ -205,8 +208,17 @@ def _write_report(asked: _Asked, step: int | None, how: str) -> None:
         unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
         samples=evaluation.samples,
         config=operative.read_text(encoding="utf-8") if operative.exists() else "",
+        timeline=_read_timeline(directory / TIMELINE_FILE),
     )
     asked.say(f"report: {path}")
+
+
+def _read_timeline(path: Path) -> Table | None:
+    """The table that a session of the run has left; None where there is none."""
+    try:
+        return Table.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, TimelineError):
+        return None
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -215,6 +227,9 @@ def _check_schedule(config: RunConfig) -> None:
     check_count("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
     check_count("perplexity_eval_steps", config.perplexity_eval_steps)
     check_count("log_steps", config.log_steps)
+    steps = config.timeline_steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"train.run.timeline_steps must be a whole number from 0; got {steps!r}")
     check_callable("eval_dataset_fn", config.eval_dataset_fn, "@python_topics", optional=True)
     for hook in config.hooks if isinstance(config.hooks, (list, tuple)) else [config.hooks]:
         check_callable("hooks", hook, "[@MyHook]")
@@ -237,7 +252,7 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
     say(f"steps run on {asked.runtime}")
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
-        graph, program, make_runner = _training_graph(job, batches, asked.runtime)
+        graph, program, make_runner = training_graph(job, batches, asked.runtime)
         if config.evaluate_with_averages:
             _check_averages_kept()
         if start.path:
@@ -283,6 +298,10 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
                 asked.evaluation.point(saved, at, recorder, progress)
                 recorder.flush()
 
+            def on_timeline(timeline: Timeline) -> None:
+                timeline.save(directory / TRACE_FILE)
+                write_text(directory / TIMELINE_FILE, timeline.table().to_json() + "\n")
+
             return train_loop(
                 make_runner(asked.checkpoint_dir, start, config, asked.session),
                 graph.optimizers,
@@ -291,14 +310,16 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
                     save_checkpoints_steps=config.save_checkpoints_steps,
                     log_steps=config.log_steps,
                     tokens_per_step=job.tokens_per_step,
+                    timeline_steps=config.timeline_steps,
                 ),
                 recorder,
                 on_checkpoint,
                 on_first_step,
+                on_timeline,
             )
 
 
-def _training_graph(
+def training_graph(
     job: TrainingJob, batches: TrainingBatches, runtime: Runtime
 ) -> tuple[
     TrainGraph, simd.Program | None, Callable[[str, Start, RunConfig, tf.ConfigProto], Runner]

@@ -21,7 +21,7 @@ def eager_mode() -> ContextManager[None]:
 
 
 def xla_custom_call(
-    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int], name: str
 ) -> tf.Tensor:
     """An operation that TensorFlow's bridge turns into a custom call of XLA.
 
@@ -32,6 +32,7 @@ def xla_custom_call(
       target: what is called.
       settings: the call's ``backend_config``.
       shape: of its result, which has the input's dtype.
+      name: of the operation.
 
     Returns:
       The result.
@@ -45,6 +46,7 @@ def xla_custom_call(
         has_side_effect=False,
         result_dtypes=[operand.dtype],
         result_shapes=[tf.TensorShape(shape)],
+        name=name,
     )
     return result
 
@@ -159,6 +161,22 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     except (tf.errors.OpError, ValueError) as error:
         text = str(error).split("The op is created at", 1)[0].split("Stack trace", 1)[0]
         raise BridgeError(" ".join(text.split())[:600]) from error
+
+
+def profile_space(serialized: bytes) -> Any:
+    """Reads a profile.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      serialized: a serialized ``XSpace``, as the profilers of TensorFlow and jax write them.
+
+    Returns:
+      The ``XSpace``.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace.FromString(serialized)
 
 
 def hlo_module(serialized: bytes) -> Any:

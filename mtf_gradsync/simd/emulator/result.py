@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.emulator.agreement import Agreement
+from mtf_gradsync.simd.graph.collective_ops import find_collectives
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
 from mtf_gradsync.simd.graph.fetches import check_alive_outside
 
@@ -66,6 +67,31 @@ class EmulatedGraph:
         elif op == "TPUReplicatedInput":
             node = self._facts.consumers(node)[0][0]
         return self._facts.cluster.get(node, "")
+
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Where an operation of the rewritten graph runs.
+
+        Args:
+          name: the operation's.
+
+        Returns:
+          The core, and what the operation was called before the rewriting; None for what stands
+          outside every program.
+        """
+        first, _, rest = name.partition("/")
+        stem, _, number = first.rpartition("_")
+        if stem != self._prefix or not number.isdigit() or not rest:
+            return None
+        return int(number), rest
+
+    def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The groups of cores of each sum, of which one is made for all of a group.
+
+        Returns:
+          Name before the rewriting -> groups; the first core of each has the operation.
+        """
+        found = find_collectives(self._facts).values()
+        return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
 
     def names_on_replicas(self, name: str) -> list[str]:
         """What an operation or tensor is called after the rewriting.

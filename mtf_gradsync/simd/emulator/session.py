@@ -6,6 +6,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.emulator.agreement import divergence_of
+from mtf_gradsync.simd.emulator.result import EmulatedGraph
 from mtf_gradsync.simd.emulator.rewrite import emulate
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
@@ -64,6 +65,16 @@ class CpuReplicaSession(ReplicaSession):
         except BaseException:
             self._session.close()
             raise
+
+    @property
+    def emulated(self) -> EmulatedGraph:
+        """The graph that runs, and how names of the user's graph map to its own."""
+        return self._emulated
+
+    @property
+    def source(self) -> tf.Graph:
+        """The user's graph."""
+        return self._prepared.source
 
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False

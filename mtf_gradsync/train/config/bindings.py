@@ -60,6 +60,8 @@ class RunConfig:
       seed: of the initial values.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
         fastest that is installed.
+      timeline_steps: record this many steps, a few after the run's first, and show where their time
+        went in the report; 0 records none.
     """
 
     model_type: ModelType = "lm"
@@ -90,3 +92,4 @@ class RunConfig:
     hooks: Sequence[Any] = ()
     seed: int = 0
     runtime: RuntimeName = "fastest"
+    timeline_steps: int = 0

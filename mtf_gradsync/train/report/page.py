@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.files import write_text
+from mtf_gradsync.timelines import Table
 from mtf_gradsync.train.files import check_installed
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.report.facts import Facts
@@ -55,6 +56,7 @@ def write_page(
     unigram_nats: float | None = None,
     samples: str = "",
     config: str = "",
+    timeline: Table | None = None,
 ) -> Path:
     """Writes the page of a run.
 
@@ -66,6 +68,7 @@ def write_page(
       unigram_nats: nats per token of the baseline.
       samples: what the model wrote, any text.
       config: the gin config, any text.
+      timeline: where the time of recorded steps went; None where none were.
 
     Returns:
       The file.
@@ -97,6 +100,7 @@ def write_page(
         replicas=_replicas(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,
+        timeline=timeline,
         facts=_facts(facts),
         samples=printable(samples),
         config=printable(config),

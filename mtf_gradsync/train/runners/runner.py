@@ -11,6 +11,7 @@ from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer, t
 from mtf_gradsync.runtimes.checkpoints.saving import TrainingSaver
 from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.step import Watched
+from mtf_gradsync.timelines import Timeline, timeline
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.train_graph import TrainGraph
 
@@ -48,6 +49,10 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def save(self, step: int) -> str:
         """Writes a checkpoint and returns its path. All steps dispatched have been asked for."""
+
+    @abc.abstractmethod
+    def timeline(self) -> Timeline:
+        """What records the steps that are dispatched and asked for while it is entered."""
 
     @abc.abstractmethod
     def waits_too_long(self) -> Exception | None:
@@ -159,6 +164,11 @@ class GraphRunner(Runner):
         self._fetches, self._batches = fetches_of(graph), batches
         self._global_step = tf.train.get_global_step()
         self._session: Any = None
+        self._lowering = graph.lowering
+
+    def timeline(self) -> Timeline:
+        """See `Runner`."""
+        return timeline(self._session, lowering=self._lowering)
 
     @abc.abstractmethod
     def _raw(self, use: Callable[[Any], Any]) -> Any:

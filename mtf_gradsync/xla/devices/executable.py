@@ -26,7 +26,7 @@ from mtf_gradsync.xla.runner.program import (
 )
 
 # Go up when the same program is lowered, or compiled, otherwise than before.
-_LOWERING_VERSION = 2
+_LOWERING_VERSION = 3
 _COMPILING_VERSION = 1
 
 
@@ -73,7 +73,9 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
         fields = json.loads(kept)
         return Lowered(**{**fields, "updated": tuple(fields["updated"])})
     hlo = to_hlo(replica)
-    made = Lowered(to_stablehlo(hlo), hlo.num_fetches, hlo.updated, hlo.has_randomness)
+    made = Lowered(
+        to_stablehlo(hlo, with_names=True), hlo.num_fetches, hlo.updated, hlo.has_randomness
+    )
     cache.put(key, json.dumps(made._asdict()).encode())
     return made
 

@@ -92,6 +92,11 @@ class PreparedProgram:
         self._cache = cache
         self._compiled: dict[tuple[str, ...], Compiled] = {}
 
+    @property
+    def all_compiled(self) -> tuple[Compiled, ...]:
+        """What was compiled so far."""
+        return tuple(self._compiled.values())
+
     def compiled(self, inside: tuple[str, ...]) -> Compiled:
         """The program that fetches some tensors; compiled when it is asked for first.
 

@@ -107,6 +107,25 @@ class XlaSession(ReplicaSession):
         """The program's cores, and which of them are this process's."""
         return self._cores
 
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        return self._program
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """What was compiled of it so far: a program for each set of fetches."""
+        return self._prepared.all_compiled
+
+    def wait(self) -> None:
+        """Waits until the steps that were dispatched have ended on this process's devices.
+
+        Raises:
+          DevicesError: when one of them failed.
+        """
+        with explained():
+            self._variables.wait()
+
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Any:

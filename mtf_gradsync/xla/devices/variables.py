@@ -101,6 +101,12 @@ class DeviceVariables:
         self._access.set(self._session, ((n, with_own_types(v)) for n, v in values.items()))
         self._newer -= keys
 
+    def wait(self) -> None:
+        """Waits until all values are there."""
+        for value in self._on_devices.values():
+            for array in value.arrays:
+                array.block_until_ready()
+
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Drops values on the devices, because TensorFlow's have been changed.
 

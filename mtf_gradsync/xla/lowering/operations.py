@@ -14,6 +14,11 @@ def walk(operation: Any) -> Iterator[Any]:
                 yield from walk(inner.operation)
 
 
+def text_of(module: Any, with_names: bool) -> str:
+    """A module as text, with or without the names that its operations have in the graph."""
+    return module.operation.get_asm(enable_debug_info=with_names)
+
+
 def fill_with_sum(region: Any, operand: Any) -> None:
     """Makes a collective of an operand's elements, to whom an empty region belongs, a sum."""
     from jaxlib.mlir import ir

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mtf_gradsync.xla.lowering.operations import fill_with_sum, walk
+from mtf_gradsync.xla.lowering.operations import fill_with_sum, text_of, walk
 
 # Below, the loop takes no longer than it takes to begin as many copies.
 _FEWEST_TENSORS = 8
@@ -41,7 +41,7 @@ def with_packs_by_piece(module: str) -> str:
             _scatter_as_packed(op)
         for op in packs:
             _by_piece(op)
-        return str(parsed)
+        return text_of(parsed, with_names=True)
 
 
 def _is_large_pack(op: Any) -> bool:
@@ -84,7 +84,7 @@ def _scatter_as_packed(op: Any) -> None:
     part = ir.RankedTensorType.get([result.shape[0], *kind.shape[1:]], kind.element_type)
     # Old and new versions of jaxlib go through them as attributes with names, and as names.
     names = [getattr(one, "name", one) for one in op.attributes]
-    with ir.InsertionPoint(op):
+    with ir.InsertionPoint(op), op.location:
         made = ir.Operation.create(
             op.name,
             results=[part],
@@ -103,7 +103,7 @@ def _by_piece(op: Any) -> None:
 
     kind = ir.RankedTensorType(op.results[0].type)
     axis = ir.IntegerAttr(op.attributes["dimension"]).value
-    with ir.InsertionPoint(op):
+    with ir.InsertionPoint(op), op.location:
         zeros = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
         pack = _constant(zeros)
         first, begin = _number(0), 0

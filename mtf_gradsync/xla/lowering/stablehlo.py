@@ -10,7 +10,7 @@ import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
-from mtf_gradsync.xla.lowering.operations import fill_with_sum, walk
+from mtf_gradsync.xla.lowering.operations import fill_with_sum, text_of, walk
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
 
 _STABLEHLO = {
@@ -29,11 +29,13 @@ _INTEGERS = (
 )
 
 
-def to_stablehlo(hlo: Hlo) -> str:
+def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into StableHLO.
 
     Args:
       hlo: the program.
+      with_names: whether the text says which operation of the graph each of its own is of, which
+        profiles of the compiled program then tell.
 
     Returns:
       The text of an MLIR module. Its function ``main`` takes and returns what the HLO does; new
@@ -59,7 +61,8 @@ def to_stablehlo(hlo: Hlo) -> str:
             if name.startswith("mhlo."):
                 del module.operation.attributes[name]
         # TensorFlow's name counts the functions that a process has made, whatever they are.
-        return re.sub(r"^module @\S+", "module @step", str(module), count=1)
+        text = text_of(module, with_names)
+        return re.sub(r"^module @\S+", "module @step", text, count=1, flags=re.MULTILINE)
 
 
 def without_overwriting(module: str) -> str:
@@ -92,7 +95,7 @@ def _put_collective(op: Any) -> None:
         if key in settings:
             attributes[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), settings[key])
     regions = 1 if collective in ("CrossReplicaSum", "XlaReduceScatter") else 0
-    with ir.InsertionPoint(op):
+    with ir.InsertionPoint(op), op.location:
         made = ir.Operation.create(
             name,
             results=[op.results[0].type],

@@ -64,7 +64,8 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         parts = settings["split_count"]
         shape[settings["split_dimension"]] //= parts
         shape[settings["concat_dimension"]] *= parts
-    return [xla_custom_call(sent, f"mtf_gradsync.{op}", json.dumps(settings), shape)]
+    target = f"mtf_gradsync.{op}"
+    return [xla_custom_call(sent, target, json.dumps(settings), shape, node.name)]
 
 
 class Randomness:
