@@ -33,10 +33,7 @@ MISSING = {
     "docs/guides/tpu_proof.md": xla.why_no_xla,
 }
 # Warnings of a page that it does not explain yet.
-UNEXPLAINED = {
-    "docs/tpu.md": ["Using default tf glorot_uniform_initializer"],
-    "docs/guides/less_communication.md": ["GraphKeys.VARIABLES"],
-}
+UNEXPLAINED = {"docs/tpu.md": ["Using default tf glorot_uniform_initializer"]}
 OUTSIDE = "https?:|mailto:"
 
 
