@@ -31,7 +31,11 @@ def control_flow_v1() -> Iterator[None]:
     Where TensorFlow 2's control flow is on, a branch is a graph of its own, and what it makes is of
     no use to the lowering outside.
     """
-    if not tf.control_flow_v2_enabled():
+    # Inside of a tf.function it is on in any case: asked there, TensorFlow does not say what the
+    # switch is at.
+    with tf.Graph().as_default():
+        is_on = tf.control_flow_v2_enabled()
+    if not is_on:
         yield
         return
     tf.disable_control_flow_v2()
