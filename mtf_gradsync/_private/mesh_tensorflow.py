@@ -17,7 +17,7 @@ from mtf_gradsync._private.reshaped import Reshaped
 SLICES_COLLECTION = "TPU_VAR"
 
 
-def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
+def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
     """The `LaidOutTensor` that a pending sum has become for one of its readers, None before."""
     return lazy._reduced
 

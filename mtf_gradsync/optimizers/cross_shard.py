@@ -96,7 +96,7 @@ class CrossShardOptimizer(Wrapper):
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along, which are
             the names of the shard dims.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
         Raises:
           ValueError: reduction or group_assignment is invalid, or arguments contradict each

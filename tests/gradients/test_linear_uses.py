@@ -1,4 +1,4 @@
-"""What each shard contributed can be told apart, however the model uses a variable."""
+"""Per-shard gradients are recoverable, however the model uses a variable."""
 
 import numpy as np
 import pytest

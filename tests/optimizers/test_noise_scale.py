@@ -221,5 +221,5 @@ def test_shards_that_cannot_be_told_apart():
     clipped, _ = gs.clip_by_global_norm(grads, 1.0)
     optimizer = gs.CrossShardOptimizer(still(), axes=axes)
     optimizer.apply_grads(clipped, variables)
-    with pytest.raises(ValueError, match="cannot be told apart"):
+    with pytest.raises(ValueError, match="are not recoverable"):
         gs.gradient_noise_scale(optimizer, 8)

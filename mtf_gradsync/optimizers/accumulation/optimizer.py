@@ -42,7 +42,7 @@ class _Counters(NamedTuple):
 class GradientAccumulationOptimizer(Wrapper):
     """Adds up the gradients of several micro steps, then applies another optimizer once.
 
-    On the micro steps in between nothing crosses the mesh for the gradients, the inner
+    On the micro steps in between nothing is sent over the mesh for the gradients, the inner
     optimizer's arithmetic does not run, and variables and slots keep their bits.
 
     Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
@@ -117,7 +117,7 @@ class GradientAccumulationOptimizer(Wrapper):
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
           reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
             `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
@@ -232,7 +232,7 @@ class _Accumulate(Stage):
     """Adds gradients up, and passes the sums on when an update is due."""
 
     gives = Form.REDUCED
-    wants_whole = True
+    wants_reduced = True
     mixed = "reduce"
     mixed_warning = (
         "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
@@ -252,7 +252,7 @@ class _Accumulate(Stage):
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         if wrapper.accumulate == SYNCED:
             # Whole, even where the updates are sharded: accumulators are laid out like variables.
-            gradients = step.reduce_whole(gradients, wrapper._gradient_reduction())
+            gradients = step.reduce_now(gradients, wrapper._gradient_reduction())
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)

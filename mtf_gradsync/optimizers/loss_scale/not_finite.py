@@ -16,7 +16,7 @@ _MOST_NAMED = 8
 _NONE = "none by itself, but the norm of all"
 
 
-class TellNotFinite(Watched):
+class ReportNotFinite(Watched):
     """Remembers which gradients were not finite; part of a branch that runs where some were not.
 
     On a placement mesh it prints them, too, to standard error. A TPU program cannot print: there a

@@ -12,7 +12,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
+from mtf_gradsync.optimizers.loss_scale.not_finite import ReportNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pairs import OfStep
@@ -61,7 +61,7 @@ class LossScaleOptimizer(Wrapper):
     _state = OfStep[Union[LossScaleState, None]](None)
     _now = OfStep[Union[LossScaleState, None]](None)
     _writes = OfStep[Sequence[mtf.Operation]](())
-    _told = OfStep[Union[TellNotFinite, None]](None)
+    _told = OfStep[Union[ReportNotFinite, None]](None)
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LossScaleOptimizer(Wrapper):
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -134,7 +134,7 @@ class LossScaleOptimizer(Wrapper):
         return self._state and self._state.skipped
 
     @property
-    def told(self) -> TellNotFinite | None:
+    def told(self) -> ReportNotFinite | None:
         """What tells of skipped steps; None before gradients were applied."""
         return self._told
 
@@ -148,7 +148,7 @@ class LossScaleOptimizer(Wrapper):
           before.
         """
 
-        def told() -> TellNotFinite:
+        def told() -> ReportNotFinite:
             if self._told is None:
                 raise ValueError(
                     "LossScaleOptimizer.apply_gradients (or apply_grads) has to be called before "
@@ -239,7 +239,7 @@ class _SkipNotFinite(Stage):
             passed_on = gradients
         else:
             # More can overflow in their sum than in each shard's gradients.
-            passed_on = step.reduce_whole(gradients, reduction)
+            passed_on = step.reduce_now(gradients, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
             finite = step.agreed(finite)
@@ -285,10 +285,10 @@ class _SkipNotFinite(Stage):
                 found.append(mtf.anonymize(of_shards.outputs[0]))
             of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
             found.append(mtf.anonymize(of_sums.outputs[0]))
-            wrapper._told = TellNotFinite(found, before.skipped, names, wrapper.name)
+            wrapper._told = ReportNotFinite(found, before.skipped, names, wrapper.name)
             return [wrapper._told]
 
-        step.beside_when(mtf.logical_not(finite), gate, tell)
+        step.run_when(mtf.logical_not(finite), gate, tell)
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:

@@ -19,7 +19,7 @@ import gin
 from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.told_apart import check_told_apart
+from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
@@ -180,7 +180,7 @@ class OuterOptimizer(Wrapper):
                 f"{len(given)} of them have gradients: {[v.name for v in given]}."
             )
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-        check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
+        check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)

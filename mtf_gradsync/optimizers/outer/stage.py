@@ -137,7 +137,7 @@ class OuterSteps(Stage):
         if wrapper.leave_out_not_finite:
             skip = self._not_finite(updates, step)
             away = ZerosWhere(away, skip).outputs
-            skipped = _told_to_all(skip)
+            skipped = _shared_by_islands(skip)
             count = mtf.reduce_sum(1.0 - skipped)
         gradients = self._mean(away, variables, count, step)
         new_outer, new_velocity = [], []
@@ -175,7 +175,7 @@ class OuterSteps(Stage):
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(away), tuple(variables), Form.PER_SHARD)
         first = step.reduced  # the step's first reduction is that of gradients
-        sums = step.reduce_whole(given, reduction).present
+        sums = step.reduce_now(given, reduction).present
         step.reduced = first
         step.write_state()
         if count is None:
@@ -219,7 +219,7 @@ class OuterSteps(Stage):
             step.add(step.plan.graph.combine_assignments(writes))
 
 
-def _told_to_all(skip: mtf.Tensor) -> mtf.Tensor:
+def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
     """Booleans of islands as float32 numbers that every processor holds whole."""
     return mtf.anonymize(mtf.cast(skip, tf.float32))
 

@@ -7,7 +7,7 @@ from typing import Collection, Iterable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 
@@ -36,7 +36,7 @@ class SameSlices(StageOperation):
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         results = []
-        for value, output in zip(whole_values(lowering, self.inputs), self.outputs):
+        for value, output in zip(reduced_values(lowering, self.inputs), self.outputs):
             shape = mesh_impl.slice_shape(output.shape)
 
             def see(x: tf.Tensor, shape: list[int] = shape) -> tf.Tensor:
@@ -57,7 +57,7 @@ class Agreed(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        (holds,) = whole_values(lowering, self.inputs)
+        (holds,) = reduced_values(lowering, self.inputs)
         counts = mesh_impl.slicewise(lambda x: tf.cast(x, tf.float32), holds)
         axes = tuple(sorted(self._islands.mesh_axes))
         (count,) = reduce_partial_sums(mesh_impl, [PartialSum(counts, axes)], self._strategy)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -160,7 +160,7 @@ class ZerosWhere(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        *grads, skip = whole_values(lowering, self.inputs)
+        *grads, skip = reduced_values(lowering, self.inputs)
         skip = mesh_impl.slicewise(lambda x: tf.reshape(x, []), skip)
         self.set_outputs(lowering, [mesh_impl.slicewise(zeros_where, skip, g) for g in grads])
 
@@ -228,7 +228,7 @@ class _AddUnless(StageOperation):
             with control_flow_v1():
                 return tuple(tf.cond(tf.reshape(bypass, []), as_they_are, added, strict=True))
 
-        tensors = whole_values(lowering, self.inputs)
+        tensors = reduced_values(lowering, self.inputs)
         slices = [lowering.variables[v].laid_out_tensor for v in self.variables]
         added = lowering.mesh_impl(self).slicewise(add, *tensors, *slices)
         self.set_outputs(lowering, list(added))
@@ -253,7 +253,7 @@ class _ClearUnless(mtf.Operation):
             with control_flow_v1():
                 return tf.cond(tf.reshape(bypass, []), lambda: tf.constant(0), cleared)
 
-        (bypass,) = whole_values(lowering, self.inputs)
+        (bypass,) = reduced_values(lowering, self.inputs)
         slices = [lowering.variables[v].laid_out_tensor for v in self._accumulators]
         done = lowering.mesh_impl(self).slicewise(clear, bypass, *slices)
         lowering.operations[self] = tf.group(*done.all_slices)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.apart import ReduceApart
-from mtf_gradsync.gradients.told_apart import pending_over_shards
+from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Reduction

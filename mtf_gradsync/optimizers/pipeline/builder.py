@@ -9,8 +9,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
 from mtf_gradsync.gradients.pending import Cause
+from mtf_gradsync.gradients.recoverable import mixed_gradients
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
-from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
@@ -60,7 +60,7 @@ class StepBuilder(StepConditions):
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
         self._notes: list[Callable[[], None]] = []
         # The stages still to come that want gradients whole.
-        self._wants_whole: list[Stage] = []
+        self._wants_reduced: list[Stage] = []
         self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self._reduced_apart: frozenset[mtf.Variable] = frozenset()
         self._used_apart: list[Strategy] = []
@@ -83,7 +83,7 @@ class StepBuilder(StepConditions):
         """
         self.plan = Plan.of(gradients.graph)
         stages = [stage for segment in self._segments for stage in segment.stages]
-        self._wants_whole = [stage for stage in stages if stage.wants_whole]
+        self._wants_reduced = [stage for stage in stages if stage.wants_reduced]
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -93,8 +93,8 @@ class StepBuilder(StepConditions):
                     elif stage.takes is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                     gradients = stage.apply(gradients, self)
-                    if stage in self._wants_whole:
-                        self._wants_whole.remove(stage)
+                    if stage in self._wants_reduced:
+                        self._wants_reduced.remove(stage)
                     if stage.gives is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                 self.passed_on.append(gradients)
@@ -161,7 +161,7 @@ class StepBuilder(StepConditions):
         if when is None:
             self.write(writes(), gate)
         else:
-            self.beside_when(when(), gate, writes)
+            self.run_when(when(), gate, writes)
 
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
@@ -175,11 +175,11 @@ class StepBuilder(StepConditions):
         Returns:
           The set in form `REDUCED` or `PART`, divided by its divisor, in its dtypes.
         """
-        in_parts = self._partition is not None and not self._wants_whole
+        in_parts = self._partition is not None and not self._wants_reduced
         if gradients.form is (Form.PART if in_parts else Form.REDUCED):
             return gradients
         if self._partition is None or not in_parts:
-            return finished(self.reduce_whole(gradients, reduction), self._opt)
+            return finished(self.reduce_now(gradients, reduction), self._opt)
         axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
         given = gradients.present
@@ -191,7 +191,7 @@ class StepBuilder(StepConditions):
         self._note(sources, parts, strategy)
         return finished(gradients.with_present(parts, Form.PART), self._opt)
 
-    def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+    def reduce_now(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
         given = gradients.present
         if not given:
@@ -236,7 +236,7 @@ class StepBuilder(StepConditions):
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             # The step's first reduction is that of all gradients.
             first = self.reduced
-            reduced = list(self.reduce_whole(some, reduction).grads)
+            reduced = list(self.reduce_now(some, reduction).grads)
             self.reduced = first
         apart = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy

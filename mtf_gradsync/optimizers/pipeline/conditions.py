@@ -84,7 +84,7 @@ class StepConditions:
         with self._branch(due, gate, behind, as_call=False, at_end=list):
             yield
 
-    def beside_when(
+    def run_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
     ) -> None:
         """Adds operations that run on some steps only, beside the pipeline."""

@@ -16,7 +16,7 @@ class Traits(NamedTuple):
       skips_not_finite: it skips gradients that are not finite, so that nothing inside sees them.
       watches_not_finite: it has to see gradients that are not finite, to move the loss scale.
       shards_updates: the optimizer inside of it gets parts of variables.
-      takes_parts: it works on parts of gradients and variables as on whole ones.
+      accepts_parts: it works on parts of gradients and variables as on whole ones.
       skips_shards: it applies the gradients of some shards without those of others.
       averages: it keeps moving averages of variables.
       squares: it squares reduced gradients, which overflow before they do.
@@ -32,7 +32,7 @@ class Traits(NamedTuple):
     skips_not_finite: bool = False
     watches_not_finite: bool = False
     shards_updates: bool = False
-    takes_parts: bool = False
+    accepts_parts: bool = False
     skips_shards: bool = False
     averages: bool = False
     squares: bool = False
@@ -112,7 +112,7 @@ RULES = (
         "should_skip_update_fn=skip_not_finite.",
     ),
     Rule(
-        lambda outer, inner: outer.shards_updates and not inner.takes_parts,
+        lambda outer, inner: outer.shards_updates and not inner.accepts_parts,
         "{inner} cannot stand inside {outer}, whose inner optimizer sees parts of variables: turn "
         "them round, {inner}({outer}(opt), ...).",
     ),
@@ -131,7 +131,7 @@ def traits_of(opt: Any) -> Traits:
         return traits
     # Optimizers of users say it by an attribute: docs/training.md.
     skips = bool(getattr(opt, "leaves_out_not_finite", False))
-    return Traits(reduces=False, takes_parts=True, skips_not_finite=skips)
+    return Traits(reduces=False, accepts_parts=True, skips_not_finite=skips)
 
 
 def why_not(outer: Traits, inner: Traits) -> str | None:

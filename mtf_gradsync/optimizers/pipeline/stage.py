@@ -22,7 +22,7 @@ class Stage:
       takes: the form of gradients that `apply` wants; `REDUCED` stands for `PART`, too, where the
         updates of the stack are sharded. None for gradients as they are.
       gives: the form that gradients are to have after the stage; None for what `apply` returns.
-      wants_whole: whether parts of reduced gradients are of no use to the stage: it adds them up in
+      wants_reduced: whether parts of reduced gradients are of no use to the stage: it adds them up in
         accumulators that are laid out like variables.
       mixed: of a stage that takes `PER_SHARD`: what to do about gradients in which the shards are
         mixed. Each shard takes an equal share; or they are reduced, and `already_reduced` of the
@@ -33,7 +33,7 @@ class Stage:
 
     takes: Form | None = None
     gives: Form | None = None
-    wants_whole = False
+    wants_reduced = False
     mixed: Literal["share", "reduce", "refuse"] = "share"
     mixed_warning = ""
 

@@ -90,7 +90,7 @@ def gradient_noise_scale(
             parts = own if clipped is None else clipped
             if parts is None:
                 raise ValueError(
-                    "The shards' gradients cannot be told apart without sums of the size of "
+                    "The shards' gradients are not recoverable without sums of the size of "
                     "gradients, so that their noise scale cannot be had."
                 )
             whole = norm_of_reduced(reduced.sums, None, reduced.strategy)

@@ -11,8 +11,8 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, shard_norms
+from mtf_gradsync.gradients.recoverable import mixed_gradients, summed_elsewhere
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
-from mtf_gradsync.gradients.told_apart import mixed_gradients, summed_elsewhere
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
@@ -51,7 +51,7 @@ def norms_of_shards(
     Args:
       grads: gradients that every step has, pending or per shard.
       axes: the replica axes.
-      strategy: how sums cross the mesh.
+      strategy: the reduction strategy.
 
     Returns:
       Norms before and after clipping by shard, each `[shards...]`; None as the second where they

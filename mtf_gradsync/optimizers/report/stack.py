@@ -98,7 +98,7 @@ def _add_norms(
             places[passed_on.present[0]] = passed_on, name
     of_branches: dict[Branch, dict[tuple[str, str], mtf.Tensor]] = {}
 
-    def add_whole(tag: str, norm: mtf.Tensor | None, place: GradientSet, name: str) -> None:
+    def add_norm(tag: str, norm: mtf.Tensor | None, place: GradientSet, name: str) -> None:
         if norm is not None and place.branch is not None:
             of_branches.setdefault(place.branch, {})[tag, name] = norm
         else:
@@ -106,9 +106,9 @@ def _add_norms(
 
     for place, name in places.values():
         before = norms.norm_before_clipping(place.present)
-        add_whole("gradient_norm/before_clipping", before, place, name)
+        add_norm("gradient_norm/before_clipping", before, place, name)
     norm = norms.norm_of_reduced(applied.present, applied.branch, inner.reducer)
-    add_whole("gradient_norm/applied", norm, applied, inner.name)
+    add_norm("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
         held = norms.kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):

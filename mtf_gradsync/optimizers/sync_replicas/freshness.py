@@ -94,14 +94,14 @@ def fresh_replicas(
       update_step: updates made.
       contributes: what `check_of_replicas` accepts.
       axes: the replica axes.
-      strategy: how sums cross the mesh.
+      strategy: the reduction strategy.
 
     Returns:
       A boolean mtf tensor of shape `[shard dims...]`, each processor having its replica's.
     """
     bad = shards_not_finite(shards, axes, strategy)
     behind = mtf.broadcast(update_step.value, steps.shape) - steps
-    # Each processor takes its own of what all of them have: nothing crosses the mesh.
+    # Each processor takes its own of what all of them have: nothing is sent over the mesh.
     behind = mtf.reshape(behind, bad.shape)
     fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
     if contributes is None:

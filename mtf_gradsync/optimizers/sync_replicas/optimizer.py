@@ -12,7 +12,7 @@ from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.given import refuse_with_v1
-from mtf_gradsync.gradients.told_apart import check_told_apart
+from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
@@ -126,7 +126,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
           reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
             `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends their dtype. Sharded updates have a way of their own.
@@ -266,7 +266,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             return
         if self.traits.needs_shards:
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-            check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
+            check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
         mesh = variables[0].mesh
         freshness.check_mesh("contributes", self._contributes, mesh)
         freshness.check_mesh("local_steps", self._local_steps, mesh)
@@ -286,7 +286,7 @@ class _AggregateReplicas(Stage):
 
     takes = Form.PER_SHARD
     gives = Form.REDUCED
-    wants_whole = True
+    wants_reduced = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
