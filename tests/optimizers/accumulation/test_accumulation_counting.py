@@ -1,4 +1,4 @@
-"""Which micro steps GradientAccumulationOptimizer counts: schedules, steps left out, counters."""
+"""The microbatch steps that GradientAccumulationOptimizer counts: schedules, skipped steps."""
 
 import logging
 
@@ -237,7 +237,7 @@ def test_schedules_that_cannot_work_are_refused(passes):
 
 
 def test_a_restored_sum_larger_than_asked_for_waits_for_a_step_that_counts():
-    """mini_step 3 of 4, then 2 are asked for: a step that is left out brings no update."""
+    """mini_step 3 of 4, then 2 are asked for: a skipped step brings no update."""
     feeds = models.mlp_batches(5)
     feeds[3]["x"] = np.full_like(feeds[3]["x"], np.nan)
     passes = lambda step: 4 - 2 * step  # noqa: E731, 4, then 2, then 0, which counts as 1

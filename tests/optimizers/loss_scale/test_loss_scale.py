@@ -27,7 +27,7 @@ def good_feeds():
 
 
 def scales(bad, initial_scale=8.0, growth_steps=2, min_scale=2.0, max_scale=16.0, multiplier=2.0):
-    """The law of the scale: (scale, good steps, steps left out) after each step."""
+    """The law of the scale: (scale, good steps, skipped steps) after each step."""
     scale, good, skipped, after = initial_scale, 0, 0, []
     for is_bad in bad:
         if is_bad:
