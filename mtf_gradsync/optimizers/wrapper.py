@@ -88,8 +88,8 @@ class Wrapper(
           layout: Mesh-TF's layout rules, if the mesh is known when the graph is built.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
-          needs_mesh_for: the purpose, for an error, if the wrapper has to know the mesh. A mesh that
-            is not given is then the one that the program has made for this graph.
+          needs_mesh_for: the purpose, for an error, if the wrapper has to know the mesh. It is then
+            the mesh that the program has made for this graph, if none is given.
 
         Raises:
           TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.

@@ -30,7 +30,7 @@ def check_divisible(values: Sequence[Any]) -> None:
         dtype = value.tensor_list[0].dtype
         if dtype.is_integer:
             raise ValueError(
-                f"A value of dtype {dtype.name} has no mean: got {value!r}. Cast it to a float, or "
+                f"There is no mean of {dtype.name} values: got {value!r}. Cast it to a float, or "
                 "take the sum."
             )
 

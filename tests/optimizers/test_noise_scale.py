@@ -212,7 +212,7 @@ def test_only_what_a_wrapper_has_applied():
         gs.gradient_noise_scale(gs.CrossShardOptimizer(still()), 8)
 
 
-def test_shards_that_cannot_be_told_apart():
+def test_shards_that_are_not_recoverable():
     shape, layout, _ = harness.MESHES["2x2"]
     axes = gs.ReplicaAxes(shape, layout)
     loss = model()

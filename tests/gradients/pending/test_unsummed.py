@@ -115,7 +115,7 @@ def updated():
 
 
 @pytest.mark.parametrize("what", list(GRADIENTS))
-def test_what_nobody_sums_is_told_once_by_variable_and_operation(what, caplog, mesh_kind):
+def test_what_nothing_sums_is_warned_of_once_by_variable_and_operation(what, caplog, mesh_kind):
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         result = harness.run(mesh_kind, MESH, LAYOUT, step(GRADIENTS[what], cross_shard()), [FEED])
     said = [r.getMessage() for r in caplog.records if "nobody sums" in r.getMessage()]

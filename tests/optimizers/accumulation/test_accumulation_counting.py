@@ -70,7 +70,7 @@ def with_bad_steps(feeds, value):
 
 
 @pytest.mark.parametrize("place", [LOCAL, SYNCED])
-def test_a_micro_step_that_is_not_finite_is_left_out(mesh_kind, place):
+def test_a_microbatch_step_that_is_not_finite_is_skipped(mesh_kind, place):
     program = built(
         mesh_kind,
         "2x2",
@@ -102,7 +102,7 @@ def test_without_a_skip_function_a_nan_stays_until_the_update():
     np.testing.assert_array_equal(half.variables["w1"], models.mlp_values()["w1"])
 
 
-def test_large_updates_are_left_out(mesh_kind):
+def test_large_updates_are_skipped(mesh_kind):
     feeds = models.mlp_batches(STEPS)
     feeds[1] = {k: 100 * v for k, v in feeds[1].items()}
     result = run(
@@ -123,7 +123,7 @@ def test_large_updates_are_left_out(mesh_kind):
 
 
 @pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
-def test_global_step_advances_on_every_micro_step(mesh_kind, kind_of_step):
+def test_global_step_advances_on_every_microbatch_step(mesh_kind, kind_of_step):
     def build(mesh, inputs):
         if kind_of_step == "tf":
             step = tf.train.get_or_create_global_step()
@@ -173,7 +173,7 @@ def test_bad_norm_to_skip(norm):
         gs.skip_large_updates(norm)
 
 
-def test_a_hint_when_the_inner_optimizer_counts_micro_steps(caplog):
+def test_a_hint_when_the_inner_optimizer_counts_microbatch_steps(caplog):
     tf.train.get_or_create_global_step()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):
         accumulate(mtf.optimize.AdafactorOptimizer(learning_rate=0.1), "2x2")

@@ -92,7 +92,7 @@ def test_gradients_are_applied_once_in_a_graph():
     grads = mtf.gradients([loss], [v.value for v in variables])
     assert opt.apply_grads([None] * len(grads), variables) == []
     opt.apply_grads(grads, variables)
-    with pytest.raises(ValueError, match="values of their own of 'w1' already"):
+    with pytest.raises(ValueError, match="has applied a gradient of 'w1' in this graph"):
         opt.apply_grads(grads, variables)
 
 
