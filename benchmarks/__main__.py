@@ -22,6 +22,7 @@ from benchmarks import (
     sharded_updates,
     simd_collectives,
     sync_replicas,
+    timeline,
     training_step,
     two_processes,
 )
@@ -45,6 +46,7 @@ TABLES = (
     scale,
     two_processes,
     less_communication,
+    timeline,
 )
 
 if __name__ == "__main__":

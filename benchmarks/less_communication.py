@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import re
 import sys
+import tempfile
 import time
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -167,6 +169,47 @@ def train(
     model: models.Model, method: Method, steps: int, seed: int
 ) -> tuple[list[tuple[int, float]], float]:
     """Held-out losses by step, and bytes that a core gives to collectives in a step."""
+    program, built = _program(_wrapped(model, method), models.BARE, seed)
+    rng = np.random.RandomState(seed)
+    # An outer step's values are those that count: asked for where a round ends.
+    each = max(method.period, steps // 10 // method.period * method.period)
+    curve = []
+    with _session(program, built) as session, _held_out_loss(model) as held_out_loss:
+        for step in range(steps):
+            x = batch_of("train", model.batch.shape, rng)
+            with built.graph.as_default():
+                session.run(
+                    [built.loss, built.update], {built.x: x, "rate:0": schedule(step, steps)}
+                )
+            if (step + 1) % each == 0 or step + 1 == steps:
+                curve.append((step + 1, held_out_loss(session)))
+    sent = 0.0
+    for row in simd.list_collectives(program, lowering=built.lowering).rows:
+        times = 2 if row.operation == "CrossReplicaSum" else 1
+        sent += times * (row.bytes_per_step or 0) / (method.period if row.is_conditional else 1)
+    return curve, sent
+
+
+@contextlib.contextmanager
+def _held_out_loss(model: models.Model) -> Iterator[Callable[[Any], float]]:
+    """A function of a training session: the loss of its variables on held-out text.
+
+    It is computed by a program without an optimizer, since running any of a training program's
+    tensors makes a step.
+    """
+    program, built = _program(model, models.FLOOR, 0)
+    rng = np.random.RandomState(5)
+    asked = [batch_of("validation", model.batch.shape, rng) for _ in range(HELD_OUT)]
+    with tempfile.TemporaryDirectory() as directory, _session(program, built) as session:
+
+        def loss(trained: Any) -> float:
+            session.restore(trained.save(os.path.join(directory, "variables")))
+            return float(np.mean([session.run(built.loss, {built.x: x}) for x in asked]))
+
+        yield loss
+
+
+def _program(model: models.Model, variant: str, seed: int) -> tuple[simd.Program, models.Program]:
     made: list[simd.Program] = []
 
     @contextlib.contextmanager
@@ -177,31 +220,20 @@ def train(
             made.append(program)
             yield program.mesh_impl
 
-    built = models.build(_wrapped(model, method), models.BARE, block)
-    (program,) = made
+    built = models.build(model, variant, block)
+    return made[0], built
+
+
+@contextlib.contextmanager
+def _session(program: simd.Program, built: models.Program) -> Iterator[Any]:
+    """A session on XLA devices, or on CPU replicas where there is no jax."""
     with built.graph.as_default():
         if xla.why_no_xla():
             opened = program.session(built.lowering)
         else:
             opened = xla.session(program, built.lowering, cache_dir=None)
-    rng, held_out = np.random.RandomState(seed), np.random.RandomState(5)
-    shape = model.batch.shape
-    asked = [batch_of("validation", shape, held_out) for _ in range(HELD_OUT)]
-    # An outer step's values are those that count: asked for where a round ends.
-    each = max(method.period, steps // 10 // method.period * method.period)
-    curve = []
-    with built.graph.as_default(), opened as session:
-        for step in range(steps):
-            feed = {built.x: batch_of("train", shape, rng), "rate:0": schedule(step, steps)}
-            session.run([built.loss, built.update], feed)
-            if (step + 1) % each == 0 or step + 1 == steps:
-                losses = [session.run(built.loss, {built.x: x, "rate:0": 0.0}) for x in asked]
-                curve.append((step + 1, float(np.mean(losses))))
-    sent = 0.0
-    for row in simd.list_collectives(program, lowering=built.lowering).rows:
-        times = 2 if row.operation == "CrossReplicaSum" else 1
-        sent += times * (row.bytes_per_step or 0) / (method.period if row.is_conditional else 1)
-    return curve, sent
+    with opened as session:
+        yield session
 
 
 def measure_link(options: report.Options) -> report.Table:

@@ -50,6 +50,7 @@ from mtf_gradsync.reduce import (
 )
 from mtf_gradsync.session import session_config
 from mtf_gradsync.step import StandIn, build_later
+from mtf_gradsync.timelines import Timeline, TimelineError, timeline
 
 note_meshes()
 note_gradients()
@@ -77,6 +78,8 @@ __all__ = [
     "ReshardingSaver",
     "ShardedUpdateOptimizer",
     "SyncReplicasOptimizer",
+    "Timeline",
+    "TimelineError",
     "adafactor_decay_rate_per_update",
     "adapt_checkpoint",
     "clip_by_global_norm",
@@ -95,4 +98,5 @@ __all__ = [
     "skip_large_updates",
     "skip_not_finite",
     "sum_shards",
+    "timeline",
 ]

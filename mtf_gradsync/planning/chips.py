@@ -84,4 +84,6 @@ def chip_of(topology: str) -> Chip:
     for chip in CHIPS:
         if chip.name == name:
             return chip
-    raise ValueError(f"no figures of {name!r}; known are {', '.join(c.name for c in CHIPS)}")
+    raise ValueError(
+        f"There are no figures of {name!r}; known are {', '.join(c.name for c in CHIPS)}"
+    )

@@ -60,7 +60,9 @@ def plan(
     layouts = [layouts] if isinstance(layouts, str) else list(layouts)
     names = _split(topologies)
     if not layouts or not names:
-        raise ValueError("give at least one layout and one topology")
+        raise ValueError(
+            f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
+        )
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
     for shape in mesh_shapes or ():
         mtf.convert_to_shape(shape)

@@ -35,7 +35,7 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
         "collective-broadcast": 1.0,
     }
     if operation not in factors:
-        raise ValueError(f"no formula for {operation!r}; known are {', '.join(factors)}")
+        raise ValueError(f"There is no formula for {operation!r}; known are {', '.join(factors)}")
     return factors[operation] * size
 
 

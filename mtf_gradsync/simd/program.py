@@ -1,4 +1,4 @@
-"""Opens a TPU program around a Mesh-TensorFlow model, so that it can run on CPU replicas."""
+"""Opens a TPU program around a Mesh-TensorFlow model, to run it on CPU replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Prepared = TypeVar("_Prepared")
 
 
 class Program:
-    """A TPU program under construction, and afterwards the way to run it.
+    """A TPU program: while it is being built, and then to make sessions of it.
 
     Attributes:
       graph: the ``tf.Graph`` that holds it.
@@ -37,7 +37,7 @@ class Program:
 
     @property
     def tpu_context(self) -> TPUContext:
-        """What to put into ``params["context"]`` of a model_fn that was written for TPUEstimator.
+        """The value for ``params["context"]`` of a model_fn that was written for TPUEstimator.
 
         Such a model_fn makes its own ``SimdMeshImpl``, in place of `mesh_impl`, which is then none
         of the meshes that wrappers find by themselves.
@@ -46,7 +46,7 @@ class Program:
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
-        """One tensor of the program that has another value on every core, as an infeed gives it.
+        """Returns a tensor of the program with another value on every core, as from an infeed.
 
         Args:
           tensors: one tensor per core in physical order, all of one dtype and shape, from outside
@@ -94,17 +94,12 @@ class Program:
         return CpuReplicaSession(self.emulated(lowering), config)
 
     def emulated(self, lowering: Any = None) -> PreparedGraph:
-        """Makes the graph that sessions on CPU replicas run, unless it is made.
+        """Returns the graph that sessions on CPU replicas run; see `session` for the argument.
 
-        Args:
-          lowering: as for `session`.
-
-        Returns:
-          The emulated graph; a new one where this program's graph has changed since.
+        The graph is made at the first call, and again if this program's graph has changed since.
 
         Raises:
-          UnsupportedProgramError: as for `session`.
-          TypeError: as for `session`.
+          UnsupportedProgramError: when the graph holds what cannot be emulated.
         """
         lowerings = lowerings_in(lowering)
         return self.prepared(
@@ -112,14 +107,11 @@ class Program:
         )
 
     def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
-        """What sessions of a runtime have in common.
+        """Returns what all sessions of a runtime share; makes it again if the graph has changed.
 
         Args:
-          key: says for whom it was made.
+          key: identifies the runtime and its arguments.
           make: makes it; the result's ``version`` is that of the graph it was made from.
-
-        Returns:
-          What was made for the key before, or anew where the graph has changed since.
 
         Raises:
           UnsupportedProgramError: when the program was built to be compiled only.
@@ -136,7 +128,7 @@ class Program:
 
 
 class TPUContext:
-    """What a ``TPUEstimator`` puts into ``params["context"]``, for a model_fn that asks for it.
+    """Replaces the object that ``TPUEstimator`` puts into ``params["context"]``.
 
     Attributes:
       device_assignment: a made-up ``DeviceAssignment``.
@@ -151,7 +143,7 @@ class TPUContext:
         self.num_replicas: int = device_assignment.num_replicas
 
     def tpu_host_placement_function(self, **kwargs: Any) -> str:
-        """The device of a host: this machine's CPU, whatever is asked."""
+        """Returns the device of a host: this machine's CPU, whatever is asked."""
         del kwargs
         return "/device:CPU:0"
 

@@ -104,7 +104,7 @@ def test_sums_equal_float64(values, strategy):
 
 
 @pytest.mark.parametrize("strategy", program.STRATEGIES)
-def test_what_crosses_is_counted_as_tensorflow_sends_it(values, strategy):
+def test_messages_between_processes_are_counted_as_tensorflow_sends_them(values, strategy):
     sent = values[f"sent {strategy}"]
     np.testing.assert_array_equal(sent["counted"], sent["real"])
 

@@ -165,7 +165,7 @@ def test_operations_that_are_taken_out_of_a_body_do_not_run(mesh, x):
 
     def body(n, y):
         doubled = y * 2.0
-        mtf.scalar_summary("left_out", mtf.reduce_sum(doubled))
+        mtf.scalar_summary("unused", mtf.reduce_sum(doubled))
         return [n + 1, doubled]
 
     (_, last) = mtf.while_loop(lambda n, y: mtf.less(n, 3), body, [number, x])

@@ -73,9 +73,8 @@ def hold_slots_by_islands(
         holders.append(_hold(slot, island_dims, start=start, counter=note.counter))
         if isinstance(slot, UncheckpointedVariable):
             continue
-        for key in (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.VARIABLES):
-            collection = graph.get_collection_ref(key)
-            collection[:] = [x for x in collection if x is not master_of(slot)]
+        collection = graph.get_collection_ref(tf.GraphKeys.GLOBAL_VARIABLES)
+        collection[:] = [x for x in collection if x is not master_of(slot)]
     return holders
 
 

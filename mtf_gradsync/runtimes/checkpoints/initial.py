@@ -1,4 +1,4 @@
-"""Initial values from checkpoints: another run's, and what a run's own does not have."""
+"""Initial values from checkpoints: another run's, and values that a run's own checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPLETED_PREFIX = ".completed-"
 
 
 def initialize_from(init_checkpoint: str) -> int:
-    """Makes the initial values of the default graph those of another run's checkpoint.
+    """Replaces the initial values of the default graph by those of another run's checkpoint.
 
     The step starts at 0. Variables that the other model did not have keep their own
     initial values.
@@ -60,15 +60,14 @@ def initialize_from(init_checkpoint: str) -> int:
 
 
 def completed(path: str, new: Mapping[str, np.ndarray]) -> str:
-    """Writes a checkpoint with more variables beside a run's own.
+    """Writes a copy of a checkpoint with more variables, and returns its path.
+
+    It is in a new directory beside the other, so that every machine that sees one sees both. The
+    caller removes the directory.
 
     Args:
       path: a checkpoint; it is only read.
-      new: more variables, by name.
-
-    Returns:
-      The new checkpoint, in a directory of its own beside the other, where every machine sees it
-      that sees the other; whoever called removes it.
+      new: the variables to add, by name.
     """
     directory = tempfile.mkdtemp(prefix=COMPLETED_PREFIX, dir=os.path.dirname(path))
     target = os.path.join(directory, os.path.basename(path))

@@ -1,4 +1,4 @@
-"""Lists the collectives of SIMD programs: what, how much, between whom, where, and for what."""
+"""Lists the collectives of SIMD programs: sizes, groups, loops and branches, and variables."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _row(
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
-    """Names every way to group a mesh's cores by axes.
+    """Returns every way to group a mesh's cores by axes.
 
     Args:
       mesh_impl: the ``SimdMeshImpl``.
@@ -122,7 +122,7 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Name of each variable that Mesh-TF stacked -> the names of what is in it."""
+    """Returns name of each variable that Mesh-TF stacked -> the names of the variables in it."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings
@@ -134,7 +134,7 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """The names a reader knows: unstacked, and without the slots of trainable variables."""
+    """Returns the names that a reader knows: unstacked, without slots of trainable variables."""
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.
     known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]
@@ -144,19 +144,19 @@ def _spell(
 def _variables_reached(
     facts: GraphFacts, collectives: dict[str, Collective]
 ) -> dict[str, list[str]]:
-    """Collective -> the variables written with its result, no other collective in between."""
+    """Returns collective -> variables written with its result, with no other collective between."""
     written = variables_written(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}
     reach = {name: sum(bit[v] for v in set(vs)) for name, vs in written.items()}
     changed = True
-    while changed:  # a second pass carries what goes round a loop, further ones loops in loops
+    while changed:  # a second pass follows values around a loop, further ones around nested loops
         changed = False
         for name in reversed(facts.order):
             found = reach.get(name, 0)
             if not found or name in collectives:
                 continue
-            # A predicate steers what happens; it is no part of the value.
+            # A predicate chooses a value; it is no part of it.
             count = 1 if facts.node[name].op == "Switch" else None
             for source, number in facts.inputs(name)[:count]:
                 if number >= 0 and found & ~reach.get(source, 0):

@@ -13,6 +13,7 @@ from mtf_gradsync.train.cli import (
     plan_command,
     report_command,
     sample_command,
+    timeline_command,
     train_command,
 )
 from mtf_gradsync.train.errors import ConfigError, TrainingError
@@ -25,6 +26,7 @@ _COMMANDS = (
     report_command,
     compile_command,
     plan_command,
+    timeline_command,
     env_command,
 )
 

@@ -1,4 +1,4 @@
-"""Batches, lengths and learning rates, as a run may give them and as the model takes them."""
+"""Resolves the batch size, lengths and learning rate of a run for its model."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def resolve_learning_rate(
     """Returns None, a number, or a function of the keyword argument ``step``.
 
     Args:
-      learning_rate_schedule: None (the optimizer knows better), a number, a function of ``step``
+      learning_rate_schedule: None (the optimizer has its own), a number, a function of ``step``
         and ``total_train_steps``, or a list of numbers and functions to multiply.
-      total_steps: what the schedule sees as the length of the run.
+      total_steps: the length of the run for the schedule.
 
     Raises:
       ConfigError: if it is something else, or a number that is negative or not finite.
@@ -97,7 +97,7 @@ def resolve_learning_rate(
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:
         if is_number(one) and not 0 <= one < math.inf:
             raise ConfigError(
-                "numbers in train.run.learning_rate_schedule must be finite and not negative; got "
+                "Numbers in train.run.learning_rate_schedule must be finite and not negative; got "
                 f"{learning_rate_schedule!r}"
             )
     if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):

@@ -1,7 +1,7 @@
 """Packs the sums of a group into few collectives, where a compiler does not combine them itself.
 
-The compilers of TPUs and GPUs make one collective of many sums that stand beside each other. XLA on
-CPUs does not, and each of its collectives is a meeting of all cores.
+The compilers of TPUs and GPUs make one collective of many sums. XLA on CPUs does not, and each of
+its collectives makes all cores wait for each other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 
 
 def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
-    """A core's program in which each group of sums is one sum of a packed tensor.
+    """Returns a core's program in which each group of sums is one sum of a packed tensor.
 
     Args:
       replica: the program.
 
     Returns:
-      A program with the same results; packs are as large as those of `FusedAllReduce` at most.
+      A program with the same results. Packs are no larger than those of `FusedAllReduce`.
     """
     nodes = {node.name: node for node in replica.graph_def.node}
     groups: dict[tuple[bytes, int, str], list[tf.NodeDef]] = collections.defaultdict(list)
@@ -54,7 +54,7 @@ def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
         copy = graph_def.node.add()
         copy.CopyFrom(node)
         if node.name in sum_of:
-            # Under the old name, which others know.
+            # Under the old name, which other nodes use.
             copy.op = "Identity"
             del copy.input[:]
             copy.input.append(sum_of[node.name])
@@ -65,7 +65,7 @@ def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
 
 
 def _packs(members: Sequence[tf.NodeDef]) -> list[list[tf.NodeDef]]:
-    # Neighbours of one shape are packed without being made flat.
+    # Neighbours of one shape are packed without being flattened.
     members = sorted(members, key=_shape)
     itemsize = tf.as_dtype(members[0].attr["T"].type).size
     sizes = [tf.TensorShape(_shape(node)).num_elements() * itemsize for node in members]
@@ -73,7 +73,7 @@ def _packs(members: Sequence[tf.NodeDef]) -> list[list[tf.NodeDef]]:
 
 
 def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], list[str]]:
-    """The nodes that make the sums of a pack, and the names of the sums."""
+    """Returns the nodes that compute the sums of a pack, and the names of the sums."""
     shapes = [list(_shape(node)) for node in pack]
     dtype = tf.as_dtype(pack[0].attr["T"].type)
     with tf.Graph().as_default() as graph:
@@ -83,8 +83,8 @@ def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], 
         sums = packing.unpack(total, shapes)
     source = {t.op.name: split_input(_data_inputs(n)[0]) for t, n in zip(given, pack)}
     waits = {text for node in pack for text in node.input if text.startswith("^")}
-    # What has no inputs stands in the loop or branch of what it waits for; a Switch, which hands
-    # values into a branch, stands outside of it.
+    # A node without inputs belongs to the loop or branch of what it waits for; a Switch, which
+    # passes values into a branch, is outside of it.
     here = tf.NodeDef(name=f"{prefix}/here", op="Identity")
     here.attr["T"].type = dtype.as_datatype_enum
     here.input.append(join_input(*source[given[0].op.name]))
@@ -113,7 +113,7 @@ def _packed(pack: Sequence[tf.NodeDef], prefix: str) -> tuple[list[tf.NodeDef], 
 
 
 def _shape(node: tf.NodeDef) -> tuple[int, ...]:
-    """The shape of a sum, which `replica_program` writes down."""
+    """Returns the shape of a sum, which `replica_program` has added as an attribute."""
     (shape,) = node.attr["_output_shapes"].list.shape
     return tuple(dim.size for dim in shape.dim)
 

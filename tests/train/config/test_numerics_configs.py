@@ -63,7 +63,7 @@ def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
-def test_what_was_left_out_is_told(runtime, tmp_path, capfd):
+def test_skipped_steps_are_logged(runtime, tmp_path, capfd):
     bindings = [
         f"train.run.runtime = {runtime!r}",
         # A sum over all tokens: times 2^15 it is more than float16 holds.
