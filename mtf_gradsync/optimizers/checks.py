@@ -52,7 +52,8 @@ def check_grads_and_variables(
     meshes = {v.mesh for g, v in zip(grads, variables) if g is not None}
     if len(meshes) > 1:
         raise ValueError(
-            "The variables are on different meshes; apply one wrapper to the variables of each."
+            f"The variables are on {len(meshes)} different meshes; apply one wrapper to the "
+            "variables of each mesh."
         )
     for grad, variable in zip(grads, variables):
         if grad is not None and not grad.dtype.is_floating:

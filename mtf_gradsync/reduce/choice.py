@@ -230,5 +230,5 @@ def _size(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
         return mtf.list_product(x.slice_shape), x.tensor_list[0].dtype.base_dtype
     size = x.shape.num_elements()
     if size is None:
-        raise ValueError(f"unknown size: {x!r}")
+        raise ValueError(f"The size of {x!r} is unknown.")
     return size, x.dtype.base_dtype

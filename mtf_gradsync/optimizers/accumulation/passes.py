@@ -44,7 +44,7 @@ class _Probe:
     """An update step that raises an error if Python code branches on it."""
 
     def _refuse(self, *_: Any) -> Any:
-        raise TypeError("decided in Python")
+        raise TypeError
 
     __eq__ = __ne__ = __bool__ = __hash__ = __index__ = __int__ = _refuse
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtf_gradsync._names import counted
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
@@ -130,7 +130,7 @@ class SessionInterface:
         """
         self._check_applied("get_init_tokens_op")
         needed = self._to_aggregate - self.axes.num_shards
-        if not is_whole(num_tokens, -1):
+        if not is_whole_number(num_tokens, -1):
             raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
         if num_tokens != -1 and num_tokens < needed:
             raise ValueError(

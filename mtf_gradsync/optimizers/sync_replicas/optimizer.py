@@ -217,7 +217,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           ValueError: there is no variable or no global step, or a gradient does not fit.
         """
         if hasattr(grads_and_vars, "__len__") and not len(grads_and_vars):
-            raise ValueError("Must supply at least one variable: grads_and_vars is empty.")
+            raise ValueError(
+                f"Must supply at least one variable, got grads_and_vars={grads_and_vars!r}."
+            )
         if global_step is None:
             raise ValueError(
                 "A global step is required to recognise stale gradients, got None: give "

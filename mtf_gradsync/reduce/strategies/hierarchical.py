@@ -188,7 +188,7 @@ def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
     """
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:
-        raise ValueError("spec must have an entry, such as ('add_n/add_n', 1, -1), got [].")
+        raise ValueError(f"spec must have an entry, such as ('add_n/add_n', 1, -1), got {spec!r}.")
     checked = tuple(_check_entry(entry) for entry in entries)
     limits = [-1 if entry.limit is None else entry.limit for entry in checked]
     rising = all(low < high for low, high in zip(limits[:-1], limits[1:-1]))
