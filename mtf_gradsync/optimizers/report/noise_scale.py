@@ -90,8 +90,8 @@ def gradient_noise_scale(
             parts = own if clipped is None else clipped
             if parts is None:
                 raise ValueError(
-                    f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which are "
-                    "not recoverable without sums of the size of gradients."
+                    f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which "
+                    "are not recoverable without sums of the size of gradients."
                 )
             whole = norm_of_reduced(reduced.sums, None, reduced.strategy)
             estimates = _estimates(parts, whole, axes.num_shards, batch_size)

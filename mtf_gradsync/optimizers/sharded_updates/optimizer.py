@@ -184,10 +184,8 @@ class ShardedUpdateOptimizer(Wrapper):
         slots = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # A slot of its variable's shape lies in parts already, if the variable is cut.
         names = [v.name for v in parts]
-        is_whole_number = {
-            s for s in slots if self.axes.free_shard_dims(s.shape) == self.axes.shard_dims
-        }
-        factored = [s for s in slots if owner_of(s.name, names) and s in is_whole_number]
+        is_whole = {s for s in slots if self.axes.free_shard_dims(s.shape) == self.axes.shard_dims}
+        factored = [s for s in slots if owner_of(s.name, names) and s in is_whole]
         first = keep_in_parts(
             factored, updates, lambda shape: split_twice(shape, self.axes, self._min_size)
         )
