@@ -179,7 +179,7 @@ class AverageOptimizer(KeepsAverages, Wrapper):
       `tf.compat.v1.train.ExponentialMovingAverage`
     """
 
-    traits = Traits(reduces=False, accepts_parts=True, averages=True)
+    traits = Traits(reduces=False, takes_parts=True, averages=True)
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class ClipByGlobalNormOptimizer(Wrapper):
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
 
-    traits = Traits(accepts_parts=True, squares=True)
+    traits = Traits(takes_parts=True, squares=True)
 
     def __init__(
         self,

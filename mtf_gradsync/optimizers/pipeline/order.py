@@ -16,7 +16,7 @@ class Traits(NamedTuple):
       skips_not_finite: it skips gradients that are not finite; wrappers inside do not get them.
       watches_not_finite: it needs gradients that are not finite, to change the loss scale.
       shards_updates: the optimizer inside it gets parts of variables.
-      accepts_parts: it works on parts of gradients and variables, too.
+      takes_parts: it works on parts of gradients and variables, too.
       skips_shards: it applies the gradients of some shards without those of others.
       averages: it keeps moving averages of variables.
       squares: it squares reduced gradients, which overflow before they do.
@@ -31,7 +31,7 @@ class Traits(NamedTuple):
     skips_not_finite: bool = False
     watches_not_finite: bool = False
     shards_updates: bool = False
-    accepts_parts: bool = False
+    takes_parts: bool = False
     skips_shards: bool = False
     averages: bool = False
     squares: bool = False
@@ -111,7 +111,7 @@ RULES = (
         "should_skip_update_fn=skip_not_finite.",
     ),
     Rule(
-        lambda outer, inner: outer.shards_updates and not inner.accepts_parts,
+        lambda outer, inner: outer.shards_updates and not inner.takes_parts,
         "{inner} cannot be inside {outer}, whose inner optimizer gets parts of variables: turn "
         "them round, {inner}({outer}(opt), ...).",
     ),
@@ -130,7 +130,7 @@ def traits_of(opt: Any) -> Traits:
         return traits
     # Optimizers of users may have an attribute for one trait: docs/training.md.
     skips = bool(getattr(opt, "leaves_out_not_finite", False))
-    return Traits(reduces=False, accepts_parts=True, skips_not_finite=skips)
+    return Traits(reduces=False, takes_parts=True, skips_not_finite=skips)
 
 
 def why_not(outer: Traits, inner: Traits) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Literal, NamedTuple, Sequence
+import warnings
+from typing import TYPE_CHECKING, Any, Callable, Literal, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -36,6 +37,14 @@ class Stage:
     wants_reduced = False
     mixed: Literal["share", "reduce", "refuse"] = "share"
     mixed_warning = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Takes the deprecated name `wants_whole` for `wants_reduced`."""
+        super().__init_subclass__(**kwargs)
+        if "wants_whole" in vars(cls):
+            text = f"{cls.__name__}.wants_whole is deprecated: use wants_reduced."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            cls.wants_reduced = vars(cls)["wants_whole"]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Does the stage's work.

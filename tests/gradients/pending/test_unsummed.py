@@ -164,7 +164,7 @@ def test_the_error_of_a_reshape_speaks_of_gathering():
     loss = mtf.reduce_sum(mtf.square(mtf.einsum([unsplit, gate], unsplit.shape - D)))
     variables = mesh.graph.trainable_variables
     grads = mtf.gradients([loss], [v.value for v in variables])
-    with pytest.raises(ValueError, match="gathers what all shards hold") as error:
+    with pytest.raises(ValueError, match="gathers the values of all shards") as error:
         gs.per_shard(grads, AXES)
     text = str(error.value)
     assert "ReshapeOperation" in text

@@ -177,7 +177,7 @@ def test_a_hint_when_the_inner_optimizer_counts_microbatch_steps(caplog):
     tf.train.get_or_create_global_step()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):
         accumulate(mtf.optimize.AdafactorOptimizer(learning_rate=0.1), "2x2")
-    (message,) = [r.getMessage() for r in caplog.records if "micro steps" in r.getMessage()]
+    (message,) = [r.getMessage() for r in caplog.records if "microbatch steps" in r.getMessage()]
     assert "decay_rate" in message
     caplog.clear()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):

@@ -90,7 +90,9 @@ def test_the_hint_about_microbatch_steps_goes_away(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "mtf_gradsync"):
             gs.GradientAccumulationOptimizer(mtf.optimize.AdafactorOptimizer(**kwargs), K)
-        return [r.getMessage() for r in caplog.records if "counts micro steps" in r.getMessage()]
+        return [
+            r.getMessage() for r in caplog.records if "counts microbatch steps" in r.getMessage()
+        ]
 
     assert wrap()
     assert not wrap(learning_rate=rate(step, 100), decay_rate=adafactor_decay_rate_per_update(K))
