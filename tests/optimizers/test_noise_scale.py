@@ -208,7 +208,7 @@ def test_of_shards_that_were_clipped():
 def test_only_what_a_wrapper_has_applied():
     with pytest.raises(TypeError, match="wrap it"):
         gs.gradient_noise_scale(still(), 8)
-    with pytest.raises(ValueError, match="Apply gradients by .* before you call"):
+    with pytest.raises(ValueError, match=r"Apply gradients by .* before you call"):
         gs.gradient_noise_scale(gs.CrossShardOptimizer(still()), 8)
 
 

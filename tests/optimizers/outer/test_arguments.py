@@ -68,7 +68,7 @@ def model():
         (
             {"fragments": 8},
             lambda grads: grads,
-            "at least fragments=8 variables with gradients, but got 4",
+            "fragments=8 variables with gradients, but got 4",
         ),
         (
             {"fragments": 2},
