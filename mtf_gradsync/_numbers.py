@@ -14,7 +14,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:
+def is_whole_number(value: Any, least: int = 1) -> TypeGuard[int]:
     """Returns whether a value is a whole number, Python's or numpy's, of at least `least`."""
     return (
         isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
@@ -30,6 +30,6 @@ def check_whole(name: str, value: Any, least: int = 1, more: str = "") -> None:
       least: the smallest number that will do.
       more: a sentence for the end of the error.
     """
-    if not is_whole(value, least):
+    if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
         raise ValueError(f"{what} {more}".rstrip())

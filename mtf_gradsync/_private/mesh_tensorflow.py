@@ -16,7 +16,7 @@ from mtf_gradsync._private.reshaped import Reshaped
 SLICES_COLLECTION = "TPU_VAR"
 
 
-def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
+def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
     """Returns the `LaidOutTensor` of a pending sum that is reduced already, None if it is not."""
     return lazy._reduced
 

@@ -1,4 +1,4 @@
-"""The wrappers: Mesh-TF optimizers around other optimizers."""
+"""Optimizers that wrap Mesh-TF optimizers."""
 
 from mtf_gradsync.optimizers.accumulation.optimizer import (
     GradientAccumulationOptimizer,

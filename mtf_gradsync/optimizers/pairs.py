@@ -1,4 +1,4 @@
-"""Gradients that a program applies one variable at a time, gathered into one step."""
+"""`apply_grad`: gradients that a program applies one variable at a time, in one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class OfStep(Generic[_T]):
-    """An attribute that a step sets: asking for it builds the step of pairs gathered so far."""
+    """An attribute that a step sets; reading it builds the step of pairs gathered so far."""
 
     def __init__(self, before: _T):
         """Describes the attribute.
@@ -44,30 +44,29 @@ class OfStep(Generic[_T]):
 
 
 class AppliesPairs:
-    """Mixed into wrappers, whose `apply_grads` it calls."""
+    """A mixin for wrappers: `apply_grad`, which calls their `apply_grads`."""
 
-    # What was gathered for it, or for a wrapper around it, and is not built.
+    # Pairs gathered for it, or for a wrapper around it, whose step is not built yet.
     _to_build: tuple[_Pairs, ...] = ()
 
     def apply_grad(
         self, grad: mtf.Tensor | None, var: mtf.Variable, *args: Any, **kwargs: Any
     ) -> list[mtf.Operation]:
-        """`apply_grads` for one pair, together with all other pairs of the graph.
+        """Applies the gradient of one variable, in one step with all other pairs of the graph.
 
-        Pairs are gathered, and are one step: it is built when the graph is lowered, or before,
-        when something of the step is asked for. Pairs that are then still given are a step of
-        their own, as are those of a variable that has one already, in another variable scope or
-        with other arguments; a warning says so.
+        The step of all pairs is built when the graph is lowered, or when an attribute of the step
+        is read. Pairs given later make another step, with a warning, and so do pairs of a variable
+        that has one already, in another variable scope, or with other arguments.
 
         Args:
           grad: a gradient, or None.
           var: its mesh variable.
           *args: as for `apply_grads`, the same for all pairs.
-          **kwargs: likewise, by name.
+          **kwargs: as for `apply_grads`, the same for all pairs.
 
         Returns:
-          One mtf operation that stands for the whole step, to be looked up by
-          `lowering.lowered_operation`; none if the gradient is None.
+          A list of one mtf operation, which stands for the whole step in
+          `lowering.lowered_operation`; empty if the gradient is None.
 
         Raises:
           TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
@@ -85,7 +84,7 @@ class AppliesPairs:
         return (pairs or _Pairs(self, var.mesh, own)).add(grad, var)
 
     def _checked(self, grads: Any, variables: Any, own: OwnArguments) -> Any:
-        """Checks what can be checked before anything is built."""
+        """Checks arguments before anything is built."""
         raise NotImplementedError
 
     def _wrappers(self) -> list[Any]:
@@ -96,11 +95,11 @@ class AppliesPairs:
         raise NotImplementedError
 
     def _applied_before(self, variable: mtf.Variable) -> bool:
-        """Whether it has built a step for the mesh of a variable."""
+        """Whether this wrapper has built a step for the mesh of a variable."""
         raise NotImplementedError
 
     def _build_pairs(self, mesh: mtf.Mesh) -> None:
-        """Builds the step of the pairs that it was given for a mesh."""
+        """Builds the step of the pairs gathered for a mesh."""
         for pairs in self._to_build:
             if pairs.wrapper is self and pairs.mesh is mesh:
                 pairs.build_if_here()
@@ -109,17 +108,17 @@ class AppliesPairs:
         name = type(self).__name__
         warn_once(
             f"{name}.apply_grad",
-            "%s.apply_grad: the gradient of %s begins another step, with sums and counts of its "
-            "own, as the pairs before it cannot be gathered with it: their step is built, or has "
-            "the same variable, another variable scope or other arguments. Call "
-            "apply_grads(grads, variables) with all pairs in place of it.",
+            "%s.apply_grad: the gradient of %s begins another step, with its own sums and counts, "
+            "as the step of the pairs before it is built already, or has the same variable, "
+            "another variable scope or other arguments. Call apply_grads(grads, variables) with "
+            "all pairs instead.",
             name,
             variable.name,
         )
 
 
 class _Pairs(Later):
-    """The pairs of one wrapper and mesh, until their step is built."""
+    """The pairs of one wrapper and mesh, whose step is built later."""
 
     def __init__(self, wrapper: AppliesPairs, mesh: mtf.Mesh, own: OwnArguments):
         super().__init__(Plan.of(mesh.graph))
@@ -140,7 +139,7 @@ class _Pairs(Later):
         )
 
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
-        """Adds a pair; returns what stands for the step."""
+        """Adds a pair; returns the operation that stands for the step."""
         self._pairs[variable] = grad
         if grad is None:
             return []
@@ -148,7 +147,7 @@ class _Pairs(Later):
         return [self.stand_ins[-1]]
 
     def build_if_here(self) -> None:
-        """Builds the step, unless it belongs somewhere else than what is being built now."""
+        """Builds the step if it belongs to the scope and branch that are being built."""
         if self._where == self._here():
             self.build()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Callable, Sequence
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.planning.machines import Machine, TpuMachine
 from mtf_gradsync.planning.meshes import factorizations
@@ -55,7 +55,7 @@ def plan(
       XlaMissingError: when there is no TPU compiler.
       ValueError: when an argument cannot be, or there is no such topology.
     """
-    if not is_whole(jobs):
+    if not is_whole_number(jobs):
         raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
     layouts = [layouts] if isinstance(layouts, str) else list(layouts)
     names = _split(topologies)

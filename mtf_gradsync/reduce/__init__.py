@@ -1,4 +1,4 @@
-"""How gradients cross the mesh: strategies, packing and the sums behind them."""
+"""Strategies that reduce gradients over the mesh."""
 
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best

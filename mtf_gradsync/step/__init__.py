@@ -1,4 +1,4 @@
-"""One plan for a training step: what waits for what, what is read once, what runs only when due."""
+"""The plan of a training step: the order of reads and writes, and work that some steps skip."""
 
 from mtf_gradsync.step.after import values_after
 from mtf_gradsync.step.branch import Branch, Conditional

@@ -1,4 +1,4 @@
-"""Writes that Mesh-TensorFlow's own assignments cannot make: to the slices themselves."""
+"""Writes to the slices of variables, which Mesh-TensorFlow's own assignments cannot make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WriteInPlace(mtf.Operation):
     """Writes variables slice by slice, each from the same processor's slice of a value.
 
     Attributes:
-      variables: what it writes, in the order of its inputs.
+      variables: the variables that it writes, in the order of its inputs.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class WriteInPlace(mtf.Operation):
 
         Args:
           variables: mesh variables.
-          values: for each a tensor that is laid out like it.
-          write: from a variable of TensorFlow and a value to the assignment.
+          values: for each variable a tensor that is laid out like it.
+          write: makes the assignment of a value to a tf variable.
           name: name of the operation.
         """
         super().__init__(list(values), name=name)

@@ -1,11 +1,10 @@
-"""Variables of which each island of a mesh holds values of its own.
+"""Variables with a value of its own for each island of a mesh.
 
-Mesh-TF takes a variable that the layout does not split over a mesh axis for one that all processors
-along the axis hold alike. Each has slices of its own all the same, so that they can differ; but a
-master, and so a checkpoint, has room for one value. Here such a variable's slices are those of
-another one, which has a dimension for the islands and with it a master of all values. The graph
-stays as it is: whatever reads or assigns the variable, the model and any optimizer, reads and
-assigns what its processor's island holds.
+If the layout does not split a variable over a mesh axis, Mesh-TF takes its slices along the axis to
+be equal: its master, and so a checkpoint, has room for one value only. Here the slices of such a
+variable are those of another one, its holder, which has a dimension for the islands, and so a
+master of all values. The rest of the graph stays as it is: the model and any optimizer read and
+assign the value of their processor's island.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from mtf_gradsync.step.plan import Plan
 
 
 class Islands(Part):
-    """Which variables of a graph are held by another one, island by island."""
+    """A graph's record of variables and their holders."""
 
     def __init__(self) -> None:
         self._held_by: dict[mtf.Variable, mtf.Variable] = {}
 
     def hold(self, variable: mtf.Variable, by: mtf.Variable) -> None:
-        """Makes a variable's slices those of another one.
+        """Makes a variable's slices those of a holder.
 
         Args:
-          variable: neither it nor the other one may be stacked with others.
-          by: has the variable's shape, and before it dimensions that number the islands.
+          variable: the variable; neither it nor the holder may be stacked with others.
+          by: the holder, with dimensions that number the islands before those of the variable.
         """
         self._held_by = {**self._held_by, variable: by}
-        # Lowered first: the variable is made of what it holds.
+        # Lowered first, as the variable is made of its slices.
         operations = variable.graph.operations
         operations.remove(by)
         operations.insert(0, by)
@@ -40,7 +39,7 @@ class Islands(Part):
             Plan.of(variable.graph).write_in_place(by)
 
     def holder(self, variable: mtf.Variable) -> mtf.Variable | None:
-        """What holds the islands' values of a variable; None for one that they share."""
+        """Returns the holder of a variable; None if the islands share its value."""
         return self._held_by.get(variable)
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
@@ -70,12 +69,12 @@ class _IslandsLowering(PartLowering):
 
 
 class HeldSlices:
-    """A laid-out variable whose slices are another one's, in the shape of its own.
+    """A laid-out variable whose slices are its holder's, reshaped.
 
     Attributes:
       laid_out_tensor: its slices, a `LaidOutTensor`.
-      copy_master_to_slices: does nothing, the other one has the master.
-      copy_slices_to_master: likewise.
+      copy_master_to_slices: does nothing, as the holder has the master.
+      copy_slices_to_master: does nothing, as the holder has the master.
     """
 
     def __init__(self, variable: mtf.Variable, held: Any, mesh_impl: Any, shape: list[int]):
@@ -88,7 +87,7 @@ class HeldSlices:
             self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """As Mesh-TF's laid-out variables have it."""
+        """See Mesh-TF's laid-out variables."""
 
         def assign(_: Any, x: Any, value: Any) -> Any:
             return assign_fn(self._variable, self._seen[id(x)], value)

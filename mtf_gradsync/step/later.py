@@ -1,4 +1,4 @@
-"""Steps that are built later: at the latest when their graph is lowered."""
+"""Steps that are built when they are needed, at the latest when their graph is lowered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtf_gradsync.step.plan import Plan
 
 
 class StandIn(mtf.Operation):
-    """Stands for all operations of a step that is built later, which it is lowered to.
+    """Stands for the operations of a step that is built later.
 
     Attributes:
       later: the step.
@@ -29,13 +29,13 @@ class StandIn(mtf.Operation):
 
 
 class Later:
-    """Operations that are built when someone asks for them, or when the graph is lowered.
+    """Operations that are built on demand, or when the graph is lowered.
 
-    A subclass says by `make` what they are.
+    A subclass defines `make`.
 
     Attributes:
-      plan: of the graph.
-      stand_ins: what was given out in their place.
+      plan: the plan of the graph.
+      stand_ins: the operations that callers got in their place.
     """
 
     def __init__(self, plan: Plan):
@@ -49,10 +49,10 @@ class Later:
         raise NotImplementedError
 
     def build(self) -> list[mtf.Operation]:
-        """The operations, built now unless they are there already.
+        """Returns the operations, which the first call builds.
 
-        They stand in the graph where the last of their stand-ins was, or where all that they
-        are computed from is there.
+        Their place in the graph is that of the last stand-in, or behind everything that they are
+        computed from.
         """
         if self._operations is None:
             graph, waiting = self.plan.graph, self.plan.later
@@ -77,14 +77,14 @@ class Later:
 
 
 def build_later(graph: mtf.Graph) -> None:
-    """Builds all that was to be built later in a graph."""
+    """Builds all steps of a graph that are still to be built."""
     plan = Plan.of_graph(graph)
     while plan is not None and plan.later:
         plan.later[0].build()
 
 
 def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Operations, with those of steps that are built now in place of their stand-ins."""
+    """Returns operations with stand-ins replaced by the steps' operations, built if needed."""
     result: dict[mtf.Operation, None] = {}
     for operation in operations:
         is_stand_in = isinstance(operation, StandIn)

@@ -316,7 +316,7 @@ def test_a_schedule_of_the_global_step_gets_a_hint(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="mtf_gradsync"):
             gs.GradientAccumulationOptimizer(opt, 2)
-        assert "counts micro steps" in caplog.text
+        assert "counts microbatch steps" in caplog.text
 
 
 def test_a_mesh_optimizer_takes_no_allreduce_function():

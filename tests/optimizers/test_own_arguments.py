@@ -195,7 +195,7 @@ def test_the_wrapper_s_own_loss_scale_is_refused_as_an_argument():
     opt = gs.LossScaleOptimizer(Keeps())
     pairs = opt.compute_gradients(mtf.reduce_sum(mtf.square(variables[0].value)))
     with pytest.raises(
-        ValueError, match=r"grad_scale .* is made of the scale of LossScaleOptimizer"
+        ValueError, match=r"grad_scale .* is computed from the scale of LossScaleOptimizer"
     ):
         opt.apply_gradients(pairs, grad_scale=1.0 / opt.scale.value)
     # A norm of gradients is theirs, though the scale was in them.

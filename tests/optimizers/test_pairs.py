@@ -160,7 +160,7 @@ def test_what_is_asked_for_builds_the_step(caplog):
 
 
 @pytest.mark.parametrize("why", ["built", "twice", "scope", "arguments", "apply_grads"])
-def test_what_cannot_be_gathered_is_told_once(caplog, why):
+def test_what_cannot_be_gathered_is_warned_of_once(caplog, why):
     class Rated:
         def apply_grads(self, grads, variables, rate=1.0):
             return [mtf.assign(v, v.value - g * rate) for g, v in zip(grads, variables)]

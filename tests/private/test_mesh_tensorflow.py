@@ -38,9 +38,9 @@ def test_a_pending_sum_keeps_what_it_has_become(mesh, x):
     total = mtf.reduce_sum(x, reduced_dim=ROWS)
     lazy = lower(mesh).tensors[total]
     assert isinstance(lazy, mtf.LazyAllreduceSum)
-    assert private.kept_sum(lazy) is None
+    assert private.sum_made_by(lazy) is None
     reduced = lazy.to_laid_out_tensor()
-    assert private.kept_sum(lazy) is reduced
+    assert private.sum_made_by(lazy) is reduced
     np.testing.assert_array_equal(run(reduced.tensor_list), [[12, 16]] * 2)
 
 

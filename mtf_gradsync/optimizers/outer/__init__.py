@@ -1,4 +1,4 @@
-"""Outer steps: islands of a mesh that train apart and meet after some updates (DiLoCo)."""
+"""Outer steps (DiLoCo): islands of a mesh train separately, synchronized after some updates."""
 
 from mtf_gradsync.optimizers.outer.optimizer import OuterOptimizer
 

@@ -1,4 +1,4 @@
-"""Which variables take which turn, where outer steps take turns."""
+"""Fragments: sets of variables that are synchronized on different steps."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Sequence
 
 from mtf_gradsync._private.libraries import mtf
 
-# Of a part of a name that others follow: "decoder/layer_003/kernel", "h3/w".
+# The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
 _NUMBER = re.compile(r"\d+(?=/)")
 
 
 def fragments_of(variables: Sequence[mtf.Variable], count: int) -> list[list[mtf.Variable]]:
-    """Cuts variables into sets that are sent on different steps.
+    """Splits variables into sets that are sent on different steps.
 
-    The layers of a stack, known by the first number that ends a part of
-    their variables' names, are strided: layer l
-    belongs to set l modulo count, as streaming DiLoCo has it. What belongs to no layer, and layers
-    that would make a set larger than its share, go where there is room, the largest first.
+    Layer l belongs to set l modulo count, as in streaming DiLoCo; layers are numbered by the first
+    number that ends a part of their variables' names. Other variables, and layers that would make a
+    set larger than its share, go where there is room, the largest first.
 
     Args:
-      variables: at least `count`.
-      count: how many sets, 1 or more.
+      variables: at least `count` variables.
+      count: the number of sets, 1 or more.
 
     Returns:
       The sets, none of them empty, each in the order of variables.

@@ -1,12 +1,9 @@
-"""OuterOptimizer: islands that train apart, and an outer step on what they have learned.
+"""OuterOptimizer: islands of a mesh train separately, and outer steps synchronize them.
 
-Every island has values of its own of variables and of the inner optimizer's slots. Mesh-TF takes
-what the layout does not split for the same everywhere, but each processor has slices of its own: so
-the islands' values are the variables' slices, held by variables `<variable>/island` that have a
-dimension for the islands and masters for checkpoints (`mtf_gradsync.step.Islands`). Neither the
-model nor the optimizer inside is changed or knows; the variable's own master has the outer values,
-which evaluation and export read. (Slices that differ without such a holder would need no second
-variable, but a checkpoint would keep one island's values for all.)
+Every island has its own values of variables and of the inner optimizer's slots, in the variables'
+slices. Variables `<variable>/island`, with a dimension for the islands, hold these slices and have
+masters for checkpoints (`mtf_gradsync.step.Islands`). The model and the inner optimizer need no
+change. The variable's own master has the outer values, which evaluation and export read.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import gin
 from mtf_gradsync._numbers import check_whole, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.told_apart import check_told_apart
+from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
@@ -31,22 +28,21 @@ from mtf_gradsync.step import Islands, Plan
 
 @gin.configurable(module="mtf_gradsync")
 class OuterOptimizer(Wrapper):
-    """Lets islands of the mesh train apart, and moves them together every so many updates.
+    """Trains islands of the mesh separately, and synchronizes them every `inner_steps` updates.
 
-    Each island, a coordinate along the axes of `outer_dims`, updates values of its own, from the
-    gradients of its part of the batch. After `inner_steps` updates the mean over the islands of
-    what they are away from the outer values is the gradient of SGD with momentum on the outer
-    values, and all islands go on from there. In between nothing of the size of a gradient is sent
-    between them.
+    Each island, a coordinate along the axes of `outer_dims`, updates its own values with gradients
+    of its part of the batch. After `inner_steps` updates the mean over the islands of the
+    difference of their values from the outer values is the gradient for SGD with momentum on the
+    outer values, which all islands then continue from. On other steps islands send each other no
+    gradients.
 
-    An island's gradient is that of the whole batch's loss, estimated from its part of the batch:
-    num_islands times what it adds to the gradient, so that learning rates stay what they are.
-    What the program shows of a step (a loss, a norm) is of all islands where Mesh-TF sums over the
-    batch, and of the first one elsewhere.
+    An island's gradient is scaled by num_islands, to estimate that of the whole batch, so that
+    learning rates need no change. Values that a program fetches (a loss, a norm) are those of all
+    islands if Mesh-TF sums over the batch, otherwise of the first one.
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
-    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`. The variable itself has the
-    outer values.
+    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`. The variable itself holds
+    the outer values.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`.
@@ -88,25 +84,24 @@ class OuterOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer or a wrapper, or a class or factory of one.
           inner_steps: updates of each island between two outer steps of a variable, 1 or more.
-          outer_learning_rate: of the outer step, greater than 0.
-          outer_momentum: of the outer step, from 0 up to 1 (not included).
+          outer_learning_rate: learning rate of the outer step, greater than 0.
+          outer_momentum: momentum of the outer step, from 0 up to 1 (not included).
           nesterov: whether the momentum is Nesterov's. It has no effect with a momentum of 0.
-          fragments: how many sets the variables are cut into, which take turns every
-            inner_steps / fragments updates: less is sent at a time, and the same in all.
-          outer_dims: which of batch_dims are split over islands; None for all of them. The
-            others are split over the replicas inside of an island.
-          leave_out_not_finite: whether an island with values, or slots, that are not finite is
-            skipped in an outer step: it begins anew with the outer values and zeros in its slots.
+          fragments: the number of sets of variables that are synchronized in turn, every
+            inner_steps / fragments updates: less is sent at a time, and the same in total.
+          outer_dims: the names in batch_dims that are split over islands; None for all of them.
+            The others are split over the replicas inside an island.
+          leave_out_not_finite: whether an outer step skips islands with values or slots that are
+            not finite: these restart with the outer values and zeros in their slots.
           name: name of the wrapper, prefix of its state.
-          learning_rate: only with a class or factory as opt: passed on untouched, to the inner
-            optimizer.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
             are those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how differences are reduced between islands; None for `FusedAllReduce()`. Sums
-            inside of an island go by the reducers of the wrappers inside.
+          reducer: the reduction strategy between islands; None takes `FusedAllReduce()`. Inside an
+            island, sums use the reducers of the wrappers inside.
 
         Raises:
           ValueError: an argument is out of range, arguments contradict each other, there is no mesh
@@ -117,8 +112,8 @@ class OuterOptimizer(Wrapper):
         check_whole("fragments", fragments)
         if inner_steps % fragments:
             raise ValueError(
-                "fragments take turns after equally many updates: inner_steps must be a multiple "
-                f"of fragments, got inner_steps={inner_steps!r} and fragments={fragments!r}."
+                "inner_steps must be a multiple of fragments, which are synchronized in turn, got "
+                f"inner_steps={inner_steps!r} and fragments={fragments!r}."
             )
         if not is_number(outer_learning_rate) or not outer_learning_rate > 0:
             raise ValueError(
@@ -142,12 +137,12 @@ class OuterOptimizer(Wrapper):
             inner._stand_inside(self.islands, self.inside)
 
     def _gradient_reduction(self) -> Reduction:
-        # Gradients are reduced inside of an island; the wrapper's reducer is for outer steps.
+        # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
         return Reduction(FusedAllReduce(), self._shard_names, self.axes, self.name)
 
     @property
     def plain_reducer(self) -> Strategy:
-        """How flags and counts are reduced: never in a way that is meant for gradients."""
+        """The strategy for flags and counts, without compression."""
         apart = getattr(self.reducer, "reduces_gradients_apart", False)
         return FusedAllReduce() if apart else self.reducer
 
@@ -166,28 +161,28 @@ class OuterOptimizer(Wrapper):
                 raise ValueError(
                     f"The layout splits variable {variable.name!r} of shape "
                     f"{variable.shape.to_string} over an axis of the islands, so that no island "
-                    "has all of it: lay it out over another mesh axis, or make islands along "
-                    "others by outer_dims."
+                    "has all of it: split it over another mesh axis, or choose other axes for "
+                    "islands by outer_dims."
                 )
             if held.holder(variable) is not None:
                 raise ValueError(
-                    f"{self.name}: islands have values of their own of {variable.name!r} already; "
-                    "apply gradients once in a graph, to all variables."
+                    f"{self.name} has applied a gradient of {variable.name!r} in this graph "
+                    "already; give apply_grads all variables at once."
                 )
         if len(given) < self.fragments:
             raise ValueError(
-                f"{self.name} cuts the variables into fragments={self.fragments} sets, but only "
-                f"{len(given)} of them have gradients: {[v.name for v in given]}."
+                f"{self.name} needs at least fragments={self.fragments} variables with gradients, "
+                f"but got {len(given)}: {[v.name for v in given]}. Give fewer fragments."
             )
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-        check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
+        check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
         return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
 
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
-        """What has the outer values of a variable; None before gradients were applied."""
+        """Returns the holder of a variable's outer values; None before gradients were applied."""
         return self._outer.get(var)
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -213,23 +208,26 @@ class OuterOptimizer(Wrapper):
 def _islands(
     axes: ReplicaAxes, outer_dims: str | Sequence[str] | None
 ) -> tuple[ReplicaAxes, ReplicaAxes]:
-    """The replica axes between islands, and those inside of one."""
+    """Returns the replica axes between islands, and those inside an island."""
     names = axes.batch_dims if outer_dims is None else as_dim_names(outer_dims)
     unknown = [name for name in names if name not in axes.batch_dims]
     if unknown:
         raise ValueError(
-            f"outer_dims must be of batch_dims {list(axes.batch_dims)}, got {list(names)}: "
-            f"give batch_dims={(*unknown, *axes.batch_dims)} where the batch is split along them."
+            f"outer_dims must be names in batch_dims {list(axes.batch_dims)}, got {list(names)}: "
+            f"give batch_dims={(*unknown, *axes.batch_dims)} if the batch is split along them."
         )
     ordered = [name for name in axes.batch_dims if name in names]
     split = [d.name for d in axes.shard_dims]
     if not any(name in split for name in ordered) or axes.num_shards == 1:
         raise ValueError(
-            f"There is no axis to make islands of: the mesh {axes.mesh_shape.to_string} with "
-            f"{axes.layout} splits none of the outer_dims {ordered}."
+            f"There are no islands: the mesh {axes.mesh_shape.to_string} with {axes.layout} splits "
+            f"none of the outer_dims {ordered}. Add a layout rule for one of them."
         )
     inside = [name for name in axes.batch_dims if name not in names]
     made = ReplicaAxes(axes.mesh_shape, axes.layout, ordered)
     if made.num_shards == 1:
-        raise ValueError(f"The outer_dims {ordered} are split over one island: {made!r}.")
+        raise ValueError(
+            f"The outer_dims {ordered} are split over one island only: {made!r}. Split them over a "
+            "mesh axis of 2 or more."
+        )
     return made, ReplicaAxes(axes.mesh_shape, axes.layout, inside)

@@ -1,4 +1,4 @@
-"""What an outer optimizer does in a step: islands apart, and together when a round ends."""
+"""The stage of an outer optimizer: separate updates of islands, and outer steps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class OuterState(NamedTuple):
-    """What is kept beside the islands' values: mesh variables, or their values after a step.
+    """Counters: mesh variables, or their values after a step.
 
     Attributes:
       inner_step: int32 scalar, updates that each island has made.
-      skipped: int32 `[islands...]`, outer steps that each island was skipped in.
+      skipped: int32 `[islands...]`, outer steps that have skipped each island.
     """
 
     inner_step: mtf.Variable
@@ -42,7 +42,7 @@ class OuterSteps(Stage):
 
     def __init__(self, wrapper: OuterOptimizer):
         self._wrapper, self._islands = wrapper, wrapper.islands
-        # Of the step that is built, once it has gradients.
+        # Set once the step that is being built has gradients.
         self._variables: list[mtf.Variable] = []
         self._outer: dict[mtf.Variable, OuterVariable] = {}
         self._momenta: dict[mtf.Variable, mtf.Variable] = {}
@@ -68,8 +68,7 @@ class OuterSteps(Stage):
             return Agreed(holds, by_any, islands, wrapper.plain_reducer).outputs[0]
 
         step.agree = agree
-        # What an island adds to the gradient of the mean over the batch becomes the gradient of the
-        # mean over its own part of the batch.
+        # An island's term of the mean over the batch becomes the mean over its part of the batch.
         shapes = [self._without_islands(g.shape) for g in gradients.present]
         own = SameSlices(gradients.present, shapes, float(islands.num_shards)).outputs
         self._gradients, self._made_before = own, set(gradients.graph.all_variables)
@@ -125,7 +124,7 @@ class OuterSteps(Stage):
     def _outer_step(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """One outer step of some of the variables; returns what assigns them."""
+        """Makes an outer step of some variables; returns the assignments."""
         wrapper = self._wrapper
         moved = [self._outer[v] for v in variables]
         momenta = [self._momenta[v] for v in variables if v in self._momenta]
@@ -137,11 +136,11 @@ class OuterSteps(Stage):
         if wrapper.leave_out_not_finite:
             skip = self._not_finite(updates, step)
             away = ZerosWhere(away, skip).outputs
-            skipped = _told_to_all(skip)
+            skipped = _shared_by_islands(skip)
             count = mtf.reduce_sum(1.0 - skipped)
         gradients = self._mean(away, variables, count, step)
         new_outer, new_velocity = [], []
-        # Where no island is finite the outer values stay, and so does their momentum.
+        # If no island is finite, outer values and momentum do not change.
         any_counts = 1.0 if count is None else mtf.cast(mtf.greater(count, 0.0), tf.float32)
         for index, (x, gradient) in enumerate(zip(outer, gradients)):
             move = gradient
@@ -170,12 +169,12 @@ class OuterSteps(Stage):
         count: mtf.Tensor | None,
         step: StepBuilder,
     ) -> list[mtf.Tensor]:
-        """The mean over the islands of what each is away from the outer values."""
+        """Returns the mean over the islands of the difference from the outer values."""
         wrapper, islands = self._wrapper, self._islands
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(away), tuple(variables), Form.PER_SHARD)
-        first = step.reduced  # the step's first reduction is that of gradients
-        sums = step.reduce_whole(given, reduction).present
+        first = step.reduced  # the step's first reduction, of gradients, is not to be replaced
+        sums = step.reduce_now(given, reduction).present
         step.reduced = first
         step.write_state()
         if count is None:
@@ -184,9 +183,9 @@ class OuterSteps(Stage):
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Which islands have values that are not finite, boolean `[islands...]`.
+        """Returns which islands have values or slots that are not finite, `[islands...]`.
 
-        A slot may have what values are to get: Mesh-TF's momentum moves one step later.
+        Slots count, as Mesh-TF's momentum reaches the variable one step later.
         """
         slots = [v for v in self._slots if v.slice_dtype.is_floating]
         values = list(step.value_after([*self._variables, *slots], updates))
@@ -202,7 +201,7 @@ class OuterSteps(Stage):
         updates: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
-        """Gives skipped islands the outer values, and slots of zeros, and counts them."""
+        """Resets skipped islands to the outer values and to slots of zeros, and counts them."""
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None, ()):
             before = self._state.skipped
             now = before.value + mtf.cast(skipped, tf.int32)
@@ -219,8 +218,8 @@ class OuterSteps(Stage):
             step.add(step.plan.graph.combine_assignments(writes))
 
 
-def _told_to_all(skip: mtf.Tensor) -> mtf.Tensor:
-    """Booleans of islands as float32 numbers that every processor holds whole."""
+def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
+    """Returns booleans of islands as float32 numbers, the same on every processor."""
     return mtf.anonymize(mtf.cast(skip, tf.float32))
 
 

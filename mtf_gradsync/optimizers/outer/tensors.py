@@ -1,4 +1,4 @@
-"""Tensors that differ between islands: seen in other shapes, decided by all, followed."""
+"""Tensors that differ between islands: reshapes, agreement, and dependent variables."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Collection, Iterable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 
 
 class SameSlices(StageOperation):
-    """Tensors as those of other shapes, whose slices have as many elements. Nothing is sent.
+    """Reshapes the slices of tensors, without communication.
 
-    With it a tensor of which each island has its own value gets a dimension for the islands, or
-    loses it.
+    It adds a dimension for the islands to a tensor with a value for each island, or removes it.
     """
 
     def __init__(
@@ -25,9 +24,9 @@ class SameSlices(StageOperation):
         """Adds the operation.
 
         Args:
-          tensors: what to look at, at least one.
-          shapes: for each the new shape.
-          scale: what elements are multiplied by.
+          tensors: the tensors, at least one.
+          shapes: for each the new shape, with slices of the same size.
+          scale: a factor for all elements.
         """
         self._scale = scale
         super().__init__(tensors, shapes, "same_slices")
@@ -36,7 +35,7 @@ class SameSlices(StageOperation):
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         results = []
-        for value, output in zip(whole_values(lowering, self.inputs), self.outputs):
+        for value, output in zip(reduced_values(lowering, self.inputs), self.outputs):
             shape = mesh_impl.slice_shape(output.shape)
 
             def see(x: tf.Tensor, shape: list[int] = shape) -> tf.Tensor:
@@ -48,7 +47,7 @@ class SameSlices(StageOperation):
 
 
 class Agreed(StageOperation):
-    """What islands have decided, each for itself -> what holds for all of them."""
+    """Combines a boolean of each island to one for all of them."""
 
     def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
         self._by_any, self._islands, self._strategy = by_any, islands, strategy
@@ -57,7 +56,7 @@ class Agreed(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        (holds,) = whole_values(lowering, self.inputs)
+        (holds,) = reduced_values(lowering, self.inputs)
         counts = mesh_impl.slicewise(lambda x: tf.cast(x, tf.float32), holds)
         axes = tuple(sorted(self._islands.mesh_axes))
         (count,) = reduce_partial_sums(mesh_impl, [PartialSum(counts, axes)], self._strategy)
@@ -65,7 +64,7 @@ class Agreed(StageOperation):
         self.set_outputs(lowering, [mesh_impl.slicewise(lambda x: x > least, count)])
 
 
-# Whatever islands hold, what these make of it is the same on all of them.
+# The outputs of these are the same on all islands.
 _SAME_EVERYWHERE = (Agreed, NotFinite)
 
 
@@ -74,22 +73,22 @@ def differing_variables(
     sources: Iterable[mtf.Tensor],
     candidates: Collection[mtf.Variable],
 ) -> list[mtf.Variable]:
-    """Variables that are assigned something that follows from what differs between islands.
+    """Finds variables that are assigned values that differ between islands.
 
     Args:
-      operations: of the graph, in order.
-      sources: tensors that differ.
+      operations: operations of the graph, in order.
+      sources: tensors that differ between islands.
       candidates: the variables to choose from.
 
     Returns:
-      Those of candidates that differ, in order.
+      The candidates that differ, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()
     while True:
         before = len(found)
         for operation in operations:
-            # What reads variables late has no inputs.
+            # Operations that read variables late have no inputs.
             reads = getattr(operation, "reads", ())
             differs.update(x for x, v in zip(operation.outputs, reads) if v.value in differs)
             is_same = isinstance(operation, _SAME_EVERYWHERE)

@@ -1,7 +1,7 @@
-"""Variables of which each island holds its own values, and the outer values beside them.
+"""Variables with a value for each island, and their outer values.
 
-Their names are a checkpoint format: `<variable>/island` has the islands' values of a variable, or
-of a slot; the variable itself has the outer values.
+Their names are a checkpoint format: `<variable>/island` holds the islands' values of a variable or
+slot; the variable itself holds the outer values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ISLAND = "island"
 
 
 class OuterVariable(mtf.Variable):
-    """The outer values of a variable: those of its master, which all islands share."""
+    """The outer values of a variable: its master, which all islands share."""
 
     def __init__(self, variable: mtf.Variable):
-        """Takes the variable's master over.
+        """Uses the variable's master.
 
         Args:
-          variable: held island by island.
+          variable: a variable with a holder of the islands' values.
         """
         init_stand_in(self, variable, None)
         self._trainable = False
@@ -45,14 +45,14 @@ class OuterVariable(mtf.Variable):
 def hold_by_islands(
     variables: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
 ) -> list[mtf.Variable]:
-    """Gives each island values of its own of variables; all begin with the variables' values.
+    """Gives variables a value for each island, which begins as the variable's value.
 
     Args:
-      variables: not lowered yet. Their masters stay, for the outer values.
-      island_dims: number the islands.
+      variables: variables that are not lowered yet; their masters will hold the outer values.
+      island_dims: dimensions that number the islands.
 
     Returns:
-      For each the variable that holds the islands' values.
+      For each variable the holder of the islands' values.
     """
     return [_hold(v, island_dims, start=v.name) for v in variables]
 
@@ -60,9 +60,9 @@ def hold_by_islands(
 def hold_slots_by_islands(
     slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
 ) -> list[mtf.Variable]:
-    """`hold_by_islands` for variables that no outer values are kept of.
+    """Does what `hold_by_islands` does, for variables without outer values.
 
-    They are in no checkpoint any more: what holds them is.
+    Checkpoints have the holders in place of these variables.
     """
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
@@ -117,7 +117,7 @@ def _hold(
 
 
 def _unstacked_as(dtype: mtf.VariableDType) -> mtf.VariableDType:
-    """The same dtype, that Mesh-TF's autostack takes for different from every other."""
+    """Returns the same dtype, different from all others for Mesh-TF's autostack."""
     result = mtf.VariableDType(dtype.master_dtype, dtype.slice_dtype, dtype.activation_dtype)
     result.unstacked = id(result)
     return result

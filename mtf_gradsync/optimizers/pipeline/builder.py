@@ -9,8 +9,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
 from mtf_gradsync.gradients.pending import Cause
+from mtf_gradsync.gradients.recoverable import mixed_gradients
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
-from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
@@ -28,11 +28,11 @@ class StepBuilder(StepConditions):
     """One training step while it is being built.
 
     Attributes:
-      received: for each wrapper of the stack, the gradients that it was given.
+      received: for each wrapper of the stack, the gradients that it received.
       passed_on: for each wrapper, the gradients that it passed on.
-      per_shard: gradients of all shards, where a stage has recovered them; None elsewhere.
+      per_shard: per-shard gradients that a stage has recovered; None if there are none.
       reduced: the first reduction; None before.
-      compressions: what strategies say that they save on gradients.
+      compressions: strategies' reports of bytes.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class StepBuilder(StepConditions):
         Args:
           segments: the wrappers' stages, from the outside in.
           opt: the inner optimizer.
-          takes_pending: whether it wants gradients as they come, not reduced.
-          partition: how its updates are sharded; None for whole updates.
-          slots: where the slots are recorded that it makes.
-          arguments: what it is called with beside gradients and variables.
+          takes_pending: whether the inner optimizer takes gradients that are not reduced.
+          partition: how updates are sharded; None if they are not.
+          slots: where new slots are recorded.
+          arguments: more arguments for the inner optimizer's `apply_grads`.
         """
         super().__init__()
         self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
         self._notes: list[Callable[[], None]] = []
-        # The stages still to come that want gradients whole.
-        self._wants_whole: list[Stage] = []
+        # Stages, not built yet, that need reduced gradients and not parts.
+        self._wants_reduced: list[Stage] = []
         self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self._reduced_apart: frozenset[mtf.Variable] = frozenset()
         self._used_apart: list[Strategy] = []
@@ -76,14 +76,14 @@ class StepBuilder(StepConditions):
         """Builds the step.
 
         Args:
-          gradients: what the outermost wrapper was given.
+          gradients: the gradients that the outermost wrapper received.
 
         Returns:
           The operations of the step.
         """
         self.plan = Plan.of(gradients.graph)
         stages = [stage for segment in self._segments for stage in segment.stages]
-        self._wants_whole = [stage for stage in stages if stage.wants_whole]
+        self._wants_reduced = [stage for stage in stages if stage.wants_reduced]
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -93,8 +93,8 @@ class StepBuilder(StepConditions):
                     elif stage.takes is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                     gradients = stage.apply(gradients, self)
-                    if stage in self._wants_whole:
-                        self._wants_whole.remove(stage)
+                    if stage in self._wants_reduced:
+                        self._wants_reduced.remove(stage)
                     if stage.gives is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                 self.passed_on.append(gradients)
@@ -123,7 +123,7 @@ class StepBuilder(StepConditions):
     # For stages.
 
     def when_built(self, note: Callable[[], None]) -> None:
-        """Calls a function once the whole step was built without an error."""
+        """Registers a function to call once the step was built without an error."""
         self._notes.append(note)
 
     def show(
@@ -131,24 +131,23 @@ class StepBuilder(StepConditions):
         shown: Mapping[mtf.Variable, mtf.Variable],
         writes: Sequence[mtf.Operation],
     ) -> None:
-        """Makes `value_after` of stages around this one give what other variables hold.
+        """Makes `value_after` of stages around this one return the values of other variables.
 
         Args:
-          shown: for each variable the one to show.
-          writes: what writes those; operations of the step.
+          shown: for each variable the one to read instead.
+          writes: operations of the step that write these.
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
-        """Writes what strategies keep of the reductions so far, once these are used.
+        """Writes the strategies' new state after the reductions so far.
 
-        The builder does it where the update is. A stage that adds reduced gradients up does it
-        there.
+        The builder calls it for the update; a stage that adds up reduced gradients calls it itself.
 
         Args:
-          when: makes a boolean scalar, the same on all processors: where it does not hold, the sums
-            are not used and the state stays. None where they are always used.
+          when: makes a boolean scalar, the same on all processors, whether the sums are used: if
+            not, the state does not change. None if they are always used.
         """
         kept, self._kept = self._kept, []
         if not kept:
@@ -161,25 +160,25 @@ class StepBuilder(StepConditions):
         if when is None:
             self.write(writes(), gate)
         else:
-            self.beside_when(when(), gate, writes)
+            self.run_when(when(), gate, writes)
 
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
+        """Reduces gradients over the mesh, to parts if updates are sharded.
 
-        They are whole, too, on the way to a stage that wants them so.
+        They are not in parts if a later stage `wants_reduced`.
 
         Args:
-          gradients: in any form.
-          reduction: how; sharded updates have a way of their own.
+          gradients: gradients in any form.
+          reduction: how to reduce them, unless updates are sharded.
 
         Returns:
           The set in form `REDUCED` or `PART`, divided by its divisor, in its dtypes.
         """
-        in_parts = self._partition is not None and not self._wants_whole
+        in_parts = self._partition is not None and not self._wants_reduced
         if gradients.form is (Form.PART if in_parts else Form.REDUCED):
             return gradients
         if self._partition is None or not in_parts:
-            return finished(self.reduce_whole(gradients, reduction), self._opt)
+            return finished(self.reduce_now(gradients, reduction), self._opt)
         axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
         given = gradients.present
@@ -191,8 +190,8 @@ class StepBuilder(StepConditions):
         self._note(sources, parts, strategy)
         return finished(gradients.with_present(parts, Form.PART), self._opt)
 
-    def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
+    def reduce_now(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+        """Reduces gradients over the mesh, never to parts, without division and casts."""
         given = gradients.present
         if not given:
             return gradients
@@ -209,19 +208,19 @@ class StepBuilder(StepConditions):
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
-        """What variables hold after operations; see `mtf_gradsync.step.values_after`."""
+        """Returns variables' values after operations; see `mtf_gradsync.step.values_after`."""
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
 
-    # The way.
+    # From stage to stage.
 
     def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
-        """Each shard's own gradients; where the shards are mixed, what the stage wants instead."""
+        """Returns per-shard gradients, or what the stage wants if shards are mixed."""
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
         found = mixed_gradients(own, axes)
-        # What nobody sums differs from shard to shard.
+        # Gradients that nothing sums would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()
@@ -236,7 +235,7 @@ class StepBuilder(StepConditions):
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             # The step's first reduction is that of all gradients.
             first = self.reduced
-            reduced = list(self.reduce_whole(some, reduction).grads)
+            reduced = list(self.reduce_now(some, reduction).grads)
             self.reduced = first
         apart = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
@@ -251,7 +250,7 @@ class StepBuilder(StepConditions):
         return result
 
     def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Gradients, those reduced that the strategy has a way of its own for."""
+        """Reduces gradients by `Strategy.reduce_gradients`, if the strategy has it."""
         if gradients.form.is_reduced or not reduction.is_apart:
             return gradients
         done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
@@ -262,7 +261,7 @@ class StepBuilder(StepConditions):
         return done.gradients
 
     def _updates(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
-        """The inner optimizer's update inside of what stages make around it, behind a gate."""
+        """Makes the inner optimizer's update and what stages add around it, after a gate."""
 
         def apply_inner(given: GradientSet) -> list[mtf.Operation]:
             before = set(given.graph.all_variables)
@@ -272,7 +271,8 @@ class StepBuilder(StepConditions):
             )
             if updates is None:
                 raise TypeError(
-                    f"apply_grads of {self._opt!r} must return a list of mtf operations, got None."
+                    f"apply_grads of {self._opt!r} must return a list of mtf operations, got None. "
+                    "Return an empty list for no operations."
                 )
             tells = getattr(self._opt, "variables", None)
             updates = built(updates)

@@ -1,4 +1,4 @@
-"""When the operations of a step run: on every step, or on those for which a condition holds."""
+"""Conditions for operations that run on some steps only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from mtf_gradsync.step import Branch, Conditional, Gate, Plan
 
 
 class StepConditions:
-    """The operations of a step that is being built, and the conditions that they stand under.
+    """The operations of a step that is being built, and their conditions.
 
     Attributes:
       plan: the plan of the mtf graph.
-      updated: int32 scalar, 1 where the step has an update and 0 where not; None where every step
-        counts as one.
-      agree: makes the decision of all islands of boolean scalars that each island has decided
-        for itself, where a wrapper has made islands: whether it holds on all of them, or on any.
+      updated: int32 scalar, 1 if the step has an update, else 0; None if every step counts as one.
+      agree: combines booleans of the islands, if there are any: true on all of them, or on any.
     """
 
     plan: Plan
@@ -29,7 +27,7 @@ class StepConditions:
         self.agree: Callable[[mtf.Tensor, bool], mtf.Tensor] | None = None
 
     def add(self, operations: Sequence[mtf.Operation]) -> None:
-        """Makes operations part of the step, or of the branch of it that is open."""
+        """Adds operations to the step, or to its open branch."""
         self._lists[-1].extend(operations)
 
     def only_when(
@@ -41,9 +39,9 @@ class StepConditions:
         counts_every_step: bool = False,
         at_end: Callable[[], Sequence[mtf.Operation]] = list,
     ) -> None:
-        """Opens a branch: all that follows in the pipeline runs on some steps only.
+        """Opens a branch: all later operations of the pipeline run on some steps only.
 
-        A condition inside another one holds where both do.
+        Inside another branch, they run on steps where both conditions hold.
 
         Args:
           due: a boolean scalar, the same on all processors.
@@ -51,22 +49,22 @@ class StepConditions:
           behind: operations of the step that the branch waits for, too.
           as_call: as for `Conditional`.
           counts_every_step: whether steps without an update advance the global step, too.
-          at_end: makes the last operations of the branch, which run even where a condition inside
-            of it does not hold.
+          at_end: makes the last operations of the branch, which run even if the condition of a
+            branch inside does not hold.
         """
         if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(due, tf.int32)
         self._branches.enter_context(self._branch(due, gate, behind, as_call, at_end))
 
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
-        """A decision that follows from gradients, the same on all processors of the mesh.
+        """Returns a boolean of gradients that is the same on all processors of the mesh.
 
-        Stages ask for it before they decide by gradients whether a step counts: inside of
-        `OuterOptimizer` the gradients of each island are its own.
+        Stages use it if a decision depends on gradients, as inside `OuterOptimizer` each island has
+        its own.
 
         Args:
           holds: a boolean scalar, the same on the processors of an island.
-          by_any: whether it holds where it holds on any island, or else on all of them.
+          by_any: whether it has to be true on any island, in place of all of them.
         """
         return holds if self.agree is None else self.agree(holds, by_any)
 
@@ -74,7 +72,7 @@ class StepConditions:
     def branch_when(
         self, due: mtf.Tensor, gate: Gate | None, behind: Sequence[mtf.Operation]
     ) -> Iterator[None]:
-        """Within it, what is added belongs to a branch that runs on some steps only.
+        """Adds operations that are made inside the block to a branch that some steps skip.
 
         Args:
           due: a boolean scalar, the same on all processors.
@@ -84,17 +82,14 @@ class StepConditions:
         with self._branch(due, gate, behind, as_call=False, at_end=list):
             yield
 
-    def beside_when(
+    def run_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
     ) -> None:
-        """Adds operations that run on some steps only, beside the pipeline."""
+        """Adds operations that run on some steps only, without a branch for later ones."""
         self.add(Conditional(due, gate, Branch(self.plan, make), [], as_call=False).updates)
 
     def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
-        """A point of the step that tensors and all reads come before; None inside a branch.
-
-        All that a branch holds waits with it already.
-        """
+        """Makes a gate for tensors and all reads; None inside a branch, which waits itself."""
         return None if self.plan.is_in_branch else Gate(self.plan, tensors)
 
     def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:

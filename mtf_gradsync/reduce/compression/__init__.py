@@ -1,1 +1,1 @@
-"""What compressed sums are made of: blocks of whole numbers, low-rank factors, exchanges."""
+"""Building blocks of compressed sums: quantized blocks, low-rank factors, exchanges."""

@@ -1,4 +1,4 @@
-"""Blocks of whole numbers with a scale each."""
+"""Quantized blocks: whole numbers with one scale for each block."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from mtf_gradsync._private.libraries import tf
 
 SCALE_BYTES = 2  # bfloat16
-# A block whose largest number is smaller counts as zeros: its scale, the scale's inverse and what
-# is not sent stay far from the end of float32.
+# A block whose largest number is smaller is sent as zeros, so that its scale, the scale's inverse
+# and the quantization error stay well inside float32's range.
 SMALLEST = 2.0**-100
 
 
 class Blocks(NamedTuple):
-    """How numbers are sent: in blocks of so many, each a whole number of so many bits.
+    """A quantization: numbers are sent in blocks, as whole numbers of some bits.
 
     Attributes:
-      bits: 8, or 4 of which two share a byte.
+      bits: bits of a number: 8, or 4, of which two share a byte.
       size: numbers in a block.
     """
 
@@ -33,20 +33,20 @@ class Blocks(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """The largest whole number."""
+        """The largest whole number that is sent."""
         return 2 ** (self.bits - 1) - 1
 
     def count(self, size: int) -> int:
-        """Blocks that hold so many numbers."""
+        """The number of blocks for some number of numbers."""
         return -(-size // self.size)
 
     def pay(self, size: int) -> bool:
-        """Whether so many numbers are sent in at most half of the bytes of float32."""
+        """Whether some number of numbers takes at most half of the bytes of float32."""
         return 2 * self.count(size) * self.bytes <= 4 * size
 
 
 class Encoded(NamedTuple):
-    """Blocks of numbers as they are sent.
+    """Quantized blocks.
 
     Attributes:
       numbers: int8, `[..., bytes of a block's numbers]`.
@@ -58,18 +58,18 @@ class Encoded(NamedTuple):
 
 
 def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Rounds blocks of numbers to what is sent of them.
+    """Quantizes blocks of numbers.
 
-    A scale is the largest size in the block, divided by the largest whole number, rounded to the
-    8 bits of bfloat16: a whole number times a scale is then exact in float32, and so is what is
-    left of a number without it, on every device.
+    A scale is the largest absolute value in the block, divided by the largest whole number, rounded
+    to the 8 bits of bfloat16. So a whole number times a scale is exact in float32, and so is the
+    quantization error, on every device.
 
     Args:
       x: float32, `[..., numbers of a block]`.
-      blocks: how.
+      blocks: the quantization.
 
     Returns:
-      The fields of `Encoded`, and what is not sent: x without what `decode` makes of it, 0 in a
+      The fields of `Encoded`, and the quantization error: x minus its `decode`d value, 0 in a
       block with a number that is not finite.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
@@ -87,17 +87,17 @@ def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tenso
 
 
 def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
-    """The float32 numbers that `encode` has sent."""
+    """Returns the float32 numbers of blocks that `encode` made."""
     return _unpacked(tf.cast(numbers, tf.float32), blocks.bits) * tf.cast(scales, tf.float32)
 
 
 def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
-    """Tensors one behind the other, each filled up with zeros to whole blocks.
+    """Arranges tensors one after the other in blocks, each tensor padded with zeros.
 
     Args:
-      values: of one dtype.
-      blocks: how.
-      parts: how many parts to cut them into, equal by more zeros.
+      values: tensors of one dtype.
+      blocks: the quantization.
+      parts: the number of equal parts to cut the blocks into, after more padding.
 
     Returns:
       `[parts, blocks of a part, numbers of a block]`.
@@ -118,7 +118,7 @@ def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Ten
 def out_of_blocks(
     x: tf.Tensor, shapes: Sequence[Sequence[int]], blocks: Blocks
 ) -> tuple[tf.Tensor, ...]:
-    """The tensors, of some shapes, that `in_blocks` has put together."""
+    """Returns the tensors of given shapes that `in_blocks` arranged."""
     flat, start, values = tf.reshape(x, [-1]), 0, []
     for shape in shapes:
         size = math.prod(shape)
@@ -128,27 +128,27 @@ def out_of_blocks(
 
 
 def rows_of_part(count: int, parts: int) -> int:
-    """Blocks of each of some equal parts that hold so many blocks."""
+    """Returns the number of blocks in each of some equal parts."""
     return -(-count // parts)
 
 
 def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
     """Rounds positive float32 to the 8 significant bits of bfloat16.
 
-    By its bits: XLA takes a cast to bfloat16 and back for nothing.
+    It works on the bits, as XLA removes a cast to bfloat16 and back.
     """
     bits = tf.bitcast(x, tf.int32) + 0x8000
     return tf.bitcast(tf.bitwise.bitwise_and(bits, -0x10000), tf.float32)
 
 
 def _largest_scale(largest: int) -> np.float32:
-    """The largest scale of 8 bits whose product with the largest whole number is finite."""
+    """Returns the largest 8-bit scale whose product with the largest whole number is finite."""
     mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
     return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))
 
 
 def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
-    """Whole numbers as those of int8, two of 4 bits in one."""
+    """Stores whole numbers as int8, two of 4 bits in one."""
     if bits == 8:
         return rounded
     shape = rounded.shape.as_list()

@@ -1,4 +1,4 @@
-"""One of two reductions, by a condition that is known when a step runs."""
+"""Runs one of two reductions, by a condition that is known when a step runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def either(
         ]
 
     def place(operation: tf.Operation) -> str:
-        # TensorFlow puts what joins the branches on no device of its own.
+        # TensorFlow would place the merge of the branches on any device.
         joins = operation.type == "Merge" and not operation.device
         return operation.inputs[0].device if joins else operation.device
 

@@ -1,4 +1,4 @@
-"""What processors of a group hand each other: a row to each, or the same to all."""
+"""All-to-all and all-gather over groups of processors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mtf_gradsync.mesh.topology import memories
 
 
 def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Each processor hands a row to each of its group.
+    """Sends one row of each processor's slice to each member of its group.
 
-    On a SIMD mesh it is one AllToAll; on a placement mesh only the rows cross between devices.
+    On a SIMD mesh it is one AllToAll; on a placement mesh only the rows are copied between devices.
 
     Args:
       mesh_impl: the mesh.
@@ -46,10 +46,10 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
 
 def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Each processor hands what it has to all of its group.
+    """Sends each processor's slice to all members of its group.
 
     On a SIMD mesh it is one AllToAll, which XLA devices run as an all-gather; on a placement mesh
-    each memory puts the slices together once.
+    the slices are stacked once in each memory.
 
     Args:
       mesh_impl: the mesh.
@@ -82,7 +82,7 @@ def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
 
 def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
-    """Each processor's position in its group, a `LaidOutTensor` of int32 scalars."""
+    """Returns each processor's position in its group, a `LaidOutTensor` of int32 scalars."""
     at = [0] * mesh_impl.size
     for group in groups.groups:
         for position, processor in enumerate(group):
@@ -102,7 +102,7 @@ def _in_groups(
     groups: ProcessorGroups,
     exchange: Callable[[list[int]], Sequence[Any]],
 ) -> Any:
-    """What each processor receives; groups that would exchange the very same do it once."""
+    """Runs an exchange in each group; groups with the same slices in the same memory share it."""
     slices = value.tensor_list
     result: list[Any] = [None] * len(slices)
     first = first_alike(mesh_impl, slices, groups.groups)

@@ -10,20 +10,20 @@ import numpy as np
 from mtf_gradsync._private.libraries import tf
 
 _PHILOX = 1
-# What is left of a column without those before it, as a share of its length, where it is rounding.
+# A column counts as spanned by those before it if less than this share of its length remains.
 _ROUNDING = 2.0**-22
 # A matrix whose largest number is smaller counts as zeros.
 _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """How many dimensions of a tensor make the rows of its matrix, the others its columns.
+    """Chooses how many dimensions of a tensor make the rows of its matrix.
 
     Args:
-      shape: of the tensor.
+      shape: the shape of the tensor.
 
     Returns:
-      The number that makes rows and columns as equal as can be, the smaller one where two do.
+      The number that makes rows and columns as equal as possible; the smaller one of two.
     """
 
     def factors(number: int) -> int:
@@ -35,12 +35,12 @@ def split_of(shape: Sequence[int]) -> int:
 def random_factors(
     columns: Sequence[int], rank: int, step: tf.Tensor | int
 ) -> tuple[tf.Tensor, ...]:
-    """Random matrices `[columns, rank]`, the same on all processors and in every run.
+    """Makes random matrices `[columns, rank]`, the same on all processors and in every run.
 
     Args:
-      columns: of each matrix.
-      rank: of all.
-      step: an int scalar; each has matrices of its own.
+      columns: the rows of each of the returned matrices.
+      rank: the columns of all of them.
+      step: an int scalar; different steps have different matrices.
     """
     raw, made = tf.raw_ops, []
     count = tf.cast(tf.reshape(step, [1]), tf.uint64)
@@ -55,20 +55,19 @@ def random_factors(
 
 
 def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """A factor with another's columns in place of those that are zero."""
+    """Replaces columns of a factor that are zero by those of another one."""
     dead = tf.reduce_all(tf.equal(factor, 0.0), 0, keepdims=True)
     return tf.where_v2(dead, other, factor)
 
 
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    """Makes the columns of matrices orthonormal, from the first to the last.
+    """Makes the columns of matrices orthonormal, by Gram-Schmidt, twice for each column.
 
-    By Gram and Schmidt, each column twice, so that columns of any condition become orthogonal to
-    rounding. A column that those before it span, but for rounding, becomes zeros; all of a matrix
-    with a number that is not finite becomes NaN.
+    A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
+    number that is not finite becomes NaN.
 
     Args:
-      matrices: float32, `[rows, rank]`; those of one shape are worked on together.
+      matrices: float32, `[rows, rank]`; those of one shape are processed together.
 
     Returns:
       Matrices of the same shapes.
@@ -88,13 +87,13 @@ def _orthonormal(x: tf.Tensor) -> tf.Tensor:
     """`orthonormal` of `[matrices, rows, rank]`."""
     finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
     top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
-    # Squares of what is huge or tiny are beyond float32.
+    # Scaled, as squares of huge or tiny numbers are beyond float32.
     x = x / tf.where_v2(tf.logical_and(finite, top >= _SMALLEST), top, 1.0)
     made: list[tf.Tensor] = []
     for column in tf.unstack(x, axis=2):
         length = _length(column)
         for _ in range(2):
-            # By sums and not by matmul, which TPUs round to bfloat16.
+            # Sums in place of matmul, which TPUs round to bfloat16.
             column -= sum(b * tf.reduce_sum(b * column, 1, keepdims=True) for b in made)
         left = _length(column)
         dead = left <= _ROUNDING * length

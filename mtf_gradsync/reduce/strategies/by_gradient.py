@@ -1,4 +1,4 @@
-"""The base of strategies that have a way of their own for gradients."""
+"""The base of strategies with a special reduction for gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mtf_gradsync.reduce.strategy import Strategy, check_strategy, reduce_scatte
 
 
 class GradientStrategy(Strategy):
-    """Reduces the gradients of an optimizer in a way of its own, all other sums by `reducer`.
+    """A base class: reduces gradients by `reduce_gradients`, all other sums by `reducer`.
 
-    For strategies whose sums are not exact, or that keep what they did not send: norms, flags and
-    the model's own sums never go that way. A subclass has `reduce_gradients`, and `gradient_state`
-    if it keeps state.
+    It is for strategies whose sums are not exact, or that keep errors of compression: norms, flags
+    and the model's own sums stay exact. A subclass defines `reduce_gradients`, and
+    `gradient_state` if it keeps state.
 
     Attributes:
       reducer: the strategy of all other sums.
@@ -28,7 +28,7 @@ class GradientStrategy(Strategy):
         """Sets the strategy of all other sums.
 
         Args:
-          reducer: a strategy; None for `FusedAllReduce()`.
+          reducer: a strategy; None takes `FusedAllReduce()`.
 
         Raises:
           TypeError: reducer is no strategy.
@@ -72,7 +72,7 @@ class GradientStrategy(Strategy):
 
 
 def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
-    """Values with what was not sent before, in float32; as they are where that is None."""
+    """Adds compression errors of earlier steps to values, in float32; a None adds nothing."""
 
     def plus(x: tf.Tensor, error: tf.Tensor) -> tf.Tensor:
         return tf.cast(x, tf.float32) + error
@@ -84,7 +84,7 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
 
 
 def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
-    """A value in the dtype of another."""
+    """Casts a value to the dtype of another."""
     dtype = other.tensor_list[0].dtype.base_dtype
     if value.tensor_list[0].dtype.base_dtype == dtype:
         return value

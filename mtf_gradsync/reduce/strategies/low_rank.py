@@ -24,11 +24,11 @@ from mtf_gradsync.reduce.strategy import Strategy
 
 
 class LowRankState(NamedTuple):
-    """What is kept of gradients that are sent as factors; None elsewhere, and where not asked for.
+    """The state of `LowRankAllReduce`; None for values that the settings or gradients do not need.
 
     Attributes:
-      step: reductions so far.
-      errors: for each gradient what the cores have not sent of it.
+      step: the number of reductions so far.
+      errors: for each gradient the part of it that cores have not sent.
       factors: for each gradient the right factor of the last sum, transposed.
     """
 
@@ -38,7 +38,7 @@ class LowRankState(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """How a tensor is sent as the factors `[rows, rank]` and `[columns, rank]` of a matrix.
+    """The matrix of a tensor that is sent as factors `[rows, rank]` and `[columns, rank]`.
 
     Attributes:
       split: how many of the tensor's dimensions make the rows.
@@ -51,7 +51,7 @@ class _Matrix(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Numbers in the factors."""
+        """The size of both factors."""
         return self.rank * (self.rows + self.columns)
 
 
@@ -59,36 +59,34 @@ class _Matrix(NamedTuple):
 class LowRankAllReduce(GradientStrategy):
     """Sends gradients as low-rank factors of matrices: PowerSGD.
 
-    A gradient is a matrix M, some of its dimensions the rows and the others the columns, as equal
-    as can be. With Q of `rank` orthonormal columns, the same on all cores, P is the sum of M Q over
-    the cores; its columns are made orthonormal, and Q becomes the sum of the transposed M times P.
-    The sum of the gradients is then P times the transposed Q: rank * (rows + columns) numbers cross
-    in place of rows * columns, in two reductions, all P's in one, beside the gradients that are
-    sent as they are, and all Q's in the other. With the full rank it is the sum itself.
+    A gradient is reshaped to a matrix M whose numbers of rows and columns are as equal as possible.
+    With Q of `rank` orthonormal columns, the same on all cores, P is the sum of M Q over the cores;
+    its columns are made orthonormal, and Q becomes the sum of the transposed M times P. The sum of
+    the gradients is approximated by P times the transposed Q: rank * (rows + columns) numbers are
+    sent in place of rows * columns, in two reductions: all P's together with gradients that are
+    not compressed, then all Q's. With the full rank the sum is exact.
 
-    **Error feedback.** A core keeps M without its part of the result, and adds it to its next
-    gradient: all that is applied, and all that waits on the cores, is the sum of all gradients but
-    for rounding.
+    **Error feedback.** A core keeps M minus its part of the result, and adds it to its next
+    gradient: so all gradients are applied in the end, up to rounding.
 
-    **Model parallel.** Where the layout splits a variable over other mesh axes, each core has a
-    slice of its gradient, and the matrix is that slice: nothing crosses those axes, and `rank` is
-    that of each slice.
+    **Model parallel.** Where the layout splits a variable over other mesh axes, the matrix is each
+    core's slice of the gradient: nothing is sent over those axes, and `rank` is that of a slice.
 
-    **Not finite.** A gradient with a NaN or an infinity on any core is NaN in the sum, as a whole,
-    and nothing of it is kept.
+    **Not finite.** A gradient with a NaN or an infinity on any core is NaN everywhere in the sum,
+    and no error of it is kept.
 
-    **Sent as they are**, by `reducer`: vectors, and matrices that factors make less than
+    **Not compressed**, but reduced by `reducer`: vectors, and matrices that factors make less than
     `min_compression_rate` times smaller. `reported` has the rate that is reached, the log the
     names. `ShardedUpdateOptimizer` cuts its parts from the sums.
 
     State, by name: `<variable>/low_rank_error`, a value for each core;
     `<variable>/low_rank_factor`, which begins anew on a mesh with other slices;
-    `<wrapper>/low_rank_step`, where start_step is given or warm_start is off.
+    `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
 
     References:
-      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Beyond it: Q is orthonormal as well, so
-      that small directions of a matrix of almost full rank are not lost, and columns of it that
-      have become zero begin anew.
+      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike there Q is orthonormal, too, so that
+      small directions of a matrix of almost full rank are not lost, and its columns that have
+      become zero are drawn anew.
     """
 
     def __init__(
@@ -100,20 +98,20 @@ class LowRankAllReduce(GradientStrategy):
         error_feedback: bool = True,
         reducer: Strategy | None = None,
     ):
-        """Sets what is sent.
+        """Sets the compression.
 
         Args:
           rank: most columns of the factors.
-          start_step: the first so many updates reduce gradients as they are.
+          start_step: the number of first updates without compression.
           min_compression_rate: how many times smaller than a gradient its factors have to be.
-          warm_start: whether the next step begins with the factor Q of this one; if not, with
-            random numbers.
-          error_feedback: whether a core keeps what it has not sent. That takes a float32 number for
-            each of the gradient's on each core.
-          reducer: the strategy of the factors and of all other sums; None for `FusedAllReduce()`.
+          warm_start: whether a step begins with the factor Q of the last one, in place of random
+            numbers.
+          error_feedback: whether a core keeps the error of compression, a float32 tensor of the
+            gradient's size, and adds it to its next gradient.
+          reducer: the strategy of the factors and of all other sums; None takes `FusedAllReduce()`.
 
         Raises:
-          TypeError: reducer is no strategy, or what should be a truth value is none.
+          TypeError: reducer is not a strategy, or a flag is not a bool.
           ValueError: a number is out of range.
         """
         super().__init__(reducer)
@@ -136,7 +134,7 @@ class LowRankAllReduce(GradientStrategy):
         """See `Strategy.gradient_state`."""
         maker.report(self._compression(gradients))
         matrices = [self._matrix(g.dtype, g.slice_shape) for g in gradients]
-        # Another mesh may have slices that are worth it.
+        # Slices on another mesh may be compressed.
         whole = [self._matrix(g.dtype, g.shape.to_integer_list) for g in gradients]
         errors = tuple(
             maker.variable(f"{g.name}/low_rank_error", g.shape, shard_dims=g.shard_dims)
@@ -199,7 +197,7 @@ class LowRankAllReduce(GradientStrategy):
         groups: ProcessorGroups,
         state: LowRankState,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Sums, and the new errors and factors where the state has them."""
+        """Returns sums by factors, and the new errors and factors of the state."""
         matrices: dict[int, _Matrix] = {}
         for i, x in enumerate(values):
             matrix = self._matrix(x.tensor_list[0].dtype, x.slice_shape)
@@ -209,7 +207,7 @@ class LowRankAllReduce(GradientStrategy):
         whole = [i for i in range(len(values)) if i not in matrices]
 
         def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            """The Q of this step, orthonormal, of those of the last or of its number."""
+            """Makes this step's orthonormal Q, from the last step's or random numbers."""
             step = 0 if self.warm_start else factors[0]
             fresh: dict[int, list[int]] = {}
             for number, m in enumerate(made):
@@ -247,7 +245,7 @@ class LowRankAllReduce(GradientStrategy):
         grads = [wanted[i] for i in matrices]
         first = mesh_impl.slicewise(times, *grads, *mesh_impl.slicewise(right, *start))
         as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
-        # One reduction: what is sent as it is waits for no factor.
+        # Gradients that are not compressed share the reduction of the first factors.
         reduced = self.reducer.all_reduce(mesh_impl, [*as_given, *first], groups)
         ps = mesh_impl.slicewise(lambda *xs: orthonormal(xs), *reduced[len(whole) :])
         own = mesh_impl.slicewise(transposed_times, *grads, *ps)
@@ -271,7 +269,7 @@ class LowRankAllReduce(GradientStrategy):
         return sums, errors, factors
 
     def _matrix(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
-        """How a gradient of a shape is sent as factors; None where it is sent as it is."""
+        """Returns the matrix of a gradient of a shape; None if it is not compressed."""
         if not dtype.is_floating or math.prod(shape) == 0:
             return None
         split = split_of(shape)
@@ -294,7 +292,7 @@ class LowRankAllReduce(GradientStrategy):
 
 
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
-    """The shape of a right factor: of each slice along dimensions of its rows, one for each."""
+    """Returns the shape of right factors, one for each slice along the rows' dimensions."""
     slices = [
         mtf.Dimension(dim.name, dim.size // size)
         for dim, size in zip(gradient.shape.dims, gradient.slice_shape)

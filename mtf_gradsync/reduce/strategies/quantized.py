@@ -1,4 +1,4 @@
-"""Gradients sent as blocks of whole numbers."""
+"""Gradients sent as quantized blocks."""
 
 from __future__ import annotations
 
@@ -27,37 +27,36 @@ _BITS = (4, 8)
 
 
 class QuantizationErrors(NamedTuple):
-    """What the cores have not sent yet of each gradient; None where all of it is sent."""
+    """For each gradient the part that cores have not sent; None if it is not quantized."""
 
     of: tuple[Any, ...]
 
 
 @gin.configurable(module="mtf_gradsync")
 class QuantizedAllReduce(GradientStrategy):
-    """Sends gradients as blocks of whole numbers: about a quarter of the bytes of float32.
+    """Sends gradients as quantized blocks: about a quarter of the bytes of float32.
 
     Each core cuts its gradients into blocks of `block_size` numbers and sends them as whole numbers
-    of `bits` bits, with a scale in bfloat16 for each block. A core of a group receives one part of
-    all gradients from each member (all-to-all), adds it up in float32, rounds the sum in the same
-    way and sends it to all (all-gather). So all replicas have the same sums, to the bit. With 8
-    bits and blocks of 256 that is 258 bytes where float32 takes 1024: 0.252 of them.
+    of `bits` bits, with a bfloat16 scale for each block. A core receives its part of all gradients
+    from each member of its group (all-to-all), adds the parts up in float32, quantizes the sum in
+    the same way and sends it to all (all-gather). So all replicas have the same sums, to the bit.
+    With 8 bits and blocks of 256 that is 258 bytes where float32 takes 1024: 0.252 of them.
 
-    **Error.** A number is off by at most half a scale, which is 1 / 127 of the largest size in its
-    block (8 bits; 1 / 7 with 4), rounded by up to 2**-8 of itself; that of each core once, and that
-    of the sum once. With `error_feedback` a core adds what it has not sent to its next gradient,
-    the rounding of the sum included: all that is applied, and all that waits on the cores, is the
-    sum of all gradients.
+    **Error.** A number is off by at most half a scale, which is 1 / 127 of the largest absolute
+    value in its block (8 bits; 1 / 7 with 4), rounded by up to 2**-8 of itself. This happens once
+    to each core's gradient, and once to the sum. With `error_feedback` a core adds the error to its
+    next gradient, that of the sum included: so all gradients are applied in the end.
 
-    **Not finite.** A block with a NaN or an infinity is NaN in the sum, as a whole, and nothing of
+    **Not finite.** A block with a NaN or an infinity is NaN everywhere in the sum, and no error of
     it is kept.
 
-    **Sent as they are**, by `reducer`: gradients that blocks would not make half as large, such as
-    vectors of up to `block_size` / 2 numbers, and those that are no floats. Where a core holds a
-    slice of a gradient, that counts. `reported` has the rate that is reached, the log the names.
+    **Not quantized**, but reduced by `reducer`: gradients that blocks would not make half as large,
+    such as vectors of up to `block_size` / 2 numbers, and those that are not floats. Sizes are
+    those of a core's slice. `reported` has the rate that is reached, the log the names.
 
     On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
-    for TPUs by TensorFlow have no all-gather and take an all-to-all of the same bytes for it.
-    `ShardedUpdateOptimizer` cuts its parts from the sums. float64 is sent in float32's precision.
+    for TPUs by TensorFlow have no all-gather and use an all-to-all of the same bytes.
+    `ShardedUpdateOptimizer` cuts its parts from the sums. float64 is sent with float32's precision.
 
     State, by name: `<variable>/quantization_error`, a value for each core.
 
@@ -73,18 +72,18 @@ class QuantizedAllReduce(GradientStrategy):
         error_feedback: bool = True,
         reducer: Strategy | None = None,
     ):
-        """Sets what is sent.
+        """Sets the quantization.
 
         Args:
-          bits: of a number, 8 or 4.
-          block_size: numbers that share a scale; even where two share a byte.
-          error_feedback: whether a core keeps what it has not sent. That takes a float32 number for
-            each of the gradient's on each core.
-          reducer: the strategy of all other sums; None for `FusedAllReduce()`.
+          bits: bits of a number, 8 or 4.
+          block_size: numbers that share a scale; even with 4 bits.
+          error_feedback: whether a core keeps the error of quantization, a float32 tensor of the
+            gradient's size, and adds it to its next gradient.
+          reducer: the strategy of all other sums; None takes `FusedAllReduce()`.
 
         Raises:
-          TypeError: reducer is no strategy, or error_feedback no truth value.
-          ValueError: bits or block_size are something else.
+          TypeError: reducer is not a strategy, or error_feedback is not a bool.
+          ValueError: bits or block_size is anything else.
         """
         super().__init__(reducer)
         if isinstance(bits, bool) or bits not in _BITS:
@@ -104,7 +103,7 @@ class QuantizedAllReduce(GradientStrategy):
         maker.report(self._compression(gradients))
 
         def error(gradient: GradientOfCores) -> mtf.Variable | None:
-            # By the whole gradient: no mesh splits one that is small into larger slices.
+            # Decided by the whole gradient, as slices on any mesh are smaller.
             if not (self.error_feedback and self._sends(gradient.dtype, gradient.shape.size)):
                 return None
             name = f"{gradient.name}/quantization_error"
@@ -146,7 +145,7 @@ class QuantizedAllReduce(GradientStrategy):
     def _exchange(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Sums of values, and what each core has not sent of them; float32."""
+        """Returns sums of values, and each core's error of quantization; float32."""
         blocks, parts = self._blocks, groups.group_size
         shapes = [x.slice_shape for x in values]
 
@@ -163,7 +162,7 @@ class QuantizedAllReduce(GradientStrategy):
             return unpack(decode(numbers, scales, blocks))
 
         def plus_own(left: tf.Tensor, of_sum: tf.Tensor, position: Any) -> tuple[tf.Tensor, ...]:
-            # What the sum of a core's own part lacks waits on that core.
+            # A core keeps the error of the sum of its own part.
             here = tf.reshape(tf.equal(tf.range(parts), position), [parts, 1, 1])
             return unpack(left + tf.where_v2(here, of_sum[tf.newaxis], 0.0))
 
@@ -182,7 +181,7 @@ class QuantizedAllReduce(GradientStrategy):
         return Blocks(self.bits, self.block_size)
 
     def _sends(self, dtype: tf.DType, size: int) -> bool:
-        """Whether a gradient, or a core's slice of one, is sent in blocks."""
+        """Whether a gradient, or a core's slice of one, is quantized."""
         return dtype.is_floating and size > 0 and self._blocks.pay(size)
 
     def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:

@@ -108,10 +108,10 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     for operation in _needed(_operations(fetches, "count_process_transfers")):
         target = _certain_process(operation)
         for tensor in operation.inputs:
-            if _crosses(tensor.op, target) and tensor.dtype != tf.resource:
+            if _is_sent(tensor.op, target) and tensor.dtype != tf.resource:
                 tensors[tensor.name, target] = tensor
         for before in operation.control_inputs:
-            if _crosses(before, target):
+            if _is_sent(before, target):
                 signals.add((before.name, target))
     known = all(x.shape.is_fully_defined() for x in tensors.values())
     return ProcessTransfers(
@@ -123,7 +123,7 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     )
 
 
-def _crosses(source: tf.Operation, target: Any) -> bool:
+def _is_sent(source: tf.Operation, target: Any) -> bool:
     return target is not None and _certain_process(source) not in (None, target)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync.train.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def check_count(name: str, value: Any, optional: bool = False) -> None:
     Raises:
       ConfigError: if it is not.
     """
-    if (optional and value is None) or is_whole(value):
+    if (optional and value is None) or is_whole_number(value):
         return
     raise ConfigError(
         f"train.run.{name} must be a positive integer{' or None' if optional else ''}; "

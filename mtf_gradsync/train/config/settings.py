@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any, Callable, Dict, Tuple, Union
 
-from mtf_gradsync._numbers import is_number, is_whole
+from mtf_gradsync._numbers import is_number, is_whole_number
 from mtf_gradsync.train.config.mesh import MeshSettings
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.transformer import learning_rate_schedules, transformer_utils
@@ -22,12 +22,12 @@ def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
     Raises:
       ConfigError: if it is neither a positive integer nor a dict of them with "targets".
     """
-    if is_whole(sequence_length):
+    if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}
     if (
         isinstance(sequence_length, dict)
         and "targets" in sequence_length
-        and all(map(is_whole, sequence_length.values()))
+        and all(map(is_whole_number, sequence_length.values()))
     ):
         return dict(sequence_length)
     raise ConfigError(
@@ -55,7 +55,7 @@ def resolve_batch_size(
       ConfigError: if it has another form, or the mesh cannot split it evenly.
     """
     given = batch_size
-    if is_whole(given):
+    if is_whole_number(given):
         size = given
     else:
         try:

@@ -126,8 +126,8 @@ def watch_waits(optimizers: Sequence[Any]) -> Watches:
 
 def watch_skips(optimizers: Sequence[Any]) -> Watches:
     """Returns watches that return a line for the log where a step was skipped."""
-    told = [opt.told for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
-    return Watches(one for one in told if one and one.takes_a_hook)
+    reports = [opt.skip_report for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
+    return Watches(one for one in reports if one and one.takes_a_hook)
 
 
 class GraphRunner(Runner):

@@ -191,7 +191,7 @@ class Outside:
             if facts.node[source].op == "TPUReplicatedOutput":
                 if number != CONTROL:
                     data.append(self._return(graph_def, source, number))
-            elif not self._crosses(name, source, number):
+            elif not self._is_sent(name, source, number):
                 (control if number == CONTROL else data).append(join_input(source, number))
             elif number == CONTROL:
                 self._run_before.setdefault(name, set()).add(source)
@@ -200,7 +200,7 @@ class Outside:
         copy.input.extend(data + control)
         graph_def.node.append(copy)
 
-    def _crosses(self, name: str, source: str, number: int) -> bool:
+    def _is_sent(self, name: str, source: str, number: int) -> bool:
         """Returns whether an input of the last part is a value of the first, not just a handle."""
         if name not in self._after or source in self._after:
             return False

@@ -31,9 +31,12 @@ def sgd():
         ({"inner_steps": 4, "outer_momentum": 1.0, **FOUR}, "outer_momentum must be from 0"),
         ({"inner_steps": 4, "outer_momentum": -0.1, **FOUR}, "outer_momentum must be from 0"),
         ({"inner_steps": 4}, "there is no mesh yet"),
-        ({"inner_steps": 4, **FOUR, "outer_dims": "rows"}, "outer_dims must be of batch_dims"),
-        ({"inner_steps": 4, **FOUR, "outer_dims": ()}, "no axis to make islands of"),
-        ({"inner_steps": 4, "mesh_shape": "all:1", "layout": "batch:all"}, "no axis to make isl"),
+        (
+            {"inner_steps": 4, **FOUR, "outer_dims": "rows"},
+            "outer_dims must be names in batch_dims",
+        ),
+        ({"inner_steps": 4, **FOUR, "outer_dims": ()}, "There are no islands"),
+        ({"inner_steps": 4, "mesh_shape": "all:1", "layout": "batch:all"}, "There are no isl"),
         (
             {"inner_steps": 4, **TWO_LEVELS, "mesh_shape": "a:1;b:2", "outer_dims": "outer"},
             "split over one island",
@@ -62,11 +65,15 @@ def model():
 @pytest.mark.parametrize(
     ("arguments", "change", "error"),
     [
-        ({"fragments": 8}, lambda grads: grads, "into fragments=8 sets, but only 4 of them"),
+        (
+            {"fragments": 8},
+            lambda grads: grads,
+            "fragments=8 variables with gradients, but got 4",
+        ),
         (
             {"fragments": 2},
             lambda grads: [*grads[:1], None, None, None],
-            "into fragments=2 sets, but only 1 of them",
+            "at least fragments=2 variables with gradients, but got 1",
         ),
         ({}, lambda grads: gs.clip_by_global_norm(grads, 1.0)[0], "NEEDS_SUM|needs the sum over"),
         (
@@ -92,7 +99,7 @@ def test_gradients_are_applied_once_in_a_graph():
     grads = mtf.gradients([loss], [v.value for v in variables])
     assert opt.apply_grads([None] * len(grads), variables) == []
     opt.apply_grads(grads, variables)
-    with pytest.raises(ValueError, match="values of their own of 'w1' already"):
+    with pytest.raises(ValueError, match="has applied a gradient of 'w1' in this graph"):
         opt.apply_grads(grads, variables)
 
 

@@ -39,7 +39,7 @@ def of_steps_and_rounds(rows):
     return [r for r in rows if not r.is_conditional], [r for r in rows if r.is_conditional]
 
 
-def test_between_outer_steps_only_numbers_cross_between_islands():
+def test_between_outer_steps_only_numbers_are_sent_between_islands():
     for mesh in ("4", "2x2x2"):
         bare = sent(rows_between_islands(models.OPTIMIZERS["adam"], mesh))
         every_step, rounds = of_steps_and_rounds(outer(mesh, 36))

@@ -71,5 +71,5 @@ def test_skipped_steps_are_logged(runtime, tmp_path, capfd):
     ]
     small_lm.train("lm_float16.gin", tmp_path, "batch:2;model:1", 2, *bindings)
     error = capfd.readouterr().err
-    assert "step left out, gradients that are not finite: transformer/" in error
+    assert "step skipped, gradients that are not finite: transformer/" in error
     assert "left out 2" in error
