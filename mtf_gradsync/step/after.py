@@ -61,10 +61,10 @@ def values_after(
     """What variables hold after operations, whether or not the branch that they are part of ran.
 
     Args:
-      variables: mesh variables, at least one.
+      variables: mesh variables.
       writes: what writes them; mtf operations that are lowered before.
 
     Returns:
       A tensor of each variable's shape, in the dtype that its slices have.
     """
-    return _ValuesAfter(variables, writes).outputs
+    return _ValuesAfter(variables, writes).outputs if variables else []

@@ -17,9 +17,10 @@ from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
+from mtf_gradsync.optimizers.told import TellsSkips
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, WatchHook, values_after
+from mtf_gradsync.step import Gate, Plan, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales whose reciprocals are far from float32's limits, too.
@@ -27,7 +28,7 @@ _LEAST, _MOST = 1e-30, 1e30
 
 
 @gin.configurable(module="mtf_gradsync")
-class LossScaleOptimizer(Wrapper):
+class LossScaleOptimizer(TellsSkips, Wrapper):
     """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
 
     Gradients of narrow floats (float16) then do not become zero where they are small. A step with
@@ -61,7 +62,6 @@ class LossScaleOptimizer(Wrapper):
     _state = OfStep[Union[LossScaleState, None]](None)
     _now = OfStep[Union[LossScaleState, None]](None)
     _writes = OfStep[Sequence[mtf.Operation]](())
-    _told = OfStep[Union[TellNotFinite, None]](None)
 
     def __init__(
         self,
@@ -132,31 +132,6 @@ class LossScaleOptimizer(Wrapper):
     def skipped(self) -> mtf.Variable | None:
         """Steps skipped so far (int32); None before gradients were computed or applied."""
         return self._state and self._state.skipped
-
-    @property
-    def told(self) -> TellNotFinite | None:
-        """What tells of skipped steps; None before gradients were applied."""
-        return self._told
-
-    def make_session_run_hook(self) -> WatchHook:
-        """Makes a hook that logs which gradients of which shards a step was skipped for.
-
-        On placement meshes the step itself prints that, and the hook does nothing.
-
-        Returns:
-          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
-          before.
-        """
-
-        def told() -> TellNotFinite:
-            if self._told is None:
-                raise ValueError(
-                    "LossScaleOptimizer.apply_gradients (or apply_grads) has to be called before "
-                    "its hook is used."
-                )
-            return self._told
-
-        return WatchHook(told)
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""

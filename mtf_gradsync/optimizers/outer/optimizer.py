@@ -24,13 +24,14 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_di
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
+from mtf_gradsync.optimizers.told import TellsSkips
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.step import Islands, Plan
 
 
 @gin.configurable(module="mtf_gradsync")
-class OuterOptimizer(Wrapper):
+class OuterOptimizer(TellsSkips, Wrapper):
     """Lets islands of the mesh train apart, and moves them together every so many updates.
 
     Each island, a coordinate along the axes of `outer_dims`, updates values of its own, from the
@@ -45,8 +46,8 @@ class OuterOptimizer(Wrapper):
     batch, and of the first one elsewhere.
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
-    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`. The variable itself has the
-    outer values.
+    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
+    `<name>/bad_loss`. The variable itself has the outer values.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`.
@@ -95,8 +96,10 @@ class OuterOptimizer(Wrapper):
             inner_steps / fragments updates: less is sent at a time, and the same in all.
           outer_dims: which of batch_dims are split over islands; None for all of them. The
             others are split over the replicas inside of an island.
-          leave_out_not_finite: whether an island with values, or slots, that are not finite is
-            skipped in an outer step: it begins anew with the outer values and zeros in its slots.
+          leave_out_not_finite: whether an island with a loss, values, or slots that are not finite
+            is skipped in an outer step: it begins anew with the outer values and zeros in its slots.
+            The loss is that of any update since the outer step before, of each micro step too, but
+            not one inside of a loop.
           name: name of the wrapper, prefix of its state.
           learning_rate: only with a class or factory as opt: passed on untouched, to the inner
             optimizer.
@@ -168,6 +171,11 @@ class OuterOptimizer(Wrapper):
                     f"{variable.shape.to_string} over an axis of the islands, so that no island "
                     "has all of it: lay it out over another mesh axis, or make islands along "
                     "others by outer_dims."
+                )
+            if isinstance(variable, mtf.StackedVariable):
+                raise ValueError(
+                    f"{self.name}: {variable.name!r} is a stack of variables: apply gradients "
+                    "before graph.rewrite_stack_variables is called."
                 )
             if held.holder(variable) is not None:
                 raise ValueError(

@@ -24,8 +24,8 @@ _logger = logging.getLogger("mtf_gradsync")
 class _Maker(StateMaker):
     """Makes the variables of a strategy's state, and records them."""
 
-    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook):
-        self.name = name
+    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str = ""):
+        self.name, self._if_taken = name, if_taken
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable] = []
         self.compression: Compression | None = None
@@ -41,6 +41,8 @@ class _Maker(StateMaker):
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
         mesh = self._gradients.mesh
+        if self._if_taken and name in mesh.graph.name_to_variable:
+            name = f"{name}/{self._if_taken}"
         if name in mesh.graph.name_to_variable:
             raise ValueError(
                 f"The graph has a variable {name!r} already: gradients that strategies keep state "
@@ -83,6 +85,7 @@ def reduce_apart(
     reduction: Reduction,
     slots: SlotBook,
     reduced_before: frozenset[mtf.Variable],
+    beside: bool = False,
 ) -> ReducedApart:
     """Reduces the gradients that a strategy has a way of its own for.
 
@@ -94,6 +97,8 @@ def reduce_apart(
       reduction: of a strategy that `is_apart`.
       slots: where variables are recorded.
       reduced_before: variables whose gradients have been reduced in this step.
+      beside: whether these are not the step's gradients, for which a strategy may keep state, too:
+        names of state then end with the wrapper's where they are taken.
 
     Returns:
       The gradients and the state.
@@ -113,7 +118,8 @@ def reduce_apart(
     for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
         variables, given = [v for v, _ in pairs], [g for _, g in pairs]
         some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
-        maker = _Maker(gradients, "/".join([reduction.name, *some]), slots)
+        if_taken = reduction.name if beside else ""
+        maker = _Maker(gradients, "/".join([reduction.name, *some]), slots, if_taken)
         told = [
             GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
             for g, v in zip(given, variables)

@@ -191,12 +191,14 @@ class StepBuilder(StepConditions):
         self._note(sources, parts, strategy)
         return finished(gradients.with_present(parts, Form.PART), self._opt)
 
-    def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+    def reduce_whole(
+        self, gradients: GradientSet, reduction: Reduction, beside: bool = False
+    ) -> GradientSet:
         """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
         given = gradients.present
         if not given:
             return gradients
-        gradients = self._apart(gradients, reduction)
+        gradients = self._apart(gradients, reduction, beside)
         dims = [
             [d for d in g.shape.dims if d not in v.shape.dims]
             for g, v in zip(gradients.present, gradients.owners)
@@ -205,6 +207,17 @@ class StepBuilder(StepConditions):
         sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
         self._note(given, sums, strategy)
         return gradients.with_present(sums, Form.REDUCED)
+
+    def reduce_beside(self, values: GradientSet, reduction: Reduction) -> GradientSet:
+        """`reduce_whole` for what is reduced beside the step's gradients, or after them.
+
+        What a strategy keeps for it has names of its own where one keeps state for the gradients.
+        """
+        first, apart = self.reduced, self._reduced_apart
+        self._reduced_apart = frozenset()
+        values = self.reduce_whole(values, reduction, beside=True)
+        self.reduced, self._reduced_apart = first, apart
+        return values
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
@@ -250,11 +263,13 @@ class StepBuilder(StepConditions):
             self.per_shard = result
         return result
 
-    def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+    def _apart(
+        self, gradients: GradientSet, reduction: Reduction, beside: bool = False
+    ) -> GradientSet:
         """Gradients, those reduced that the strategy has a way of its own for."""
         if gradients.form.is_reduced or not reduction.is_apart:
             return gradients
-        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
+        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart, beside)
         self._used_apart.append(reduction.strategy)
         self._reduced_apart |= done.owners
         self._kept += done.kept
