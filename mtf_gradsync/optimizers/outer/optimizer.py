@@ -97,7 +97,7 @@ class OuterOptimizer(TellsSkips, Wrapper):
           outer_dims: which of batch_dims are split over islands; None for all of them. The
             others are split over the replicas inside of an island.
           leave_out_not_finite: whether an island with a loss, values, or slots that are not finite
-            is skipped in an outer step: it begins anew with the outer values and zeros in its slots.
+            is skipped in an outer step: it begins anew with the outer values and slots of zeros.
             The loss is that of any update since the outer step before, of each micro step too, but
             not one inside of a loop.
           name: name of the wrapper, prefix of its state.
