@@ -12,7 +12,7 @@ class Reshaped:
 
     def __init__(self, variable: Any, shape: list[int]):
         self._variable = variable
-        self.shape, self.dtype = tf.TensorShape(shape), variable.dtype
+        self.shape, self.dtype = tf.TensorShape(shape), variable.dtype.base_dtype
         # What stands for the slices of a SIMD mesh has no device of its own.
         self.device = getattr(variable, "device", "")
 

@@ -136,6 +136,29 @@ def unscaled_gradients(
     return on_present(grads, lambda some: [outputs.get(g, g) for g in some])
 
 
+def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
+    """The losses that gradients come from, but for those inside of loops.
+
+    Args:
+      grads: of one graph, perhaps cast, summed or scaled since.
+    """
+    if not grads:
+        return []
+    computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
+    outside = set(grads[0].graph.operations)
+    found: dict[mtf.Tensor, None] = {}
+    seen, pending = set(grads), list(grads)
+    while pending:
+        tensor = pending.pop()
+        if tensor in computed:
+            found.update(dict.fromkeys(x for x in computed[tensor] if x.operation in outside))
+            continue
+        new = [x for x in _sources(tensor) if x not in seen]
+        seen.update(new)
+        pending += new
+    return list(found)
+
+
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
     """Raises ValueError if the loss of one seed is made of gradients by another one."""
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]

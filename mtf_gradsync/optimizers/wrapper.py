@@ -64,6 +64,8 @@ class Wrapper(
     step = OfStep[Union[StepBuilder, None]](None)
     times_applied = OfStep(0)
     _slots = OfStep(SlotBook())
+    # The replica axes of an island, where it stands inside of one.
+    _inside: ReplicaAxes | None = None
 
     def _wrap(
         self,
@@ -139,6 +141,7 @@ class Wrapper(
           islands: the axes between islands.
           inside: the replica axes inside an island.
         """
+        self._inside = inside
         if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
             self.axes = inside
             self._shard_names = inside.batch_dims
@@ -266,7 +269,8 @@ class Wrapper(
     def _gradient_reduction(self) -> Reduction:
         """How this wrapper reduces gradients."""
         strategy = self._gradient_reducer
-        return Reduction(strategy, self._shard_names, self.axes, self.name, self.reducer)
+        axes = self.axes or self._inside
+        return Reduction(strategy, self._shard_names, axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:
         graph = step.plan.graph

@@ -22,13 +22,25 @@ class VariableAccess:
           graph: the graph, with variables made by TensorFlow's own functions.
         """
         self.read: dict[str, str] = {}
+        self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
         # A variable makes one read and one assignment of its own; later ones are the program's.
         for op in graph.get_operations():
             if op.type == "ReadVariableOp" and op.inputs[0].op.type == "VarHandleOp":
                 self.read.setdefault(op.inputs[0].op.name, op.outputs[0].name)
+            elif op.type == "VarIsInitializedOp":
+                self._exists.setdefault(op.inputs[0].op.name, op.outputs[0].name)
             elif op.type == "AssignVariableOp" and op.inputs[0].op.type == "VarHandleOp":
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
+
+    def read_all(self, session: tf.Session) -> dict[str, Any]:
+        """Values of all variables but those that nobody has initialized, which none of a step uses.
+
+        Args:
+          session: as for `set`.
+        """
+        exists = session.run(self._exists)
+        return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
         """Sets variables.

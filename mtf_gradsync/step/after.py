@@ -61,10 +61,10 @@ def values_after(
     """Returns the values of variables after operations, whether or not their branch ran.
 
     Args:
-      variables: mesh variables, at least one.
+      variables: mesh variables.
       writes: mtf operations that write them, lowered before.
 
     Returns:
       A tensor of each variable's shape, in the dtype that its slices have.
     """
-    return _ValuesAfter(variables, writes).outputs
+    return _ValuesAfter(variables, writes).outputs if variables else []

@@ -9,13 +9,17 @@ import threading
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
+import numpy as np
+
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.runners.runner import Runner, stack_skips_not_finite
+from mtf_gradsync.train.runners.runner import Runner, most_bad_losses
 
+# Of what is reported, the counts of what was skipped.
+_SKIPPED = ("loss_scale/skipped", "outer/skipped")
 # Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (
     tf.errors.OpError,
@@ -193,7 +197,7 @@ class _Loop:
         self.step = self._saved_at = runner.first_step
         # Updates made by the end of each step, where the optimizers count them.
         self._updates: list[int] = []
-        # Steps that an optimizer has skipped.
+        # How much optimizers have skipped.
         self._skipped = 0
         self.seconds = 0.0
         self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
@@ -282,7 +286,7 @@ class _Loop:
         if self._settings.timeline_steps and values.get("update_step") is not None:
             self._updates.append(int(values["update_step"]))
         self.progress.update(step, loss, values["fields"])
-        skipped = int(values["fields"].get("left out", 0))
+        skipped = sum(int(np.sum(values["reported"].get(tag, 0))) for tag in _SKIPPED)
         if skipped > self._skipped:
             line = self._runner.skip_reason()
             if line:
@@ -318,15 +322,13 @@ class Patience:
     goes on while it still makes updates.
     """
 
-    _STEPS = 100
-
     def __init__(self, optimizers: Sequence[Any]):
         """Begins a run.
 
         Args:
           optimizers: the optimizer and those inside it.
         """
-        self._most = self._STEPS if stack_skips_not_finite(optimizers) else 0
+        self._most = most_bad_losses(optimizers)
         self._bad = 0
         self._update_step: int | None = None
 

@@ -18,9 +18,10 @@ from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
+from mtf_gradsync.optimizers.skip_reports import ReportsSkips
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, WatchHook, values_after
+from mtf_gradsync.step import Gate, Plan, Watched, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales that, like their reciprocals, are far from float32's limits.
@@ -28,7 +29,7 @@ _LEAST, _MOST = 1e-30, 1e30
 
 
 @gin.configurable(module="mtf_gradsync")
-class LossScaleOptimizer(Wrapper):
+class LossScaleOptimizer(ReportsSkips, Wrapper):
     """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
 
     So small gradients of narrow dtypes (float16) do not become zero. A step with a gradient that is
@@ -59,7 +60,6 @@ class LossScaleOptimizer(Wrapper):
     _state = OfStep[Union[LossScaleState, None]](None)
     _now = OfStep[Union[LossScaleState, None]](None)
     _writes = OfStep[Sequence[mtf.Operation]](())
-    _skip_report = OfStep[Union[ReportNotFinite, None]](None)
 
     def __init__(
         self,
@@ -131,36 +131,11 @@ class LossScaleOptimizer(Wrapper):
         return self._state and self._state.skipped
 
     @property
-    def skip_report(self) -> ReportNotFinite | None:
-        """The operation that reports skipped steps; None before gradients were applied."""
-        return self._skip_report
-
-    @property
-    def told(self) -> ReportNotFinite | None:
+    def told(self) -> Watched | None:
         """The deprecated name of `skip_report`."""
         text = "LossScaleOptimizer.told is deprecated: use LossScaleOptimizer.skip_report."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         return self.skip_report
-
-    def make_session_run_hook(self) -> WatchHook:
-        """Makes a hook that logs, for skipped steps, which gradients were not finite.
-
-        On placement meshes the step itself prints that, and the hook does nothing.
-
-        Returns:
-          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
-          before.
-        """
-
-        def skip_report() -> ReportNotFinite:
-            if self._skip_report is None:
-                raise ValueError(
-                    f"{self.name} has no step yet: call apply_gradients (or apply_grads) before "
-                    "its hook is used."
-                )
-            return self._skip_report
-
-        return WatchHook(skip_report)
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""

@@ -21,13 +21,14 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_di
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
+from mtf_gradsync.optimizers.skip_reports import ReportsSkips
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.step import Islands, Plan
 
 
 @gin.configurable(module="mtf_gradsync")
-class OuterOptimizer(Wrapper):
+class OuterOptimizer(ReportsSkips, Wrapper):
     """Trains islands of the mesh separately, and synchronizes them every `inner_steps` updates.
 
     Each island, a coordinate along the axes of `outer_dims`, updates its own values with gradients
@@ -41,8 +42,8 @@ class OuterOptimizer(Wrapper):
     islands if Mesh-TF sums over the batch, otherwise of the first one.
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
-    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`. The variable itself holds
-    the outer values.
+    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
+    `<name>/bad_loss`. The variable itself holds the outer values.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`.
@@ -91,8 +92,10 @@ class OuterOptimizer(Wrapper):
             inner_steps / fragments updates: less is sent at a time, and the same in total.
           outer_dims: the names in batch_dims that are split over islands; None for all of them.
             The others are split over the replicas inside an island.
-          leave_out_not_finite: whether an outer step skips islands with values or slots that are
-            not finite: these restart with the outer values and zeros in their slots.
+          leave_out_not_finite: whether an outer step skips islands with a loss, values or slots
+            that are not finite: these restart with the outer values and zeros in their slots. The
+            losses are those of all microbatch steps since the outer step before, except inside of
+            loops.
           name: name of the wrapper, prefix of its state.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
@@ -163,6 +166,11 @@ class OuterOptimizer(Wrapper):
                     f"{variable.shape.to_string} over an axis of the islands, so that no island "
                     "has all of it: split it over another mesh axis, or choose other axes for "
                     "islands by outer_dims."
+                )
+            if isinstance(variable, mtf.StackedVariable):
+                raise ValueError(
+                    f"{self.name}: {variable.name!r} is a stack of variables: apply gradients "
+                    "before graph.rewrite_stack_variables is called."
                 )
             if held.holder(variable) is not None:
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.optimizers.outer.fragments import fragments_of
+from mtf_gradsync.optimizers.outer.skipped import LossesOfTurn, ReportSkippedIslands
 from mtf_gradsync.optimizers.outer.tensors import Agreed, SameSlices, differing_variables
 from mtf_gradsync.optimizers.outer.variables import (
     OuterVariable,
@@ -72,6 +73,13 @@ class OuterSteps(Stage):
         shapes = [self._without_islands(g.shape) for g in gradients.present]
         own = SameSlices(gradients.present, shapes, float(islands.num_shards)).outputs
         self._gradients, self._made_before = own, set(gradients.graph.all_variables)
+        if wrapper.leave_out_not_finite:
+            turn = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
+            given = [g for g in step.received[0].grads if g is not None]
+            self._losses = LossesOfTurn(given, turn, islands, wrapper.plain_reducer, wrapper.name)
+            wrapper._slots.record([self._losses.variable], self._variables)
+            now = self._losses.last
+            step.write([mtf.assign(self._losses.variable, now)], step.gate([now]))
         form = Form.PER_SHARD if wrapper.inside.shard_dims else Form.REDUCED
         return gradients.with_present(own, form)
 
@@ -173,9 +181,7 @@ class OuterSteps(Stage):
         wrapper, islands = self._wrapper, self._islands
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(away), tuple(variables), Form.PER_SHARD)
-        first = step.reduced  # the step's first reduction, of gradients, is not to be replaced
-        sums = step.reduce_now(given, reduction).present
-        step.reduced = first
+        sums = step.reduce_extra(given, reduction).present
         step.write_state()
         if count is None:
             return [x * (1.0 / islands.num_shards) for x in sums]
@@ -191,7 +197,8 @@ class OuterSteps(Stage):
         values = list(step.value_after([*self._variables, *slots], updates))
         found = NotFinite(values, self._islands, self._wrapper.plain_reducer).outputs[0]
         dims = mtf.Shape(list(self._islands.shard_dims))
-        return mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)
+        count = mtf.reduce_sum(found, output_shape=dims) + self._losses.are_bad()
+        return mtf.greater(count, 0.0)
 
     def _begin_anew(
         self,
@@ -216,6 +223,8 @@ class OuterSteps(Stage):
                 is_slot = index >= len(anew)
                 writes.append(mtf.assign(variable, _where(mine, new, old, is_slot)))
             step.add(step.plan.graph.combine_assignments(writes))
+            self._wrapper._skip_report = ReportSkippedIslands(skipped, before, self._wrapper.name)
+            step.add([self._wrapper._skip_report])
 
 
 def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:

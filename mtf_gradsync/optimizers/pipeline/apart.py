@@ -24,8 +24,8 @@ _logger = logging.getLogger("mtf_gradsync")
 class _Maker(StateMaker):
     """Makes the variables of a strategy's state, and records them."""
 
-    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook):
-        self.name = name
+    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str = ""):
+        self.name, self._if_taken = name, if_taken
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable] = []
         self.compression: Compression | None = None
@@ -41,6 +41,8 @@ class _Maker(StateMaker):
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
         mesh = self._gradients.mesh
+        if self._if_taken and name in mesh.graph.name_to_variable:
+            name = f"{name}/{self._if_taken}"
         if name in mesh.graph.name_to_variable:
             raise ValueError(
                 f"The graph has a variable {name!r} already: a strategy with state reduces a "
@@ -83,6 +85,7 @@ def reduce_apart(
     reduction: Reduction,
     slots: SlotBook,
     reduced_before: frozenset[mtf.Variable],
+    extra: bool = False,
 ) -> ReducedApart:
     """Reduces gradients by `Strategy.reduce_gradients`.
 
@@ -94,6 +97,8 @@ def reduce_apart(
       reduction: a reduction whose strategy `is_apart`.
       slots: where variables are recorded.
       reduced_before: variables whose gradients were reduced before in this step.
+      extra: whether these are not the step's gradients. A strategy may keep state for both: names
+        of state end with the wrapper's where they are taken.
 
     Returns:
       The gradients and the state.
@@ -113,7 +118,8 @@ def reduce_apart(
     for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
         variables, given = [v for v, _ in pairs], [g for _, g in pairs]
         some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
-        maker = _Maker(gradients, "/".join([reduction.name, *some]), slots)
+        if_taken = reduction.name if extra else ""
+        maker = _Maker(gradients, "/".join([reduction.name, *some]), slots, if_taken)
         told = [
             GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
             for g, v in zip(given, variables)

@@ -190,12 +190,14 @@ class StepBuilder(StepConditions):
         self._note(sources, parts, strategy)
         return finished(gradients.with_present(parts, Form.PART), self._opt)
 
-    def reduce_now(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+    def reduce_now(
+        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
+    ) -> GradientSet:
         """Reduces gradients over the mesh, never to parts, without division and casts."""
         given = gradients.present
         if not given:
             return gradients
-        gradients = self._apart(gradients, reduction)
+        gradients = self._apart(gradients, reduction, extra)
         dims = [
             [d for d in g.shape.dims if d not in v.shape.dims]
             for g, v in zip(gradients.present, gradients.owners)
@@ -204,6 +206,17 @@ class StepBuilder(StepConditions):
         sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
         self._note(given, sums, strategy)
         return gradients.with_present(sums, Form.REDUCED)
+
+    def reduce_extra(self, values: GradientSet, reduction: Reduction) -> GradientSet:
+        """`reduce_now` for values that are not the step's gradients.
+
+        What a strategy keeps for it has names of its own where one keeps state for the gradients.
+        """
+        first, apart = self.reduced, self._reduced_apart
+        self._reduced_apart = frozenset()
+        values = self.reduce_now(values, reduction, extra=True)
+        self.reduced, self._reduced_apart = first, apart
+        return values
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
@@ -249,11 +262,13 @@ class StepBuilder(StepConditions):
             self.per_shard = result
         return result
 
-    def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+    def _apart(
+        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
+    ) -> GradientSet:
         """Reduces gradients by `Strategy.reduce_gradients`, if the strategy has it."""
         if gradients.form.is_reduced or not reduction.is_apart:
             return gradients
-        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
+        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart, extra)
         self._used_apart.append(reduction.strategy)
         self._reduced_apart |= done.owners
         self._kept += done.kept

@@ -7,13 +7,16 @@ import os
 from typing import Any, Callable, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer, traits_of
+from mtf_gradsync.optimizers import OuterOptimizer, SyncReplicasOptimizer, traits_of
+from mtf_gradsync.optimizers.skip_reports import ReportsSkips
 from mtf_gradsync.runtimes.checkpoints.saving import TrainingSaver
 from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.step import Watched
 from mtf_gradsync.timelines import Timeline, timeline
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.train_graph import TrainGraph
+
+_BAD_LOSSES = 100
 
 
 class Runner(abc.ABC):
@@ -93,8 +96,22 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
     """Returns whether an optimizer of a stack skips gradients that are not finite."""
     return any(
-        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite for opt in optimizers
+        traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or _skips_islands(opt)
+        for opt in optimizers
     )
+
+
+def most_bad_losses(optimizers: Sequence[Any]) -> int:
+    """Returns how many losses in a row may be not finite while there is no update."""
+    if not stack_skips_not_finite(optimizers):
+        return 0
+    # An island's loss may be one until it is skipped, at the end of a round.
+    rounds = [opt.inner_steps for opt in optimizers if _skips_islands(opt)]
+    return max([_BAD_LOSSES, *(2 * steps for steps in rounds)])
+
+
+def _skips_islands(opt: Any) -> bool:
+    return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
 class Watches:
@@ -126,7 +143,7 @@ def watch_waits(optimizers: Sequence[Any]) -> Watches:
 
 def watch_skips(optimizers: Sequence[Any]) -> Watches:
     """Returns watches that return a line for the log where a step was skipped."""
-    reports = [opt.skip_report for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
+    reports = [opt.skip_report for opt in optimizers if isinstance(opt, ReportsSkips)]
     return Watches(one for one in reports if one and one.takes_a_hook)
 
 

@@ -41,7 +41,7 @@ class DeviceVariables:
         """
         if self._cores.is_alone:
             return
-        values = self._session.run(self._access.read)
+        values = self._access.read_all(self._session)
         names = sorted(name for name, value in values.items() if value.dtype != object)
         digests = [
             np.frombuffer(hashlib.sha256(cast("Any", array)).digest(), np.uint8)

@@ -103,6 +103,16 @@ def test_gradients_are_applied_once_in_a_graph():
         opt.apply_grads(grads, variables)
 
 
+def test_variables_are_stacked_after_their_gradients_are_applied():
+    loss, _ = model()
+    hidden = mtf.Dimension("hidden", 8)
+    more = [mtf.get_variable(loss.mesh, f"layer_{i}", mtf.Shape([hidden])) for i in range(2)]
+    loss = loss + mtf.reduce_sum(more[0] * more[1])
+    loss.graph.rewrite_stack_variables()
+    with pytest.raises(ValueError, match="is a stack of variables: apply gradients before"):
+        gs.OuterOptimizer(sgd(), 8, **FOUR).minimize(loss)
+
+
 def test_an_optimizer_inside_that_fails_leaves_the_graph_as_it_was():
     class Fails(mtf.optimize.Optimizer):
         def apply_grads(self, grads, variables):

@@ -1,9 +1,13 @@
-"""Islands with values that are not finite are skipped, counted and begin anew."""
+"""Islands with losses or values that are not finite are skipped, named, counted and begin anew."""
+
+import logging
 
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.train.runners.runner import Watches, most_bad_losses, watch_skips
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, batches
@@ -72,6 +76,102 @@ def test_where_no_island_is_finite_the_outer_values_stay(mesh_kind):
             np.testing.assert_array_equal(found[kept], before[kept])
         np.testing.assert_array_equal(found[f"{name}/island"], np.stack([before[name]] * 4))
     assert list(found["OuterOptimizer/skipped"]) == [1] * 4
+
+
+LINE = "OuterOptimizer: outer step without islands whose loss or values are not finite: "
+
+
+def named(**arguments):
+    """What a run of a round without islands 0 and 2, and one with all, says of it."""
+    hooks, watches = [], []
+
+    def build(mesh, inputs):
+        inner = models.OPTIMIZERS["sgd"]()
+        opt = gs.OuterOptimizer(
+            inner, ROUND, mesh_shape=SHAPE, layout=LAYOUT, leave_out_not_finite=True, **arguments
+        )
+        with pytest.raises(ValueError, match="has to be called before"):
+            opt.make_session_run_hook().begin()
+        hooks.append(opt.make_session_run_hook())
+        updates = opt.minimize(models.mlp_loss(mesh, inputs))
+        watches.append(lambda: watch_skips([opt]))
+        return updates, {}
+
+    return build, hooks, watches
+
+
+def test_a_placement_mesh_prints_the_skipped_islands(capfd):
+    build, _, _ = named()
+    harness.run("placement", SHAPE, LAYOUT, build, broken(batches(2 * ROUND), 0, 0, 2))
+    printed = capfd.readouterr().err.splitlines()
+    assert [line for line in printed if line.startswith(LINE)] == [LINE + "0, 2."]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_elsewhere_a_hook_and_the_loop_log_them(fragments, caplog):
+    build, hooks, watches = named(fragments=fragments)
+    feeds = broken(batches(2 * ROUND), 0, 0, 2)
+    built = harness.built("simd", SHAPE, LAYOUT, build, feeds[0])
+    (hook,), (watch,) = hooks, watches
+    with built.graph.as_default(), caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        hook.begin()
+        watched: Watches = watch()
+        with built._session() as session:
+            hook.after_create_session(session, None)
+            assert watched.ask(session) is None
+            lines = []
+            for values in feeds:
+                session.run(built.updates, {built.inputs[k]: v for k, v in values.items()})
+                hook.after_run(tf.train.SessionRunContext(None, session), None)
+                lines.append(watched.ask(session))
+    assert [record.getMessage() for record in caplog.records] == [LINE + "0, 2."]
+    skipped_at = ROUND // fragments - 1
+    assert lines == [LINE + "0, 2." if i == skipped_at else None for i in range(len(feeds))]
+
+
+@pytest.mark.parametrize("shard_loss", [False, True])
+@pytest.mark.parametrize("step", range(ROUND))
+def test_an_island_whose_loss_alone_is_not_finite_is_skipped(step, shard_loss, mesh_kind):
+    """What is added to the loss has no gradient, so that all values stay finite."""
+
+    def build(mesh, inputs):
+        opt = gs.OuterOptimizer(
+            models.OPTIMIZERS["sgd"](), ROUND, outer_momentum=0.5, mesh_shape=SHAPE, layout=LAYOUT,
+            leave_out_not_finite=True,
+        )  # fmt: skip
+        batch, shards = mtf.Dimension("batch", 16), mtf.Dimension("batch", 4)
+        added = mtf.import_tf_tensor(mesh, inputs["added"], mtf.Shape([batch]))
+        if shard_loss:
+            added = mtf.reshape(added, mtf.Shape([shards, mtf.Dimension("each", 4)]))
+            added = mtf.reduce_mean(added, output_shape=mtf.Shape([shards]))
+        else:
+            added = mtf.reduce_mean(added)
+        return opt.minimize(models.mlp_loss(mesh, inputs) + added), gs.reported(opt)
+
+    feeds = [{**x, "added": np.zeros(16, "f")} for x in batches(2 * ROUND)]
+    feeds[step]["added"][4] = np.inf
+    found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
+    assert [list(f["outer/skipped"]) for f in found.fetched] == [
+        [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]
+    ]  # fmt: skip
+    assert list(found.variables["OuterOptimizer/bad_loss"]) == [0, 1, 0, 0]
+    three = [without(feed, 1) for feed in feeds[:ROUND]]
+    expected = outer_reference.train("sgd", three, 3, ROUND, 0.7, 0.5, True, ALL).outer
+    shorter = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds[:ROUND]).variables
+    for name, value in expected.items():
+        np.testing.assert_allclose(shorter[name], value, rtol=0, atol=96 * 2**-24)
+
+
+def test_a_run_waits_two_rounds_for_a_finite_loss():
+    def outer(steps, leave_out=True):
+        inner = models.OPTIMIZERS["sgd"]()
+        return gs.OuterOptimizer(
+            inner, steps, mesh_shape=SHAPE, layout=LAYOUT, leave_out_not_finite=leave_out
+        )
+
+    assert most_bad_losses([outer(500)]) == 1000
+    assert most_bad_losses([outer(2)]) == 100
+    assert most_bad_losses([outer(500, leave_out=False)]) == 0
 
 
 def test_all_fragments_of_a_skipped_island_begin_anew(mesh_kind):

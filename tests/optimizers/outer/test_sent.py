@@ -1,5 +1,7 @@
 """What crosses between islands: nothing on the steps between, and less in all."""
 
+import logging
+
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf
@@ -69,6 +71,23 @@ def test_fragments_send_the_same_in_parts():
     sizes = sorted(map(sent, branches.values()))
     assert sizes == [4 * 1, 4 * 1, 4 * 8, 4 * 48]  # float32, a variable each
     assert sum(sizes) == sent(whole)
+
+
+def test_a_variable_that_is_larger_than_a_share_is_said_once(caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    sizes = {"embedding": 60, "layer_0/w": 20, "layer_1/w": 20}
+    variables = [
+        mtf.get_variable(mesh, name, mtf.Shape([mtf.Dimension("d", n)])).operation
+        for name, n in sizes.items()
+    ]
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        assert [len(some) for some in fragments_of(variables, 2)] == [1, 2]
+        assert not caplog.records  # 60 of 100 is about a half
+        for _ in range(2):
+            fragments_of(variables, 3)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "sends 60% of all values between islands and not 33%" in line
+    assert "'embedding' has 60% of them" in line
 
 
 def test_layers_are_strided_and_no_set_is_larger_than_its_share():

@@ -22,9 +22,12 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.processes.watchdog import beats_go_on
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
+# The same cores, of which those of a process are an island.
+ISLANDS, ISLANDS_LAYOUT = "island:2;batch:2;model:2", "outer:island;batch:batch;hidden:model"
 CORES, ROWS, COLS = 8, 4, 2
 BATCH, INPUTS, HIDDEN = 16, 8, 6
 ACCUMULATED = 2
+ROUND = 2
 CORE_BATCH = [BATCH // ROWS, INPUTS]
 
 
@@ -43,7 +46,7 @@ class Plan:
       newest: whether it goes on from the newest checkpoint in its folder.
       pace: seconds of sleep before each step.
       silence: as for `start_processes`.
-      odd: the part that process 1 has in the test of that name.
+      odd: the part that process 1 has in the test of that name; "islands" is a model of islands.
     """
 
     index: int
@@ -62,25 +65,28 @@ class Plan:
 class Model:
     """Two layers, Adafactor, accumulation, sums over the mesh, one variable with random values."""
 
-    def __init__(self, wider: bool = False):
+    def __init__(self, wider: bool = False, islands: bool = False):
+        self.islands = islands
+        where = (ISLANDS, ISLANDS_LAYOUT) if islands else (MESH, LAYOUT)
         with tf.Graph().as_default():
             self.x = [tf.placeholder(tf.float32, CORE_BATCH, name=f"x_{c}") for c in range(CORES)]
-            with simd.tpu_program(MESH, LAYOUT) as program:
+            with simd.tpu_program(*where) as program:
                 self.program = program
                 self._build(program, 2.0 if wider else 1.0)
 
     def _build(self, program, factor):
         graph = mtf.Graph()
         mesh = mtf.Mesh(graph, "mesh")
-        batch, inputs, hidden = (
-            mtf.Dimension("batch", BATCH),
-            mtf.Dimension("inputs", INPUTS),
-            mtf.Dimension("hidden", HIDDEN),
-        )
+        inputs, hidden = mtf.Dimension("inputs", INPUTS), mtf.Dimension("hidden", HIDDEN)
+        batch = [mtf.Dimension("batch", BATCH)]
+        if self.islands:
+            batch = [mtf.Dimension("outer", 2), mtf.Dimension("batch", BATCH // 2)]
         self.part = part = program.per_replica(self.x)
-        x = mtf.import_laid_out_tensor(
-            mesh, program.mesh_impl.LaidOutTensor([part]), mtf.Shape([batch, inputs])
+        shape = mtf.Shape([*batch, inputs])
+        laid_out = program.mesh_impl.LaidOutTensor(
+            [tf.reshape(part, program.mesh_impl.slice_shape(shape))]
         )
+        x = mtf.import_laid_out_tensor(mesh, laid_out, shape)
         w = np.random.RandomState(1).randn(INPUTS, HIDDEN).astype(np.float32) / 4
         w = mtf.get_variable(mesh, "w", [inputs, hidden], initializer=tf.constant_initializer(w))
         v = np.random.RandomState(2).randn(HIDDEN, INPUTS).astype(np.float32) / 4
@@ -89,19 +95,33 @@ class Model:
         self.drawn = mtf.get_variable(
             mesh, "drawn", [hidden], initializer=tf.random_normal_initializer(), trainable=False
         )
-        y = mtf.einsum([mtf.tanh(mtf.einsum([x, w], reduced_dims=[inputs])), v], [batch, inputs])
+        y = mtf.einsum([mtf.tanh(mtf.einsum([x, w], reduced_dims=[inputs])), v], shape)
         loss = mtf.reduce_mean(mtf.square(y - x * factor))
-        opt = gs.GradientAccumulationOptimizer(
+        updates = self._optimizer().minimize(loss)
+        self.lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+        self.loss = self.lowering.export_to_tf_tensor(loss)
+        self.updates = [self.lowering.lowered_operation(op) for op in updates]
+
+    def _optimizer(self):
+        if self.islands:
+            return gs.OuterOptimizer(
+                mtf.optimize.AdafactorOptimizer(learning_rate=0.05),
+                ROUND,
+                outer_momentum=0.5,
+                leave_out_not_finite=True,
+                mesh_shape=ISLANDS,
+                layout=ISLANDS_LAYOUT,
+                batch_dims=("outer", "batch"),
+                outer_dims="outer",
+                reducer=gs.QuantizedAllReduce(block_size=4),
+            )
+        return gs.GradientAccumulationOptimizer(
             gs.CrossShardOptimizer(mtf.optimize.AdafactorOptimizer(learning_rate=0.05)),
             ACCUMULATED,
             average_aggregated_gradients=True,
             mesh_shape=MESH,
             layout=LAYOUT,
         )
-        updates = opt.minimize(loss)
-        self.lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
-        self.loss = self.lowering.export_to_tf_tensor(loss)
-        self.updates = [self.lowering.lowered_operation(op) for op in updates]
 
     def feeds(self, step, cores):
         """What some cores use in a step."""
@@ -149,6 +169,8 @@ class Run:
         model = self.model
         if plan.odd == "program" and plan.index == 1:
             model = Model(wider=True)
+        if plan.odd == "islands":
+            model = Model(islands=True)
         with model.program.graph.as_default():
             with xla.session(model.program, model.lowering, cache_dir=plan.cache) as session:
                 assert len(session.cores.local) == CORES // plan.count

@@ -1,0 +1,40 @@
+"""Wrappers that skip steps or islands, and report them."""
+
+from __future__ import annotations
+
+from typing import Union
+
+from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.step import Watched, WatchHook
+
+
+class ReportsSkips:
+    """Mixed into wrappers that skip something: the step reports it, or a session hook."""
+
+    step: object
+    _skip_report = OfStep[Union[Watched, None]](None)
+
+    @property
+    def skip_report(self) -> Watched | None:
+        """The operation that reports what was skipped; None before gradients were applied."""
+        return self._skip_report
+
+    def make_session_run_hook(self) -> WatchHook:
+        """Makes a hook that logs what a step skipped, and why.
+
+        On placement meshes the step itself prints that, and the hook does nothing.
+
+        Returns:
+          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
+          before.
+        """
+
+        def skip_report() -> Watched | None:
+            if self.step is None:
+                raise ValueError(
+                    f"{type(self).__name__} has no step yet: call apply_gradients (or "
+                    "apply_grads) before its hook is used."
+                )
+            return self._skip_report
+
+        return WatchHook(skip_report)

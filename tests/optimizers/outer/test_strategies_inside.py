@@ -1,0 +1,80 @@
+"""Strategies with state inside of islands, between them, and both at once."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from tests import models, reference
+from tests.optimizers.outer.test_checkpoints import assert_same_bits, built, session_of, train
+from tests.optimizers.outer.test_inside import where
+from tests.optimizers.outer.test_outer_steps import batches
+from tests.optimizers.pipeline.rounded_programs import rounding
+
+ROUND = 2
+
+
+def rounded_inside(opt, mesh, knows_mesh):
+    mesh = where(mesh) if knows_mesh else {"batch_dims": where(mesh)["batch_dims"]}
+    return gs.CrossShardOptimizer(opt, reducer=rounding(), **mesh)
+
+
+def state_names(values):
+    return sorted(name for name in values if "rounding_error" in name)
+
+
+@pytest.mark.parametrize("knows_mesh", [True, False])
+def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, tmp_path):
+    made = built(
+        mesh_kind, "2x2", ROUND, "sgd", lambda opt, mesh: rounded_inside(opt, mesh, knows_mesh),
+        reducer=rounding(), outer_learning_rate=1.0,
+    )  # fmt: skip
+    feeds = batches(2 * ROUND)
+    with session_of(made) as session:
+        train(made, session, feeds[:ROUND])
+        path, first = session.save(str(tmp_path / "round")), session.variables()
+        train(made, session, feeds[ROUND:])
+        expected = session.variables()
+    with session_of(made) as session:
+        session.restore(path)
+        train(made, session, feeds[ROUND:])
+        assert_same_bits(session.variables(), expected)
+    names = ["b1", "one", "scale", "w1"]
+    inside = [f"{name}/rounding_error/island" for name in names]
+    between = [f"{name}/rounding_error/OuterOptimizer" for name in names]
+    assert state_names(first) == sorted([*inside, *between])
+    assert first["w1/rounding_error/island"].shape == (2, 2, 6, 8)
+    assert first["w1/rounding_error/OuterOptimizer"].shape == (2, 6, 8)
+    start, islands = expected_islands(feeds[:ROUND])
+    for name, value in start.items():
+        away = np.stack([value - island[name] for island in islands])
+        sent = np.floor(away * 8 + 0.5) / 8
+        left = first[f"{name}/rounding_error/OuterOptimizer"]
+        np.testing.assert_allclose(left, away - sent, rtol=0, atol=64 * 2**-24)
+        np.testing.assert_allclose(
+            first[name], value - 1.5 * sent.mean(0), rtol=0, atol=64 * 2**-24
+        )
+
+
+def expected_islands(feeds):
+    """Where two islands of two replicas each begin and end, whose gradients are rounded sums."""
+    start = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
+    ends = []
+    for island in range(2):
+        values, errors = start, [{k: 0 * v for k, v in start.items()} for _ in range(2)]
+        for feed in feeds:
+            sums = dict.fromkeys(start, 0.0)
+            for replica, left in enumerate(errors):
+                x, y = (
+                    feed[k].astype(np.float64).reshape(2, 2, 2, 2, -1)[island, :, replica]
+                    for k in ("x", "y")
+                )
+                grads = reference.mlp_grads(values, x.reshape(4, -1), y.reshape(4, -1))
+                for name, grad in grads.items():
+                    # Half of the island's mean.
+                    wanted = grad / 2 + left[name]
+                    sent = np.floor(wanted * 8 + 0.5) / 8
+                    left[name] = wanted - sent
+                    sums[name] = sums[name] + sent
+            values = {k: v - 0.1 * sums[k] for k, v in values.items()}
+        ends.append(values)
+    return start, ends
