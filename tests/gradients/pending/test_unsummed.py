@@ -1,4 +1,4 @@
-"""What shards hold apart and nobody sums is told, whatever the wrapper promises."""
+"""Shards' values that nothing sums are reported, by every wrapper."""
 
 import logging
 
@@ -118,7 +118,7 @@ def updated():
 def test_what_nothing_sums_is_warned_of_once_by_variable_and_operation(what, caplog, mesh_kind):
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         result = harness.run(mesh_kind, MESH, LAYOUT, step(GRADIENTS[what], cross_shard()), [FEED])
-    said = [r.getMessage() for r in caplog.records if "nobody sums" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "nothing sums" in r.getMessage()]
     table, scale = updated()
     np.testing.assert_array_equal(result.variables["scale"], scale)  # small whole numbers
     if what in TOLD:
@@ -136,7 +136,7 @@ def test_errors_say_what_the_operation_does_and_what_to_do(what):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     inputs = {k: tf.constant(v) for k, v in FEED.items()}
     opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.25), 2, axes=AXES)
-    with pytest.raises(ValueError, match="nobody sums") as error:
+    with pytest.raises(ValueError, match="nothing sums") as error:
         opt.apply_grads(*gradients_on(mesh, inputs, GRADIENTS[what]))
     text = str(error.value)
     assert "variable 'table'" in text

@@ -23,10 +23,10 @@ def sgd():
         ({"loss_scale": float("inf")}, "loss_scale must be 'dynamic' or a number"),
         ({"loss_scale": True}, "loss_scale must be 'dynamic' or a number"),
         ({"initial_scale": -1.0}, "initial_scale must be greater than 0"),
-        ({"max_scale": 1e39}, "max_scale must be greater than 0, from .* so that float32 can hold"),
+        ({"max_scale": 1e39}, "max_scale must be greater than 0, from 1e-30 to 1e+30"),
         (
             {"min_scale": 1e-60},
-            "min_scale must be greater than 0, from .* so that float32 can hold",
+            "min_scale must be greater than 0, from 1e-30 to 1e+30",
         ),
         ({"loss_scale": 1e-60}, "that float32 can hold"),
         ({"initial_scale": 2.0**30}, "between min_scale and max_scale"),
@@ -56,7 +56,7 @@ def test_optimizers_of_tensorflow_are_for_another_class():
         ),
         (
             lambda: gs.SyncReplicasOptimizer(gs.LossScaleOptimizer(sgd()), 4, axes=AXES),
-            "never learns",
+            "cannot find that its scale",
         ),
         (
             lambda: gs.GradientAccumulationOptimizer(
@@ -65,7 +65,7 @@ def test_optimizers_of_tensorflow_are_for_another_class():
                 should_skip_update_fn=gs.skip_not_finite,
                 axes=AXES,
             ),
-            "never learns",
+            "cannot find that its scale",
         ),
         (
             lambda: gs.ShardedUpdateOptimizer(gs.LossScaleOptimizer(sgd()), axes=AXES),
@@ -200,7 +200,7 @@ def test_all_variables_at_once():
     optimizer = gs.LossScaleOptimizer(sgd())
     (first, second) = optimizer.compute_gradients(loss)
     optimizer.apply_grads(*zip(first))
-    with pytest.raises(ValueError, match="all variables at once"):
+    with pytest.raises(ValueError, match="all of them at once"):
         optimizer.apply_grads(*zip(second))
 
 
