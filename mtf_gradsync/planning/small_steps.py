@@ -8,6 +8,7 @@ import numpy as np
 
 Mesh = tuple[int, int]
 _HEADS = 4
+_FEW_MESHES = 3
 
 
 class Size(NamedTuple):
@@ -38,8 +39,8 @@ def choose(count: int) -> list[tuple[Mesh, Size]]:
 
     Returns:
       Meshes of batch and model with sizes: of each number of cores that divides `count`, along the
-      batch, along the model up to 4 cores, and both. Few cores appear with all sizes, as idle
-      processors count most there.
+      batch, along the model up to 4 cores, and both. One and two cores appear with all sizes, as
+      idle processors count most there, and so does every mesh where there are few.
     """
     meshes = [
         (cores // model, model)
@@ -50,8 +51,8 @@ def choose(count: int) -> list[tuple[Mesh, Size]]:
     ]
     chosen = []
     for number, mesh in enumerate(meshes):
-        few = mesh[0] * mesh[1] <= 2
-        sizes = _SIZES if few else (_SIZES[number % len(_SIZES)],)
+        takes_all = mesh[0] * mesh[1] <= 2 or len(meshes) <= _FEW_MESHES
+        sizes = _SIZES if takes_all else (_SIZES[number % len(_SIZES)],)
         chosen += [(mesh, size) for size in sizes]
     return chosen
 
@@ -82,7 +83,7 @@ def compile_step(mesh: Mesh, size: Size, devices: Sequence[Any]) -> tuple[Any, l
 def _values(mesh: Mesh, size: Size) -> list[Any]:
     """One core's weights, their statistics, and its input."""
     width = size.width
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(size.layers):
         heads = (width, _HEADS // mesh[1], width // _HEADS)
         for name in ("query", "key", "value", "back"):
