@@ -13,7 +13,7 @@ from mtf_gradsync.planning import small_steps
 from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_ROUNDS = 7
+_ROUNDS = 15
 # They name values and run nothing.
 _NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
 
@@ -151,7 +151,10 @@ def _run(compiled: Any, arguments: Sequence[Any]) -> None:
 
 
 def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
-    """Median seconds of each; a round runs all of them, every other in reverse."""
+    """Least seconds of each; a round runs all of them, every other in reverse.
+
+    What else runs on the machine only makes a step slower, so medians of a busy one say little.
+    """
     seconds = np.zeros((_ROUNDS, len(steps)))
     for number in range(_ROUNDS):
         for place in range(len(steps))[:: (-1) ** number]:
@@ -159,4 +162,4 @@ def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
             start = time.perf_counter()
             steps[place]()
             seconds[number, place] = time.perf_counter() - start
-    return [float(median) for median in np.median(seconds, axis=0)]
+    return [float(least) for least in seconds.min(axis=0)]
