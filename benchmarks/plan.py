@@ -1,14 +1,16 @@
 """Whether the order of mesh shapes that `mtf-gradsync plan` predicts is the one that is measured.
 
-On CPU devices of this machine, at rates that small programs measure first.
+On CPU devices of this machine, at rates that are fitted to small steps first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import sys
 import tempfile
+import time
 from typing import Any, Callable, Iterator
 
 from benchmarks import models, report, timing
@@ -61,14 +63,18 @@ def _measure(rounds: int, quick: bool) -> tuple[list[report.Row], tuple[str, ...
     counts = sorted({a * b for a, b in shapes})
     rows: list[report.Row] = []
     with tempfile.TemporaryDirectory() as cache_dir:
+        start = time.monotonic()
         machines = {n: CpuMachine(f"cpu:{n}", n, counts[-1], cache_dir) for n in counts}
+        calibrated = time.monotonic() - start
         for name, make in sizes.items():
             rows += _rows(name, make, shapes, machines, cache_dir, rounds)
-    return rows, tuple(
-        f"{n} devices: {1e6 * r.operation:.2f} us an operation, "
-        f"{1e-9 * n / r.products[128]:.0f} GFLOP/s (128 x 128), {1e-9 * n / r.byte:.1f} GB/s, "
-        f"all-reduce of all {1e6 * r.all_reduce(n, 1024) if n > 1 else 0:.0f} us"
-        for n, r in ((n, machine.rates) for n, machine in machines.items())
+    rates = machines[counts[-1]].rates
+    return rows, (
+        f"rates: {1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
+        f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
+        f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
+        f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores",
+        f"calibration: {calibrated:.0f} s",
     )
 
 

@@ -1,169 +1,165 @@
-"""Measures what CPU devices of this machine do in a second, by small programs of jax."""
+"""What the CPU devices of this machine take for the work of a step, fitted to small steps."""
 
 from __future__ import annotations
 
-import math
+import functools
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
-_CHAIN = 20
-_ROUNDS = 15
-# Products of square matrices of these widths; long chains of small ones, short ones of large.
-_WIDTHS = {32: 20, 64: 20, 128: 20, 256: 5, 512: 3}
-#: Width of the products between which all-reduces are measured, too.
-LOAD = 128
-# Floats that each core puts into a sum.
-_SIZES = (256, LOAD**2, 131072)
-# Floats of all devices together, as a step's own tensors are divided among them.
-_PASS = 2**20
+from mtf_gradsync._private.jax import compiled_hlo, cost_numbers
+from mtf_gradsync.planning import small_steps
+from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_Step = Callable[[Any], Any]
+_ROUNDS = 15
+# They name values and run nothing.
+_NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
+
+
+class Work(NamedTuple):
+    """What a step's time is predicted from. What a loop repeats counts once.
+
+    Attributes:
+      cores: how many run the program.
+      flops: floating-point operations of one core, by the compiler's count.
+      bytes: that one core's operations read and write, by the compiler's count.
+      operations: that one core starts.
+      meetings: collectives in which a core waits for others, each counted as its members' share of
+        all cores: where there are more groups than one, others work while one waits.
+    """
+
+    cores: int
+    flops: float
+    bytes: float
+    operations: int
+    meetings: float
+
+    def terms(self) -> tuple[float, ...]:
+        """What each of `Rates` is multiplied with, in its order."""
+        all_cores = self.cores * self.flops, self.cores * self.bytes, self.cores * self.operations
+        return (*all_cores, self.bytes, self.meetings)
 
 
 class Rates(NamedTuple):
-    """Seconds on the clock while all devices do the same at once.
+    """Seconds on the clock of each part of a step's work.
+
+    The cores share the machine's processors. So a step takes the work of all cores together, and
+    what processors stand idle: because a core's operations follow each other, which counts where
+    there are few cores, and because cores wait for each other.
 
     Attributes:
-      run: of a program that does nothing.
-      operation: of an operation on next to no data.
-      products: width of square matrices -> of a floating-point operation in their product.
-      byte: of a byte read or written.
-      sums: members of a group -> (bytes that each puts in, seconds of an all-reduce), by size.
-      waits: members of a group -> what an all-reduce takes more after a product of matrices of
-        width `LOAD`, where members wait for each other and other groups may work meanwhile.
+      flop: of a floating-point operation of any core.
+      byte: of a byte that any core reads or writes.
+      operation: of an operation of any core, however small.
+      core_byte: what a byte of one core takes more, as its operations follow each other. Products
+        of matrices have no such part, because all processors compute a large one.
+      meeting: that processors are idle when all cores meet in a collective.
     """
 
-    run: float
-    operation: float
-    products: dict[int, float]
+    flop: float
     byte: float
-    sums: dict[int, tuple[tuple[float, float], ...]]
-    waits: dict[int, float]
+    operation: float
+    core_byte: float
+    meeting: float
 
-    def product(self, batch: int, m: int, n: int, k: int) -> float:
-        """Seconds of products of [m, k] and [k, n], as of cubes of the same volume."""
-        width = (m * n * k) ** (1 / 3)
-        widths = sorted(self.products)
-        flop = np.interp(np.log(width), np.log(widths), [self.products[w] for w in widths])
-        return float(2.0 * batch * m * n * k * flop)
-
-    def all_reduce(self, members: int, size: float) -> float:
-        """Seconds of an all-reduce in groups that nobody waits for."""
-        sizes, seconds = zip(*self.sums[members])
-        if size > sizes[-1]:
-            return float(seconds[-1] * size / sizes[-1])
-        return float(np.interp(size, sizes, seconds))
-
-    def wait(self, members: int, work: float) -> float:
-        """Seconds that members of a group wait for the last of them.
-
-        Args:
-          members: of the group.
-          work: seconds of each member's work since they last met. What makes one of them late adds
-            up by chance, and so grows with the root of it.
-        """
-        measured = self.products[LOAD] * 2 * LOAD**3
-        return self.waits[members] * math.sqrt(work / measured)
+    def seconds(self, work: Work) -> float:
+        """Predicted time of a step."""
+        return float(np.dot(self, work.terms()))
 
 
-def measure(devices: Sequence[Any]) -> Rates:
-    """Measures what devices do when all of them work.
+def work_of(executable: Any, cores: int) -> Work:
+    """Counts what a compiled program does in a step.
 
     Args:
-      devices: jax CPU devices.
+      executable: XLA's, for CPU devices.
+      cores: how many run it.
 
     Returns:
-      The rates; for all-reduces in groups of each size that divides the number of devices.
+      The work.
     """
-    import jax
-    import jax.numpy as jnp
-
-    count = len(devices)
-    floats = max(1, _PASS // count)
-    groups = {
-        members: np.arange(count).reshape(-1, members).tolist()
-        for members in range(2, count + 1)
-        if count % members == 0
-    }
-
-    def chain(length: int, among: list[list[int]] | None, is_loaded: bool = True) -> _Step:
-        def step(x: Any) -> Any:
-            for _ in range(length):
-                if is_loaded:
-                    x = jnp.tanh(x @ x)
-                if among:
-                    x = jax.lax.psum(x, "core", axis_index_groups=among) * (1 / len(among[0]))
-            return x
-
-        return step
-
-    def passes(x: Any) -> Any:
-        return jax.lax.fori_loop(0, _CHAIN, lambda i, v: v * 0.999 + 0.001, x)
-
-    # What makes an array from an array on each device, and the array's shape.
-    programs: dict[Any, tuple[_Step, tuple[int, ...]]] = {
-        "run": (lambda x: x, (256,)),
-        "operations": (chain(_CHAIN, None), (16, 16)),
-        "passes": (passes, (floats,)),
-    }
-    for width, length in _WIDTHS.items():
-        programs["product", width] = (chain(length, None), (width, width))
-    for members, among in groups.items():
-        programs["loaded", members] = (chain(_CHAIN, among), (LOAD, LOAD))
-        for size in _SIZES:
-            programs["alone", members, size] = (chain(_CHAIN, among, False), (size,))
-    seconds = _timed(programs, devices)
-
-    def each(name: Any, length: int = _CHAIN) -> float:
-        return float(max(0.0, np.median(seconds[name] - seconds["run"])) / length)
-
-    waits = {
-        # Round by round: what slows the machine down slows all of a round down.
-        members: float(
-            max(
-                0.0,
-                np.median(
-                    (seconds["loaded", members] - seconds["alone", members, LOAD**2]) / _CHAIN
-                    - (seconds["product", LOAD] - seconds["run"]) / _WIDTHS[LOAD]
-                ),
-            )
-        )
-        for members in groups
-    }
-    return Rates(
-        run=float(np.median(seconds["run"])),
-        # A product and the function after it.
-        operation=each("operations") / 2,
-        products={w: each(("product", w), n) / (2 * w**3) for w, n in _WIDTHS.items()},
-        # A pass reads a vector and writes one.
-        byte=each("passes") / (8 * floats),
-        sums={
-            members: tuple((4.0 * size, each(("alone", members, size))) for size in _SIZES)
-            for members in groups
-        },
-        waits=waits,
+    hlo, cost = compiled_hlo(executable), cost_numbers(executable)
+    module: Any = read_module(hlo)
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    groups = [c.groups for c in find_hlo_collectives(hlo)]
+    return Work(
+        cores,
+        cost.get("flops", 0.0),
+        cost.get("bytes accessed", 0.0),
+        sum(i.opcode not in _NAMES for i in entry.instructions),
+        sum(meetings(g, cores) for g in groups),
     )
 
 
-def _timed(
-    programs: dict[Any, tuple[_Step, tuple[int, ...]]], devices: Sequence[Any]
-) -> dict[Any, np.ndarray]:
-    """Seconds of each program in each round; a round runs each of them once."""
+def meetings(groups: Sequence[Sequence[int]], cores: int) -> float:
+    """How much of a `Work.meetings` one collective is.
+
+    Args:
+      groups: of the collective; none for one group of all cores.
+      cores: how many run the program.
+
+    Returns:
+      The share of cores in the largest group; 0 where nobody waits for another.
+    """
+    members = max(map(len, groups), default=cores)
+    return members / cores if members > 1 else 0.0
+
+
+def fit(works: Sequence[Work], seconds: Sequence[float]) -> Rates:
+    """Finds the rates by which the steps take the times that were measured.
+
+    Args:
+      works: of the steps.
+      seconds: measured, for each.
+
+    Returns:
+      The rates with the least sum of squared relative errors; none is negative.
+    """
+    from scipy.optimize import nnls  # jax needs it, too
+
+    terms = np.array([work.terms() for work in works]) / np.asarray(seconds)[:, None]
+    # Terms differ by orders of magnitude.
+    sizes = np.maximum(np.linalg.norm(terms, axis=0), np.finfo(float).tiny)
+    rates, _ = nnls(terms / sizes, np.ones(len(works)))
+    return Rates(*map(float, rates / sizes))
+
+
+@functools.lru_cache(maxsize=None)
+def measure(devices: tuple[Any, ...]) -> Rates:
+    """Runs small training steps on devices and fits the rates to them.
+
+    Args:
+      devices: jax CPU devices; the steps run on all of them and on the first ones.
+
+    Returns:
+      The rates. They are measured once in a process.
+    """
+    works, steps = [], []
+    for mesh, size in small_steps.choose(len(devices)):
+        cores = mesh[0] * mesh[1]
+        compiled, arguments = small_steps.compile_step(mesh, size, devices[:cores])
+        works.append(work_of(compiled.runtime_executable(), cores))
+        steps.append(functools.partial(_run, compiled, arguments))
+    return fit(works, _timed(steps))
+
+
+def _run(compiled: Any, arguments: Sequence[Any]) -> None:
     import jax
 
-    ready = {}
-    spread = jax.pmap(lambda x: x, devices=devices)
-    for name, (step, shape) in programs.items():
-        program = jax.pmap(step, axis_name="core", devices=devices)
-        value = spread(np.full((len(devices), *shape), 0.01, np.float32))
-        program(value).block_until_ready()
-        ready[name] = program, value
-    seconds: dict[Any, list[float]] = {name: [] for name in programs}
-    for _ in range(_ROUNDS):
-        for name, (program, value) in ready.items():
+    jax.block_until_ready(compiled(*arguments))
+
+
+def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
+    """Least seconds of each; a round runs all of them, every other in reverse.
+
+    What else runs on the machine only makes a step slower, so medians of a busy one say little.
+    """
+    seconds = np.zeros((_ROUNDS, len(steps)))
+    for number in range(_ROUNDS):
+        for place in range(len(steps))[:: (-1) ** number]:
+            steps[place]()  # fills caches and memory
             start = time.perf_counter()
-            program(value).block_until_ready()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(values) for name, values in seconds.items()}
+            steps[place]()
+            seconds[number, place] = time.perf_counter() - start
+    return [float(least) for least in seconds.min(axis=0)]

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
-from typing import Any, NamedTuple, Sequence
+from typing import Sequence
 
-from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes
-from mtf_gradsync.planning.calibration import Rates, measure
+from mtf_gradsync._private.jax import compiled_hlo, memory_bytes
+from mtf_gradsync.planning.calibration import Rates, measure, meetings, work_of
 from mtf_gradsync.planning.machines import Begun, Compiled
-from mtf_gradsync.planning.rings import bytes_sent
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered as DeviceLowered
 from mtf_gradsync.xla.devices.executable import loaded, lowered
-from mtf_gradsync.xla.hlo import read_module, shape_bytes
 from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 from mtf_gradsync.xla.topology.compiled import CoreMemory
 from mtf_gradsync.xla.topology.compiling import Lowered
-
-# They name values and run nothing.
-_NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
 
 
 def cores_of(name: str) -> int:
@@ -45,7 +39,7 @@ class CpuMachine:
     def __init__(
         self, name: str, cores: int, most: int | None = None, cache_dir: str | None = None
     ):
-        """Measures the rates of the devices, which takes some seconds.
+        """Measures the rates of the devices, once in a process; it takes up to a minute.
 
         Args:
           name: as it was asked for.
@@ -60,9 +54,10 @@ class CpuMachine:
         self.name, self.cores = name, cores
         self.memory_per_core: int | None = None
         self.peak_flops_per_core: float | None = None
-        self._devices = devices_for(max(cores, most or 0), "cpu")[:cores]
+        devices = devices_for(max(cores, most or 0), "cpu")
+        self._devices = devices[:cores]
         self._cache = Cache(cache_dir)
-        self.rates: Rates = measure(self._devices)
+        self.rates: Rates = measure(tuple(devices))
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """See `Machine`. Sums that go together are packed, as sessions do it on CPU devices."""
@@ -83,75 +78,21 @@ class CpuMachine:
             executable = loaded(program, self._devices, self._cache).executable
         except UnsupportedProgramError as error:
             return Compiled(error=str(error))
-        hlo, cost = compiled_hlo(executable), cost_numbers(executable)
-        memory = CoreMemory(*memory_bytes(executable))
-        collectives = tuple(find_hlo_collectives(hlo))
-        flops, touched = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
-        work, rates = _work(hlo), self.rates
-        # What products and collectives read and write is in their own times.
-        other = touched - work.product_bytes - 2 * sum(c.bytes_per_core for c in collectives)
-        alone = (
-            rates.run
-            + work.operations * rates.operation
-            + sum(rates.product(*sizes) for sizes in work.products)
-            + max(0.0, other) * rates.byte
-        )
-        meetings = [max(map(len, c.groups), default=self.cores) for c in collectives]
-        meetings = [self._nearest(members) for members in meetings if members > 1]
+        # Those of collectives are in `seconds`.
+        work = work_of(executable, self.cores)
         return Compiled(
-            bytes_per_core=memory.total,
-            flops=flops,
-            bytes_accessed=touched,
-            estimate_seconds=alone + sum(rates.wait(n, alone / len(meetings)) for n in meetings),
-            collectives=collectives,
+            bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
+            flops=work.flops,
+            bytes_accessed=work.bytes,
+            estimate_seconds=self.rates.seconds(work._replace(meetings=0.0)),
+            collectives=tuple(find_hlo_collectives(compiled_hlo(executable))),
             seconds=time.monotonic() - start,
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. Those of an all-reduce were measured; others take as long for a byte.
+        """See `Machine`. What cores wait for each other, whatever the collective does.
 
-        What cores wait for each other is in the estimate, as it depends on what is in between.
+        The bytes that it reads and writes are in the estimate.
         """
-        members = max(len(group) for group in groups)
-        if members < 2:
-            return 0.0
-        share = bytes_sent(operation, members, 1.0) / bytes_sent("all-reduce", members, 1.0)
-        return self.rates.all_reduce(self._nearest(members), size * share)
-
-    def _nearest(self, members: int) -> int:
-        """The size of groups that was measured and is nearest to another."""
-        return min(self.rates.sums, key=lambda n: abs(n - members))
-
-
-class _Work(NamedTuple):
-    """What a core does in a step; what a loop repeats counts once.
-
-    Attributes:
-      operations: how many it starts.
-      products: (batch, m, n, k) of each product of matrices.
-      product_bytes: what these read and write.
-    """
-
-    operations: int
-    products: list[tuple[int, int, int, int]]
-    product_bytes: int
-
-
-def _work(hlo: bytes) -> _Work:
-    module: Any = read_module(hlo)
-    operations, products, product_bytes = 0, [], 0
-    for computation in module.computations:
-        shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
-        if computation.id == module.entry_computation_id:
-            operations = sum(i.opcode not in _NAMES for i in computation.instructions)
-        for instruction in computation.instructions:
-            if instruction.opcode == "dot":
-                left, right = (shapes[i] for i in instruction.operand_ids)
-                numbers = instruction.dot_dimension_numbers
-                k = math.prod(left.dimensions[i] for i in numbers.lhs_contracting_dimensions)
-                batch = math.prod(left.dimensions[i] for i in numbers.lhs_batch_dimensions)
-                m = math.prod(left.dimensions) // (k * batch)
-                n = math.prod(right.dimensions) // (k * batch)
-                products.append((batch, m, n, k))
-                product_bytes += sum(map(shape_bytes, (left, right, instruction.shape)))
-    return _Work(operations, products, product_bytes)
+        del operation, size
+        return self.rates.meeting * meetings(groups, self.cores)

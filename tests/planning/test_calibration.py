@@ -1,0 +1,76 @@
+"""Rates that are fitted to steps, against numbers that were made up."""
+
+import numpy as np
+import pytest
+
+from mtf_gradsync.planning import small_steps
+from mtf_gradsync.planning.calibration import Rates, Work, fit, meetings
+
+
+def made_up(count):
+    """Works in which flops, bytes, operations and meetings vary apart from each other."""
+    rng = np.random.RandomState(0)
+    return [
+        Work(
+            cores=2 ** rng.randint(0, 5),
+            flops=1e9 * rng.rand(),
+            bytes=1e8 * rng.rand(),
+            operations=rng.randint(10, 1000),
+            meetings=100 * rng.rand(),
+        )
+        for _ in range(count)
+    ]
+
+
+def by_hand(work, flop, byte, operation, core_byte, meeting):
+    total = work.flops * flop + work.bytes * byte + work.operations * operation
+    return work.cores * total + work.bytes * core_byte + work.meetings * meeting
+
+
+@pytest.mark.parametrize(
+    "rates", [(5e-12, 3e-11, 1e-6, 8e-11, 2e-4), (5e-12, 3e-11, 0.0, 8e-11, 0.0)]
+)
+def test_the_fit_finds_the_rates_that_times_were_made_with(rates):
+    works = made_up(12)
+    seconds = [by_hand(work, *rates) for work in works]
+    found = fit(works, seconds)
+    # Times are exact but for rounding, and the matrix's condition costs a few digits.
+    assert found == pytest.approx(Rates(*rates), rel=1e-8, abs=1e-16)
+    assert [found.seconds(work) for work in works] == pytest.approx(seconds, rel=1e-8)
+
+
+def test_no_rate_is_negative():
+    works = made_up(12)
+    rates = (5e-12, 3e-11, 1e-6, 8e-11, -1e-4)
+    found = fit(works, [by_hand(work, *rates) for work in works])
+    assert min(found) >= 0
+    assert found.meeting == 0
+
+
+def test_what_no_step_does_costs_nothing():
+    works = [work._replace(meetings=0.0) for work in made_up(8)]
+    found = fit(works, [by_hand(work, 5e-12, 3e-11, 1e-6, 8e-11, 1.0) for work in works])
+    assert found == pytest.approx(Rates(5e-12, 3e-11, 1e-6, 8e-11, 0.0), rel=1e-8)
+
+
+def test_errors_count_relative_to_the_time():
+    # The same work takes 1 and 2 ms, and a thousand times the work 1 s: the sum of squares of
+    # (r - 1)^2 + (r / 2 - 1)^2 + (r - 1)^2 is least at r = 2.5 / 2.25.
+    works = [Work(1, flops, 0.0, 0, 0.0) for flops in (1e6, 1e6, 1e9)]
+    assert fit(works, [1e-3, 2e-3, 1.0]).flop == pytest.approx(1e-9 * 2.5 / 2.25)
+
+
+def test_meetings_are_shares_of_all_cores():
+    assert meetings([[0, 1], [2, 3]], 4) == 0.5
+    assert meetings([[0, 1, 2, 3]], 4) == 1
+    assert meetings([], 4) == 1
+    assert meetings([[0], [1], [2], [3]], 4) == 0
+    assert meetings([], 1) == 0
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 16])
+def test_steps_to_measure_run_on_all_devices_and_on_parts_of_them(count):
+    steps = small_steps.choose(count)
+    parts = {n for n in range(1, count + 1) if count % n == 0}
+    assert {batch * model for (batch, model), _ in steps} == parts
+    assert (count, 1) in {mesh for mesh, _ in steps}
