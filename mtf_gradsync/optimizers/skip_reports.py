@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Union
 
 from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Watched, WatchHook
 
 
-class ReportsSkips:
-    """Mixed into wrappers that skip something: the step reports it, or a session hook."""
+class ReportsSkips(Wrapper):
+    """A wrapper that skips something: the step reports it, or a session hook."""
 
-    step: object
     _skip_report = OfStep[Union[Watched, None]](None)
 
     @property

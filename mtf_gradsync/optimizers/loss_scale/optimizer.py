@@ -19,7 +19,6 @@ from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
-from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, Plan, Watched, values_after
 
@@ -29,7 +28,7 @@ _LEAST, _MOST = 1e-30, 1e30
 
 
 @gin.configurable(module="mtf_gradsync")
-class LossScaleOptimizer(ReportsSkips, Wrapper):
+class LossScaleOptimizer(ReportsSkips):
     """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
 
     So small gradients of narrow dtypes (float16) do not become zero. A step with a gradient that is

@@ -22,13 +22,12 @@ from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
-from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.step import Islands, Plan
 
 
 @gin.configurable(module="mtf_gradsync")
-class OuterOptimizer(ReportsSkips, Wrapper):
+class OuterOptimizer(ReportsSkips):
     """Trains islands of the mesh separately, and synchronizes them every `inner_steps` updates.
 
     Each island, a coordinate along the axes of `outer_dims`, updates its own values with gradients
