@@ -40,7 +40,9 @@ def cost(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
     }
     sizes = map(str, (layers, d_model, batch, length))
     command = [sys.executable, "-m", "benchmarks.lm_by_hand", topology, *sizes]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, errors="replace"
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -116,9 +118,11 @@ def main(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
     state = jax.tree.map(placed, jax.eval_shape(optimizer.init, given))
     tokens = placed(jax.ShapeDtypeStruct((batch, length), jnp.int32), "batch")
     outputs = jax.tree.map(lambda x: x.sharding, (given, state))
-    compiled = jax.jit(step, out_shardings=outputs, donate_argnums=(0, 1)).lower(
-        given, state, tokens
-    ).compile()
+    compiled = (
+        jax.jit(step, out_shardings=outputs, donate_argnums=(0, 1))
+        .lower(given, state, tokens)
+        .compile()
+    )
     memory, numbers = compiled.memory_analysis(), compiled.cost_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     return {
