@@ -119,7 +119,7 @@ def _packed(pack: Sequence[Member], prefix: str) -> tuple[list[tf.NodeDef], list
         if first.op == "CrossReplicaSum":
             packed = packing.pack(given)
             total = tf.placeholder(dtype, packed.shape)
-            results = packing.unpack(total, [list(m.shape) for m in pack])
+            results = list(packing.unpack(total, [list(m.shape) for m in pack]))
         elif first.op == "XlaReduceScatter":
             packed = tf.concat([_rows(x, m.axis, m.cores) for x, m in zip(given, pack)], 1)
             total = tf.placeholder(dtype, [1, packed.shape[1]])
