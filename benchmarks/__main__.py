@@ -9,16 +9,20 @@ from benchmarks import (
     bucket_size,
     emulation,
     graph_building,
+    less_communication,
     mesh_optimizer,
     numerics,
+    plan,
     races,
     reductions,
     repeatability,
     report,
     runtimes,
+    scale,
     sharded_updates,
     simd_collectives,
     sync_replicas,
+    timeline,
     training_step,
     two_processes,
 )
@@ -38,8 +42,13 @@ TABLES = (
     reductions,
     repeatability,
     races,
+    plan,
+    scale,
     two_processes,
+    less_communication,
+    timeline,
 )
 
 if __name__ == "__main__":
-    sys.exit(report.main([table.measure for table in TABLES], "python -m benchmarks"))
+    measures = [*(table.measure for table in TABLES), less_communication.measure_link]
+    sys.exit(report.main(measures, "python -m benchmarks"))

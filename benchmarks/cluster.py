@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 JOB = "worker"
 LEADER = f"/job:{JOB}/task:0"
@@ -73,8 +73,19 @@ class LocalCluster:
       pids: the processes' numbers.
     """
 
-    def __init__(self, tasks: int, devices_each: int):
-        """Sets how many processes there are, and how many devices each has."""
+    def __init__(
+        self,
+        tasks: int,
+        devices_each: int,
+        route: Callable[[int, list[int]], list[int]] = lambda task, ports: ports,
+    ):
+        """Sets how many processes there are, and how many devices each has.
+
+        Args:
+          tasks: processes.
+          devices_each: devices of each.
+          route: of a task and the ports of all, the ports at which it reaches them; its own stays.
+        """
         self.devices = [
             f"/job:{JOB}/task:{task}/device:CPU:{device}"
             for task in range(tasks)
@@ -83,6 +94,7 @@ class LocalCluster:
         self.target = ""
         self.pids: list[int] = []
         self._sizes = tasks, devices_each
+        self._route = route
         self._stack = contextlib.ExitStack()
         self._tasks: list[_Task] = []
 
@@ -90,15 +102,17 @@ class LocalCluster:
         tasks, devices_each = self._sizes
         with contextlib.ExitStack() as stack:
             ports = stack.enter_context(reserved_ports(tasks))
-            addresses = [f"127.0.0.1:{port}" for port in ports]
+            reached = [self._route(task, ports) for task in range(tasks)]
             self._tasks = [
                 stack.enter_context(_Task([json.dumps(addresses), str(task), str(devices_each)]))
-                for task in range(tasks)
+                for task, addresses in enumerate(
+                    [f"127.0.0.1:{port}" for port in one] for one in reached
+                )
             ]
             self.pids = [task.pid for task in self._tasks]
             for task in self._tasks:
                 task.answer()
-            self.target = f"grpc://{addresses[0]}"
+            self.target = f"grpc://127.0.0.1:{ports[0]}"
             self._stack = stack.pop_all()
         return self
 

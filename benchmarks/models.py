@@ -91,9 +91,15 @@ def dense(layers: int = 40, width: int = 64, batch: int = 64) -> Model:
     )
 
 
-def lm(layers: int = 4, d_model: int = 128, batch: int = 16, length: int = 64) -> Model:
-    """A decoder-only transformer, batch and model parallel on a 4x2 mesh. Adafactor."""
-    mesh_shape, layout = "batch:4;model:2", "batch:batch;d_ff:model;heads:model;vocab:model"
+def lm(
+    layers: int = 4,
+    d_model: int = 128,
+    batch: int = 16,
+    length: int = 64,
+    mesh_shape: str = "batch:4;model:2",
+    layout: str = "batch:batch;d_ff:model;heads:model;vocab:model",
+) -> Model:
+    """A decoder-only transformer, batch and model parallel, 4x2 by default. Adafactor."""
     vocab_size = 256
 
     def make_loss(mesh: mtf.Mesh, x: tf.Tensor) -> mtf.Tensor:

@@ -28,11 +28,13 @@ class Options(NamedTuple):
       quick: small models and few settings, to see that a table works; the figures mean nothing.
       only: parts of a table to measure, by the name of what they are parts of; all of what is not
         named.
+      settings: numbers that a table takes, by name.
     """
 
     rounds: int
     quick: bool
     only: Mapping[str, Sequence[Any]] = MappingProxyType({})
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 class Target(NamedTuple):
@@ -70,10 +72,19 @@ class Table(NamedTuple):
     plot: Callable[[Any], None] | None = None
 
 
+def prepare() -> None:
+    """Makes this process one that builds and runs Mesh-TF programs."""
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    # Mesh-TF's SIMD mesh reads absl flags, which have their defaults here.
+    absl.flags.FLAGS.mark_as_parsed()
+    enable_mesh_defaults()
+
+
 def main(
     measures: Sequence[Callable[[Options], Table]],
     command: str,
     parts: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Measures tables, prints them and writes their files.
 
@@ -81,6 +92,7 @@ def main(
       measures: functions that measure a table each.
       command: the command that the program was started by, for its help.
       parts: what `Options.only` can choose among, each by an option of its own.
+      settings: the defaults of `Options.settings`, each an option of its own.
 
     Returns:
       The exit code: 1 if --check was given and a target was missed.
@@ -102,17 +114,19 @@ def main(
             default=values,
             help=f"which {name} to measure, all if not given",
         )
+    for name, default in settings.items():
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{default} if not given"
+        )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {args.rounds}")
-    tf.logging.set_verbosity(tf.logging.ERROR)
-    # Mesh-TF's SIMD mesh reads absl flags, which have their defaults here.
-    absl.flags.FLAGS.mark_as_parsed()
-    enable_mesh_defaults()
+    prepare()
     options = Options(
         rounds=min(args.rounds, 3) if args.quick else args.rounds,
         quick=args.quick,
         only={name: tuple(getattr(args, name)) for name in parts},
+        settings={name: getattr(args, name) for name in settings},
     )
     args.out_dir.mkdir(parents=True, exist_ok=True)
     missed = 0
@@ -170,7 +184,11 @@ def as_json(table: Table, options: Options) -> Row:
     return {
         "name": table.name,
         "title": table.title,
-        "options": {**options._asdict(), "only": dict(options.only)},
+        "options": {
+            **options._asdict(),
+            "only": dict(options.only),
+            "settings": dict(options.settings),
+        },
         "machine": {
             "python": platform.python_version(),
             "tensorflow": tf.version.VERSION,

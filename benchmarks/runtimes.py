@@ -34,7 +34,7 @@ def measure(options: report.Options) -> report.Table:
                 program = models.build(model, variant, block)
                 steps[name] = stack.enter_context(models.running(model, program, config))
             models.check_same_training({n: [s() for _ in range(3)] for n, s in steps.items()})
-            sessions = {n: stack.enter_context(_Session(model, n)) for n in (REPLICAS, DEVICES)}
+            sessions = {n: stack.enter_context(Session(model, n)) for n in (REPLICAS, DEVICES)}
             # Initial values follow from places in the graph: these two take each other's.
             with tempfile.TemporaryDirectory() as directory:
                 path = sessions[REPLICAS].session.save(os.path.join(directory, "variables"))
@@ -72,7 +72,7 @@ def _mesh(model: models.Model) -> Any:
     return contextlib.nullcontext(models.placement_mesh(model, gs.placement_mesh_impl))
 
 
-class _Session:
+class Session:
     """A wrapped model's SIMD program in a session.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Session:
             self.session = programs[0].session(built.lowering)
         self.first = time.perf_counter() - start
 
-    def __enter__(self) -> _Session:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -11,7 +11,11 @@ from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.optimizers.pipeline import Stage, why_not
 
 OUT = pathlib.Path(__file__).parent / "order.md"
-MESH = {"mesh_shape": "rows:2;cols:2", "layout": "batch:rows;hidden:cols"}
+MESH = {
+    "mesh_shape": "rows:2;cols:2",
+    "layout": "outer:rows;batch:cols",
+    "batch_dims": ("outer", "batch"),
+}
 
 # Each wrapper, as it stands around another optimizer.
 WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
@@ -32,6 +36,7 @@ WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
     "CrossShardOptimizer": gs.CrossShardOptimizer,
     "ClipByGlobalNormOptimizer": lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0),
     "ShardedUpdateOptimizer": lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=1, **MESH),
+    "OuterOptimizer": lambda opt: gs.OuterOptimizer(opt, 2, outer_dims=("outer",), **MESH),
 }
 _START = """\
 # Which wrapper around which

@@ -1,8 +1,8 @@
-"""Trains on big batches that are made of four micro batches, on a mesh of eight CPU devices.
+"""Trains on big batches that are made of four microbatches, on a mesh of eight CPU devices.
 
-Each of four shards adds up its own gradients. They cross the mesh, and the weights move, on every
-fourth micro step. The learning rate follows the updates, not the micro steps. Beside it the same
-network trains on the big batches themselves: the weights end up the same.
+Each of four shards adds up its own gradients. On every fourth microbatch step they are reduced over
+the mesh, and the weights change. The learning rate follows the updates, not the steps. For
+comparison the same network trains on the big batches themselves: the weights end up the same.
 
     python examples/accumulate.py
 """
@@ -53,14 +53,14 @@ class Trainer:
             mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, digit), digit)
         )
 
-        # Updates made so far: an mtf scalar that schedules are made of.
+        # Updates made so far: an mtf scalar, for schedules.
         updates = mtf.cast(gs.get_update_step(mesh), tf.float32)
         rate = 0.02 * mtf.rsqrt(1.0 + 0.1 * updates)
         opt = gs.GradientAccumulationOptimizer(
             mtf.optimize.AdamWeightDecayOptimizer(rate),
             backward_passes_per_step=micro_steps,
-            average_aggregated_gradients=True,  # as one batch of all of them
-            should_skip_update_fn=gs.skip_not_finite,  # a NaN costs one micro step, not the run
+            average_aggregated_gradients=True,  # the gradient of one big batch
+            should_skip_update_fn=gs.skip_not_finite,  # a NaN skips one step
             mesh_shape=MESH_SHAPE,
             layout=LAYOUT,
         )
@@ -81,7 +81,7 @@ class Trainer:
             self.session.run(op)
 
     def step(self, x, y):
-        """Trains on a batch; returns what is worth showing."""
+        """Trains on a batch; returns progress, learning rate and loss."""
         return self.session.run([self.fields, self.update], {self.x: x, self.y: y})[0]
 
 

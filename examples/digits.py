@@ -1,7 +1,7 @@
 """Classifies handwritten digits on a mesh of eight virtual CPU devices.
 
 The batch is split four ways and the hidden layer two ways. Each shard's gradients are clipped
-by that shard's own norm, then all of them are summed over the mesh at once.
+by that shard's own norm, then all of them are reduced over the mesh together.
 
     python examples/digits.py
 """

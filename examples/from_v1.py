@@ -29,12 +29,12 @@ LAYOUT = "batch:batch;hidden:model"
 
 
 def v1_model(x, y):
-    """The model before: variables, loss, and what makes a step."""
+    """The model before: its loss, its training step, and two operations that it does not need."""
     w1 = tf.get_variable("w1", [64, 128], initializer=tf.random_normal_initializer(0, 0.1, 1))
     w2 = tf.get_variable("w2", [128, 10], initializer=tf.random_normal_initializer(0, 0.1, 2))
     logits = tf.matmul(tf.nn.relu(tf.matmul(x, w1)), w2)
     loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
-    # In place of tf.tpu.CrossShardOptimizer, which it is on a TPU; this one runs elsewhere too.
+    # On a TPU it is tf.tpu.CrossShardOptimizer; elsewhere it is the optimizer inside.
     optimizer = gs.CrossShardOptimizer(tf.train.AdamOptimizer(0.01))
     step = tf.train.get_or_create_global_step()
     return loss, optimizer.minimize(loss, step), tf.no_op(), tf.no_op()
@@ -62,7 +62,7 @@ def mesh_model(x, y):
     )
     lowering = mtf.Lowering(graph, {mesh: mesh_impl})
     update = tf.group([lowering.lowered_operation(op) for op in updates])
-    # Between checkpoints and the mesh: slices are what it trains, masters what savers see.
+    # Steps update the slices on the mesh; savers read and write the masters.
     after_restore, before_save = (
         lowering.copy_masters_to_slices(),
         lowering.copy_slices_to_masters(),

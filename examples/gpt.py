@@ -1,6 +1,6 @@
 """Trains a small GPT on Python's documentation, written as users of GPT-Neo write theirs.
 
-The model computes in bfloat16 and in micro batches (`mtf.serialize_training_step`). Its
+The model computes in bfloat16 and in microbatches (`mtf.serialize_training_step`). Its
 `get_optimizer(mesh, loss, params, ...)` casts the gradients, clips them and gives the optimizer a
 learning rate that is an mtf scalar. One line wraps the optimizer: where
 `tf.tpu.CrossShardOptimizer` around a Mesh-TensorFlow optimizer is a TypeError, this one works on
@@ -100,7 +100,7 @@ def model(features, params, dtype):
     losses = mtf.layers.softmax_cross_entropy_with_logits(
         logits, mtf.one_hot(targets, vocab), vocab
     )
-    # A sum over micro batches has to be a mean over the batch.
+    # Losses of microbatches are summed: their sum must be the mean over the batch.
     return mtf.reduce_mean(losses) / params["num_microbatches"]
 
 
@@ -172,7 +172,7 @@ def train(params, steps):
 
 
 def main(steps):
-    """Trains, and prints how well."""
+    """Trains, and prints the losses."""
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh

@@ -56,7 +56,11 @@ def model_fn(features, labels, mode, params, config):
 
 
 def main(model_dir, steps, runtime):
-    """Trains and so on, and returns the accuracy on held-out images, found in two ways."""
+    """Trains, evaluates, predicts and exports.
+
+    Returns:
+      The accuracy on held-out images by `evaluate`, and by `predict`.
+    """
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh

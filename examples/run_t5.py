@@ -4,7 +4,7 @@
         --gin_location_prefix=configs --gin_file=my_t5.gin
 
 All flags are T5's. Copy this file: nothing in it is about a model. The guide "I have a T5 gin
-file" (docs/guides/t5.md) tells what goes into the gin file.
+file" (docs/guides/t5.md) describes the gin file.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     from t5.models import mesh_transformer_main
 
     tf.disable_v2_behavior()
-    # T5's own start has ref variables, which an update may overwrite while the step still reads.
+    # T5's own command uses ref variables, which an update may overwrite during a step.
     tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.INFO)
     app.run(mesh_transformer_main.main)

@@ -1,4 +1,4 @@
-"""Trains on while one of four replicas gets no usable data, on a mesh of eight CPU devices.
+"""Keeps training while one of four replicas gets no usable data, on a mesh of eight CPU devices.
 
 For some steps replica 2's input pipeline delivers NaNs only. SyncReplicasOptimizer drops the
 gradients of that replica and averages those of the others; CrossShardOptimizer sums all four, and
@@ -134,8 +134,8 @@ def draw(path, losses, contributed, dead):
     ):
         at, replica = np.nonzero(kind)
         bottom.bar(steps[at], 0.8, 1, replica - 0.4, color=color, label=label)
-    for replica, came in enumerate(contributed.T):
-        text = f"{came.sum()} contributed\n{(~came).sum()} dropped"
+    for replica, made in enumerate(contributed.T):
+        text = f"{made.sum()} contributed\n{(~made).sum()} dropped"
         bottom.annotate(
             text, (1.01, replica), xycoords=bottom.get_yaxis_transform(), va="center", fontsize=8
         )
@@ -195,5 +195,5 @@ if __name__ == "__main__":
         f"\nreplica {DEAD} had no data in {len(dead)} steps, {counts['update_step']} updates made"
     )
     print("replica  contributed  dropped")
-    for replica, (came, left_out) in enumerate(zip(counts["made"], counts["dropped"])):
-        print(f"{replica:7}  {came:11}  {left_out:7}")
+    for replica, (made, dropped) in enumerate(zip(counts["made"], counts["dropped"])):
+        print(f"{replica:7}  {made:11}  {dropped:7}")

@@ -1,8 +1,8 @@
-"""Trains where there is no TensorFlow: a step is exported, runs there, and its values come back.
+"""Trains without TensorFlow: a step is exported, runs with jax, and its values come back.
 
 The step of a small network, on a mesh of eight cores, becomes a folder that runs with numpy and jax
-alone. Here it runs in another process of this machine; it could as well be one with eight GPUs.
-What was trained becomes a TensorFlow checkpoint again.
+alone. Here another process on this machine runs it; a machine with eight GPUs could as well. The
+trained values become a TensorFlow checkpoint again.
 
     python examples/take_along.py
 """
@@ -49,7 +49,7 @@ def export(folder, learning_rate):
         loss = mtf.reduce_mean(cross_entropy)
         opt = gs.CrossShardOptimizer(mtf.optimize.AdamWeightDecayOptimizer(learning_rate))
         grads = mtf.gradients([loss], [v.value for v in graph.trainable_variables])
-        opt.apply_grads(grads, graph.trainable_variables)  # all updates go along
+        opt.apply_grads(grads, graph.trainable_variables)  # all updates are exported
         lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
         fetches = {"loss": lowering.export_to_tf_tensor(loss)}
     inputs = {"images": x, "digits": y}

@@ -12,6 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     note_gradients,
     note_meshes,
 )
+from mtf_gradsync._private.mtf_lowering import call_before_lowering, keep_apart_when_combined
 from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
@@ -27,6 +28,7 @@ from mtf_gradsync.optimizers import (
     CrossShardOptimizer,
     GradientAccumulationOptimizer,
     LossScaleOptimizer,
+    OuterOptimizer,
     ShardedUpdateOptimizer,
     SyncReplicasOptimizer,
     get_update_step,
@@ -38,14 +40,24 @@ from mtf_gradsync.optimizers import (
 )
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, adapt_checkpoint
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
+from mtf_gradsync.planning import plan
 from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
-from mtf_gradsync.reduce import FusedAllReduce, placement_mesh_impl
+from mtf_gradsync.reduce import (
+    FusedAllReduce,
+    LowRankAllReduce,
+    QuantizedAllReduce,
+    placement_mesh_impl,
+)
 from mtf_gradsync.session import session_config
+from mtf_gradsync.step import StandIn, build_later
+from mtf_gradsync.timelines import Timeline, TimelineError, timeline
 
 note_meshes()
 note_gradients()
 keep_masks_finite()
 check_imported_shapes()
+call_before_lowering(build_later)
+keep_apart_when_combined(StandIn)
 explain_mesh_tensors_to_tensorflow()
 
 __all__ = [
@@ -57,12 +69,17 @@ __all__ = [
     "FusedAllReduce",
     "GradientAccumulationOptimizer",
     "LossScaleOptimizer",
+    "LowRankAllReduce",
     "MeshOptimizer",
+    "OuterOptimizer",
     "ProcessesError",
+    "QuantizedAllReduce",
     "ReplicaAxes",
     "ReshardingSaver",
     "ShardedUpdateOptimizer",
     "SyncReplicasOptimizer",
+    "Timeline",
+    "TimelineError",
     "adafactor_decay_rate_per_update",
     "adapt_checkpoint",
     "clip_by_global_norm",
@@ -74,10 +91,12 @@ __all__ = [
     "per_shard",
     "per_update",
     "placement_mesh_impl",
+    "plan",
     "reduce",
     "reported",
     "session_config",
     "skip_large_updates",
     "skip_not_finite",
     "sum_shards",
+    "timeline",
 ]

@@ -1,4 +1,4 @@
-"""Where the gin files that come with the package are."""
+"""Finds the folder of the gin files that come with the package."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ def configs_dir() -> Path:
     An installed package has them in ``mtf_gradsync/configs``; in a checkout, or an editable
     install of one, they are in ``configs`` beside the package. Put this folder on gin's search
     path (``gin.add_config_file_search_path(str(configs_dir()))``) to include them by name.
-
-    Returns:
-      The folder's path.
 
     Raises:
       FileNotFoundError: the package was installed without its gin files.

@@ -1,4 +1,4 @@
-"""What counts as a number where a user gives one: not True and False, which Python counts too."""
+"""Checks of numbers that users give. True and False are no numbers here, though Python says so."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a real number, Python's or numpy's."""
+    """Returns whether a value is a real number, Python's or numpy's."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_whole(value: Any, least: int = 1) -> TypeGuard[int]:
-    """Whether a value is a whole number, Python's or numpy's, of at least `least`."""
+def is_whole_number(value: Any, least: int = 1) -> TypeGuard[int]:
+    """Returns whether a value is a whole number, Python's or numpy's, of at least `least`."""
     return (
         isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
     )
 
 
 def check_whole(name: str, value: Any, least: int = 1, more: str = "") -> None:
-    """Raises ValueError where an argument is no whole number of at least `least`.
+    """Raises ValueError unless an argument is a whole number of at least `least`.
 
     Args:
       name: name of the argument.
@@ -30,6 +30,6 @@ def check_whole(name: str, value: Any, least: int = 1, more: str = "") -> None:
       least: the smallest number that will do.
       more: a sentence for the end of the error.
     """
-    if not is_whole(value, least):
+    if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
         raise ValueError(f"{what} {more}".rstrip())

@@ -1,4 +1,4 @@
-"""Where variables get their names."""
+"""Variable scopes: where variables get their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import tf
 
 @contextlib.contextmanager
 def root_scope() -> Iterator[None]:
-    """Within it, names of variables are whole names: the current variable scope does not count."""
+    """Makes variable names full names inside it: the current variable scope adds no prefix."""
     root = tf.VariableScope(reuse=tf.get_variable_scope().reuse, name="")
     with tf.variable_scope(root, auxiliary_name_scope=False):
         yield

@@ -1,4 +1,4 @@
-"""Warnings that are given once a process."""
+"""Warnings that are logged once in a process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _warned: set[str] = set()
 
 
 def warn_once(key: str, message: str, *args: Any) -> None:
-    """Logs a warning the first time that its key is seen in this process."""
+    """Logs a warning unless one with the same key was logged in this process."""
     if key not in _warned:
         _warned.add(key)
         _logger.warning(message, *args)
 
 
 def reset_warnings() -> None:
-    """Forgets which warnings were given, for tests."""
+    """Forgets which warnings were logged, for tests."""
     _warned.clear()

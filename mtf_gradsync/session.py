@@ -1,4 +1,4 @@
-"""Sessions in which the same program on the same data gives the same bits."""
+"""Session options with which the same program on the same data gives the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def session_config(
     intra_op_threads: int = 0,
     collective_group_leader: str | None = None,
 ) -> tf.ConfigProto:
-    """Session options for a mesh program.
+    """Returns a ConfigProto for the sessions of a mesh program.
 
     Two defaults differ from TensorFlow's. Placement is strict: with soft placement a device
     string that names nothing (``cpu:9`` where there are eight) runs on another device without a
@@ -67,7 +67,7 @@ def session_config(
 
 
 def _task_name(task: str) -> str:
-    """A task as TensorFlow's servers call themselves; they compare names as text."""
+    """Returns a task's name as TensorFlow's servers spell it; they compare names as text."""
     try:
         spec = tf.DeviceSpec.from_string(task)
     except (AttributeError, TypeError, ValueError):

@@ -57,11 +57,11 @@ def fresh_graph():
     reset_warnings()
     with tf.Graph().as_default() as graph:
         yield graph
+    # Or the tests after it would build other loops and conditionals.
+    assert not tf.control_flow_v2_enabled()
 
 
 @pytest.fixture(params=["placement", "simd"])
 def mesh_kind(request):
     """Both kinds of mesh that a program is lowered on."""
     return request.param
-    # Or the tests after it would build other loops and conditionals.
-    assert not tf.control_flow_v2_enabled()

@@ -1,22 +1,27 @@
-"""The code in the README and the guides: found, run, and compared with what it is said to print."""
+"""The code in the README and the guides: found, run, and compared with the output on the page."""
 
 from __future__ import annotations
 
 import contextlib
 import doctest
 import io
+import json
+import logging
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mtf_gradsync import xla
-from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
+from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# A page explains a warning by quoting a part of it.
+_QUOTED = re.compile(r'"([^"\n]{20,})"|`([^`\n]{20,})`')
 # What the first line of a block may ask for: "# needs tf.estimator".
 _NEEDS = {
     "tf.estimator": lambda: ESTIMATOR_AVAILABLE,
@@ -57,28 +62,69 @@ def blocks(path: str | Path, language: str = "python") -> list[Block]:
     return made
 
 
-def run(path: str | Path) -> dict[str, object]:
+def run(path: str | Path, unexplained: Sequence[str] = ()) -> dict[str, object]:
     """Runs a document's Python blocks one after the other, as a reader would type them.
 
     Args:
       path: the document's path in the repository.
+      unexplained: parts of warnings to accept although the page does not quote them.
 
     Returns:
       The names that the blocks leave behind.
 
     Raises:
-      AssertionError: a block prints something else than the text block behind it.
+      AssertionError: a block prints something else than the text block behind it, or logs a warning
+        that the page does not explain.
     """
     names: dict[str, object] = {}
-    for block in blocks(path):
-        need = re.match(r"# needs (\S+)", block.code)
-        if need and not _NEEDS[need[1]]():
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block.code, block.place, "exec"), names)
-        if block.printed is not None:
-            got = printed.getvalue()
-            same = doctest.OutputChecker().check_output(block.printed, got, _SAME)
-            assert same, f"{block.place}: printed\n{got}and not\n{block.printed}"
+    quoted = [a or b for a, b in _QUOTED.findall((ROOT / path).read_text(encoding="utf-8"))]
+    expected = [*quoted, *unexplained]
+    with _warnings() as logged:
+        for block in blocks(path):
+            need = re.match(r"# needs (\S+)", block.code)
+            if need and not _NEEDS[need[1]]():
+                continue
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(block.code, block.place, "exec"), names)
+            unexpected = [text for text in logged if not any(part in text for part in expected)]
+            assert not unexpected, f"{block.place}: logs {unexpected}"
+            if block.printed is not None:
+                got = printed.getvalue()
+                same = doctest.OutputChecker().check_output(block.printed, got, _SAME)
+                assert same, f"{block.place}: printed\n{got}and not\n{block.printed}"
     return names
+
+
+def cells(path: str | Path) -> list[Block]:
+    """The code cells of a notebook, by its path in the repository."""
+    notebook = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return [
+        Block("python", "".join(cell["source"]), None, f"{path}, cell {number}")
+        for number, cell in enumerate(notebook["cells"])
+        if cell["cell_type"] == "code"
+    ]
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collects the warnings that TensorFlow, Mesh-TensorFlow and this package log meanwhile."""
+    logged: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    collector = Collector(logging.WARNING)
+    # Mesh-TensorFlow logs by TensorFlow's logger.
+    loggers = [logging.getLogger(name) for name in ("tensorflow", "mtf_gradsync")]
+    verbosity = tf.logging.get_verbosity()
+    tf.logging.set_verbosity(tf.logging.WARN)
+    for logger in loggers:
+        logger.addHandler(collector)
+    try:
+        yield logged
+    finally:
+        for logger in loggers:
+            logger.removeHandler(collector)
+        tf.logging.set_verbosity(verbosity)

@@ -7,6 +7,7 @@ So the README, the examples and the configs become pages, and links to them lead
 from __future__ import annotations
 
 import ast
+import json
 import pathlib
 import posixpath
 import re
@@ -17,13 +18,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("examples/*.py"))
+NOTEBOOK = "examples/first_steps.ipynb"
 CONFIGS = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("configs/*.gin"))
 # Files outside docs/, and the pages that they become.
 PAGES = {
     "README.md": "overview.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "license.md",
-    **{path: f"{path}.md" for path in [*SCRIPTS, *CONFIGS]},
+    **{path: f"{path}.md" for path in [NOTEBOOK, *SCRIPTS, *CONFIGS]},
 }
 EXAMPLES = """\
 # Examples and configs
@@ -38,11 +41,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of files outside docs/, and one that lists the examples."""
     for source, page in PAGES.items():
         text = _read(source)
-        if not source.endswith(".md"):
+        if source == NOTEBOOK:
+            text = _notebook(source)
+        elif not source.endswith(".md"):
             language = "python" if source in SCRIPTS or source in CONFIGS else "text"
             text = f"# {source}\n\n````{language}\n{text}````\n"
         files.append(File.generated(config, page, content=text))
-    rows = [f"- [{path}]({path}.md): {_about(path)}" for path in [*SCRIPTS, *CONFIGS]]
+    rows = [f"- [{path}]({path}.md): {_about(path)}" for path in [NOTEBOOK, *SCRIPTS, *CONFIGS]]
     files.append(File.generated(config, "examples.md", content=EXAMPLES + "\n".join(rows)))
     return files
 
@@ -70,9 +75,20 @@ def _read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
+def _notebook(path: str) -> str:
+    """A notebook as a page: its text, and its code in blocks."""
+    parts = []
+    for cell in json.loads(_read(path))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    return "\n\n".join(parts)
+
+
 def _about(path: str) -> str:
     """The first sentence that a script or config says about itself."""
-    if path in SCRIPTS:
+    if path == NOTEBOOK:
+        text = _notebook(path).split("\n\n")[1]
+    elif path in SCRIPTS:
         text = ast.get_docstring(ast.parse(_read(path))) or ""
     else:
         lines = [line[1:].strip() for line in _read(path).splitlines() if line.startswith("#")]

@@ -1,4 +1,4 @@
-"""Says what to do where a program gives a mesh tensor to TensorFlow."""
+"""Raises a helpful error where a program gives a mesh tensor to TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 def explain_mesh_tensors_to_tensorflow() -> None:
-    """Makes an operation of TensorFlow that is given a mesh tensor raise what would do instead.
+    """Makes TensorFlow's operations raise an error for mesh tensors that says what to use instead.
 
     TensorFlow itself says "Failed to convert elements of Tensor[...] to Tensor". It is a TypeError
     as before, so that ``tf_tensor * mesh_tensor`` still is a product on the mesh.

@@ -1,8 +1,7 @@
-"""Estimator's data, for TensorFlows without Estimator.
+"""Estimator's specs and configs, for TensorFlows without Estimator.
 
-What a model_fn returns and what a program configures are plain data; with them a model_fn that was
-written for Estimator or TPUEstimator can be called, and run by `mtf_gradsync.estimator.Estimator`.
-Fields and defaults are those of TensorFlow 2.15.
+They are plain data. With them a model_fn that was written for Estimator or TPUEstimator can be
+called, and run by `mtf_gradsync.estimator.Estimator`. Fields and defaults are TensorFlow 2.15's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 
 
 class ModeKeys:
-    """The mode names of Estimator, which model functions compare strings with."""
+    """Estimator's names of modes, which model functions compare strings with."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -20,7 +19,7 @@ class ModeKeys:
 
 
 def _check(spec: Any) -> None:
-    """Raises ValueError for a spec without what its mode needs."""
+    """Raises ValueError for a spec that lacks what its mode needs."""
     needed = {
         ModeKeys.TRAIN: ("loss", "train_op"),
         ModeKeys.EVAL: ("loss",),
@@ -63,31 +62,31 @@ class _TPUFields(NamedTuple):
 
 
 class EstimatorSpec(_EstimatorFields):
-    """What a model_fn returns."""
+    """The return value of a model_fn."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EstimatorSpec:
-        """Checks what the mode needs."""
+        """Makes a spec, and checks that it has what its mode needs."""
         spec = super().__new__(cls, *args, **kwargs)
         _check(spec)
         return spec
 
 
 class TPUEstimatorSpec(_TPUFields):
-    """What a model_fn for TPUEstimator returns."""
+    """The return value of a model_fn for TPUEstimator."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TPUEstimatorSpec:
-        """Checks what the mode needs."""
+        """Makes a spec, and checks that it has what its mode needs."""
         spec = super().__new__(cls, *args, **kwargs)
         _check(spec)
         return spec
 
 
 class _Settings:
-    """Settings by name, defaults where a program gives none."""
+    """Settings by name, with defaults for those that a program does not give."""
 
     _defaults: Mapping[str, Any] = MappingProxyType({})
 
@@ -101,7 +100,7 @@ class _Settings:
 
 
 class RunConfig(_Settings):
-    """How a program runs."""
+    """The settings of a program of Estimator."""
 
     _defaults = MappingProxyType(
         {
@@ -124,7 +123,7 @@ class RunConfig(_Settings):
 
 
 class TPUConfig(_Settings):
-    """How a program runs on a TPU."""
+    """The settings of a program on a TPU."""
 
     _defaults = MappingProxyType(
         {
@@ -140,7 +139,7 @@ class TPUConfig(_Settings):
 
 
 class TPURunConfig(RunConfig):
-    """How a program of TPUEstimator runs."""
+    """The settings of a program of TPUEstimator."""
 
     def __init__(
         self,
@@ -160,13 +159,13 @@ class TPURunConfig(RunConfig):
 
 
 class PredictOutput(NamedTuple):
-    """What an exported model predicts."""
+    """The predictions of an exported model."""
 
     outputs: Any
 
 
 class ServingInputReceiver(NamedTuple):
-    """The inputs of an exported model: what the model_fn gets, and what a server feeds."""
+    """The inputs of an exported model: features for the model_fn, and tensors to feed."""
 
     features: Any
     receiver_tensors: Any

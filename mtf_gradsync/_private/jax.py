@@ -1,20 +1,21 @@
 """What this package uses of jax without a public name, one function each.
 
-What compiling and running takes is in `mtf_gradsync.xla.runner`, which exported steps need, too.
-
-All were read on jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1. Where later versions have a
-public name it comes first. jax belongs to an extra of the package, so each function imports what
-it needs itself.
+The functions that compile and run programs are in `mtf_gradsync.xla.runner`, which exported steps
+need, too. All were read on jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1; public names of
+later versions are tried first. Each function imports what it needs, because jax belongs to an
+extra.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of memory that a compiled program takes on one device.
+    """The memory that a compiled program takes on one device, in bytes.
 
     Attributes:
       arguments: its arguments.
@@ -32,11 +33,11 @@ class MemoryBytes(NamedTuple):
 
 
 def writes_over_arguments_well() -> bool:
-    """Whether results may be written over arguments.
+    """Returns whether results may be written over arguments.
 
-    On CPU devices, an executable of jaxlib 0.4.34 or 0.4.38 that went through bytes reads what it
-    has overwritten, and 0.4.34 waits for a step whose results are written over its arguments
-    before it returns; 0.10.2 does neither.
+    On CPU devices, an executable of jaxlib 0.4.34 or 0.4.38 that was deserialized reads values
+    that it has overwritten, and 0.4.34 returns only after a step whose results are written over
+    its arguments; 0.10.2 does neither.
     """
     import jaxlib
 
@@ -44,12 +45,12 @@ def writes_over_arguments_well() -> bool:
 
 
 def compiled_hlo(executable: Any) -> bytes:
-    """The compiled program of an executable, as a serialized ``HloModuleProto``."""
+    """Returns the compiled program of an executable, as a serialized ``HloModuleProto``."""
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
 def memory_bytes(executable: Any) -> MemoryBytes:
-    """The memory that an executable takes on one device."""
+    """Returns the memory that an executable takes on one device."""
     stats = executable.get_compiled_memory_stats()
     return MemoryBytes(
         arguments=stats.argument_size_in_bytes,
@@ -61,18 +62,18 @@ def memory_bytes(executable: Any) -> MemoryBytes:
 
 
 def cost_numbers(executable: Any) -> dict[str, float]:
-    """The compiler's estimate of a step on one device: "flops", "bytes accessed" and so on."""
+    """Returns the compiler's estimates for one device: "flops", "bytes accessed" and so on."""
     numbers = executable.cost_analysis()
     return dict(numbers[0] if isinstance(numbers, list) else numbers)
 
 
 def hlo_text(hlo: bytes) -> str:
-    """A serialized ``HloModuleProto`` as XLA prints it."""
+    """Returns a serialized ``HloModuleProto`` as XLA prints it."""
     return _hlo().HloModule.from_serialized_hlo_module_proto(hlo).to_string()
 
 
 def hlo_from_text(text: str) -> bytes:
-    """The inverse of `hlo_text`."""
+    """Returns a serialized ``HloModuleProto`` from the text that `hlo_text` makes."""
     return _hlo().hlo_module_from_text(text).as_serialized_hlo_module_proto()
 
 
@@ -83,7 +84,7 @@ def _hlo() -> Any:
 
 
 def hlo_to_module(hlo: bytes) -> Any:
-    """StableHLO of a serialized ``HloModuleProto``.
+    """Returns the MLIR module of StableHLO for a serialized ``HloModuleProto``.
 
     Args:
       hlo: the program.
@@ -104,7 +105,7 @@ def hlo_to_module(hlo: bytes) -> Any:
 
 
 def stablehlo_to_hlo(module: str) -> bytes:
-    """A StableHLO module as a serialized ``HloModuleProto``, as XLA's compilers begin with."""
+    """Returns the serialized ``HloModuleProto`` of a StableHLO module, for XLA's compilers."""
     from jaxlib import xla_client
 
     try:
@@ -121,7 +122,7 @@ def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> 
     Args:
       module: text of an MLIR module of StableHLO.
       devices: the topology's.
-      options: of the compiler, for these devices.
+      options: the compiler's options, for these devices.
 
     Returns:
       The executable, for the other functions of this file.
@@ -142,14 +143,14 @@ def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> 
 
 
 def backends_are_initialized() -> bool:
-    """Whether jax has started its devices already, after which their number cannot change."""
+    """Returns whether jax has started its devices, after which their number cannot change."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
 
 
 class Cluster(NamedTuple):
-    """What jax.distributed has to know of a cluster; None for what is not known.
+    """The cluster around this process, as jax.distributed needs it; None for what is not known.
 
     Attributes:
       coordinator: address "host:port" of process 0.
@@ -165,13 +166,10 @@ class Cluster(NamedTuple):
 
 
 def detected_cluster(timeout: float) -> Cluster:
-    """The cluster that jax finds around this process, as ``jax.distributed.initialize`` does.
+    """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
     Args:
       timeout: seconds.
-
-    Returns:
-      The cluster.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -184,22 +182,65 @@ def detected_cluster(timeout: float) -> Cluster:
 
 
 def distributed_is_initialized() -> bool:
-    """Whether jax.distributed has been started, and not shut down, in this process."""
+    """Returns whether jax.distributed has been started, and not shut down, in this process."""
     from jax._src import distributed
 
     return distributed.global_state.client is not None
 
 
 def use_cpu_collectives(implementation: str) -> None:
-    """Says how CPU devices of several processes exchange values, where nobody has said it.
+    """Sets how CPU devices of several processes exchange values, unless the user has set it.
 
-    Later versions of jax know it by themselves.
+    Later versions of jax need no such setting.
 
     Args:
-      implementation: "gloo", say.
+      implementation: for example "gloo".
     """
     import jax
 
     name = "jax_cpu_collectives_implementation"
     if not hasattr(jax.config, name) and jax.config.read(name) in (None, "none"):
         jax.config.update(name, implementation)
+
+
+class Profiler:
+    """Profiles jax's devices, without the frames of Python.
+
+    jax has a public way to leave those out from 0.5 on, with the profiles in a folder.
+    """
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._session: Any = None
+
+    def start(self) -> None:
+        """Begins.
+
+        Raises:
+          RuntimeError: when another profiler runs.
+        """
+        import jax
+
+        if hasattr(jax.profiler, "ProfileOptions"):
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            self._folder = tempfile.TemporaryDirectory(prefix="mtf_gradsync_")
+            jax.profiler.start_trace(self._folder.name, profiler_options=options)
+            return
+        from jaxlib import xla_client
+
+        jax.devices()  # a profile has only what was there before
+        options = xla_client.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        self._session = xla_client.profiler.ProfilerSession(options)
+
+    def stop(self) -> bytes:
+        """Ends, and returns a serialized ``XSpace``; an empty one where jax wrote none."""
+        import jax
+
+        if self._folder is None:
+            return self._session.stop()
+        with self._folder as folder:
+            jax.profiler.stop_trace()
+            files = sorted(Path(folder).rglob("*.xplane.pb"))
+            return files[0].read_bytes() if files else b""

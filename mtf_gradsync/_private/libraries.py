@@ -7,10 +7,10 @@ four things that it names while it is being imported:
 - ``tf.estimator``: gone from 2.16 on (also read by ``gin.tf``);
 - ``tensorflow.python.tpu.tpu_config`` and ``.tpu_estimator``: gone from 2.16 on.
 
-Importing this module puts back exactly what is missing, and nothing where nothing is. The session
-hooks behind ``tf.estimator`` are TensorFlow's own, from ``tf.train``. Specs and configs are data,
-and work. What really needs Estimator is replaced by stand-ins that can be imported, subclassed and
-named in annotations, and that raise `EstimatorRemovedError` when a program constructs or calls one.
+Importing this module adds what is missing, and nothing else. The session hooks of ``tf.estimator``
+are TensorFlow's own, from ``tf.train``. Specs and configs are data, and work. Names that really
+need Estimator can be imported, subclassed and used in annotations; they raise
+`EstimatorRemovedError` when a program constructs or calls one.
 
 ``mesh_tensorflow.transformer`` is not imported here (it needs the ``train`` extra), but it can be
 imported afterwards.
@@ -45,14 +45,14 @@ __all__ = [
 _LAST_WITH_ESTIMATOR = "2.15"
 _TPU_PACKAGE = "tensorflow.python.tpu"
 
-# Modules that stand for the same API and are separate objects (read on TensorFlow 2.12 and 2.21).
+# Modules of the same API that are separate objects (read on TensorFlow 2.12 and 2.21).
 _V1_MODULES = (
     "tensorflow.compat.v1",
     "tensorflow._api.v2.compat.v1",
     "tensorflow._api.v2.v2.compat.v1",
 )
 
-# What programs subclass, name in annotations, or call. Anything else is an AttributeError.
+# Names that programs subclass, use in annotations, or call. Others raise AttributeError.
 _ESTIMATOR_CLASSES = (
     "BestExporter",
     "Estimator",
@@ -69,7 +69,7 @@ _TPU_ESTIMATOR_CLASSES = ("TPUEstimator",)
 
 
 class EstimatorRemovedError(RuntimeError):
-    """Something that needs Estimator was used on a TensorFlow that no longer has it."""
+    """A program used something that needs Estimator, which this TensorFlow no longer has."""
 
 
 def _removed_message(what: str) -> str:
@@ -81,7 +81,7 @@ def _removed_message(what: str) -> str:
 
 
 def _removed_class(name: str, module: str) -> type:
-    """A class that can be imported and subclassed; constructing it raises."""
+    """Returns a class that can be imported and subclassed; constructing it raises."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         del cls, args, kwargs
@@ -110,12 +110,12 @@ _TPU_DATA = {"TPUEstimatorSpec": _data.TPUEstimatorSpec, **_TPU_CONFIG_DATA}
 
 
 class _StandInModule(types.ModuleType):
-    """A module whose unknown attributes raise an error that says why they are missing."""
+    """A module that raises an error for unknown attributes, which says why they are missing."""
 
     is_mtf_gradsync_stand_in = True
 
     def __getattr__(self, name: str) -> Any:
-        # Dunder names are asked for by the import system, inspect and copy, not by users.
+        # The import system, inspect and copy read dunder names, not users.
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise AttributeError(_removed_message(f"{self.__name__}.{name}"))
@@ -130,12 +130,12 @@ def _stand_in_module(name: str, members: dict[str, Any]) -> types.ModuleType:
 
 
 def _is_stand_in(module: Any) -> bool:
-    # LazyLoader modules would be loaded by an attribute look-up on the object, so ask the type.
+    # Reading an attribute of a LazyLoader would load its module, so only its type is read.
     return getattr(type(module), "is_mtf_gradsync_stand_in", False)
 
 
 def _estimator_stand_in() -> types.ModuleType:
-    """``tf.estimator`` with the session hooks of ``tf.train`` and stand-ins for the rest."""
+    """Returns a ``tf.estimator`` with the session hooks of ``tf.train`` and stand-in classes."""
     name = "tensorflow.compat.v1.estimator"
     members: dict[str, Any] = {"ModeKeys": _data.ModeKeys}
     # In TensorFlow 2.15 these names of tf.estimator are the very objects of tf.train.
@@ -176,7 +176,7 @@ def _estimator_stand_in() -> types.ModuleType:
 
 
 def _module_exists(name: str) -> bool:
-    """Whether TensorFlow itself has the module; does not import it."""
+    """Returns whether TensorFlow itself has the module; does not import it."""
     if name in sys.modules:
         return not _is_stand_in(sys.modules[name])
     return importlib.util.find_spec(name) is not None
@@ -195,7 +195,7 @@ def _restore_tensor_conversion(ops_module: Any) -> None:
 
 
 def _restore_estimator(modules: list[Any]) -> None:
-    """Gives every module of the list that has no ``estimator`` one and the same stand-in."""
+    """Gives all modules of the list that have no ``estimator`` the same stand-in."""
     lacking = [module for module in modules if not hasattr(module, "estimator")]
     if not lacking:
         return

@@ -10,24 +10,24 @@ import functools
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.reshaped import Reshaped
 
-#: The collection of a graph in which a SIMD mesh keeps the slices of variables; the one of global
-#: variables leaves them out.
+#: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
 SLICES_COLLECTION = "TPU_VAR"
 
 
-def kept_sum(lazy: mtf.LazyAllreduceSum) -> Any:
-    """The `LaidOutTensor` that a pending sum has become for one of its readers, None before."""
+def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
+    """Returns the `LaidOutTensor` of a pending sum that is reduced already, None if it is not."""
     return lazy._reduced
 
 
 def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
-    """The largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
+    """Returns the largest group in which a SIMD mesh sums bfloat16 without a cast to float32."""
     return mesh_impl._allreduce_in_bfloat16_max_group_size
 
 
 def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
-    """The lowering whose masters an `MtfRestoreHook` copies to their slices."""
+    """Returns the lowering whose masters an `MtfRestoreHook` copies to their slices."""
     return hook._lowering
 
 
@@ -41,36 +41,14 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 
 
 def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
-    """Initializes a variable that stands for another one and has another value.
+    """Initializes a variable that replaces another one in an optimizer, with a value of its own.
 
-    It stands in none of the graph's lists and has no master of its own; name and dtypes are those
+    It is in none of the graph's lists and has no master of its own; its name and dtypes are those
     of the other one.
     """
     vars(stand_in).update(vars(variable))
     stand_in._inputs = []
     stand_in._outputs = [value]
-
-
-class _Reshaped:
-    """A master variable, seen in another shape. TensorFlow takes it as a tensor and in `assign`."""
-
-    def __init__(self, master: tf.Variable, shape: list[int]):
-        self._master = master
-        self.shape, self.dtype, self.device = tf.TensorShape(shape), master.dtype, master.device
-
-    def value(self) -> tf.Tensor:
-        return tf.reshape(self._master, self.shape)
-
-    def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
-        return tf.assign(self._master, tf.reshape(value, self._master.shape), name=name)
-
-
-def _as_tensor(x: _Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-    del name, as_ref
-    return x.value() if dtype in (None, x.dtype) else NotImplemented
-
-
-tf.register_tensor_conversion_function(_Reshaped, _as_tensor)
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
@@ -80,7 +58,7 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
 
     Args:
       variable: the variable.
-      shape: of the new value.
+      shape: shape of the new value.
 
     Returns:
       The new value. The old one is to become the output of another operation (`take_over`).
@@ -88,11 +66,21 @@ def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
     if shape.to_integer_list != master.shape.as_list():
-        # Autostack asks the master of what it stacks to be one that can be assigned to.
-        seen = _Reshaped(master, shape.to_integer_list)
+        # Autostack needs masters that can be assigned to.
+        seen = Reshaped(master, shape.to_integer_list)
         variable.get_master = lambda: seen
         variable.assign_to_master = seen.assign
     return variable._outputs[0]
+
+
+def master_of(variable: mtf.Variable) -> tf.Variable:
+    """The variable of TensorFlow's that is a variable's master, in the shape of checkpoints."""
+    return variable._master
+
+
+def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
+    """Gives a variable that is not lowered yet a dtype that autostack knows to leave alone."""
+    variable._dtype = dtype
 
 
 def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
@@ -105,7 +93,7 @@ def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def reassign(
     operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
 ) -> None:
-    """Makes an assignment one of other values to other variables, as Mesh-TF's autostack does."""
+    """Changes an assignment to other variables and values, as Mesh-TF's autostack does."""
     operation._variables, operation._inputs = list(variables), list(values)
 
 
@@ -115,14 +103,14 @@ def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
 
 
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
-    """Names of dimensions that an optimizer treats in a way of their own, as Adafactor can."""
+    """Returns names of dimensions that an optimizer treats differently, as Adafactor can."""
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:
-    """The function of tf tensors that an operation calls on the slices of its inputs.
+    """Returns the function of tf tensors that an operation calls on the slices of its inputs.
 
     `AddOperation` and `MinMaxOperation` are binary operations too.
     """
@@ -130,17 +118,17 @@ def slice_function(
 
 
 def scalar_added(operation: mtf.ScalarAddOperation) -> Any:
-    """The number or tf scalar that is added to every element."""
+    """Returns the number or tf scalar that is added to every element."""
     return operation._scalar
 
 
 def scalar_multiplied(operation: mtf.ScalarMultiplyOperation) -> Any:
-    """The number or tf scalar that every element is multiplied by."""
+    """Returns the number or tf scalar that every element is multiplied by."""
     return operation._scalar
 
 
 def reduction(operation: mtf.ReduceOperation) -> str:
-    """How a reduction combines elements: "SUM", "MAX" or "MIN"."""
+    """Returns how a reduction combines elements: "SUM", "MAX" or "MIN"."""
     return operation._reduction_fn_string
 
 
@@ -159,12 +147,12 @@ class DifferentiatedOperation(NamedTuple):
 
 
 def differentiated(operation: mtf.GenericGradOperation) -> DifferentiatedOperation:
-    """The operation that a gradient by `tf.gradients` is of."""
+    """Returns the operation that a gradient by `tf.gradients` is of."""
     return DifferentiatedOperation(operation._forward_op, operation._grad_ys)
 
 
 def custom_gradient_results(operation: mtf.CustomGradientOperation) -> list[mtf.Tensor]:
-    """The tensors that an operation with a gradient of its own passes on, one for each output."""
+    """Returns the tensors that an operation with a custom gradient passes on as its outputs."""
     return operation._fn_outputs
 
 
@@ -173,9 +161,9 @@ class LoopPart(NamedTuple):
 
     Attributes:
       inputs: the tensors that stand for the loop's variables in it.
-      operations: what it is made of, in order; the loop's own list. They stand in no graph's list
+      operations: its operations, in order; the loop's own list. They stand in no graph's list
         of operations.
-      outputs: what it returns. The body of a loop with accumulators has more outputs than inputs;
+      outputs: the returned tensors. A loop with accumulators has more outputs than inputs;
         those past the inputs are summed over the iterations.
     """
 
@@ -185,23 +173,23 @@ class LoopPart(NamedTuple):
 
 
 def loop_condition(operation: mtf.WhileLoopOperation) -> LoopPart:
-    """The condition of a loop; its only output says whether to go on."""
+    """Returns the condition of a loop; its only output says whether to go on."""
     return LoopPart(operation._cond_inputs, operation._cond_ops, [operation._cond_output])
 
 
 def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
-    """The body of a loop."""
+    """Returns the body of a loop."""
     return LoopPart(operation._body_inputs, operation._body_ops, list(operation._body_outputs))
 
 
-# What Mesh-TF multiplies masks by.
+# Mesh-TF multiplies masks by this number.
 _MASK = -1e9
 
 
 def keep_masks_finite() -> None:
     """Makes float16 masks be multiplied by the smallest finite number in place of -1e9.
 
-    That is infinite in float16: the product with the zeros of what is not masked is NaN.
+    In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
     made = mtf.ScalarMultiplyOperation.__init__
     if hasattr(made, "__wrapped__"):
@@ -248,15 +236,15 @@ class Seed(mtf.Constant):
     """The gradient of a loss by itself, with which `mtf.gradients` begins: ones.
 
     Attributes:
-      scale: what they are multiplied by: None, a number or an mtf scalar.
-      rounded: what rounds a scale to one that every loss beside this one can hold.
+      scale: the factor that multiplies them: None, a number or an mtf scalar.
+      rounded: rounds a scale to a number that every other loss's dtype can hold.
     """
 
     scale: Any = None
     rounded: Callable[[tf.Tensor], tf.Tensor] = staticmethod(tf.identity)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """See `mtf.Operation.lower`."""
+        """Lowers the operation; see `mtf.Operation.lower`."""
         super().lower(lowering)
         if self.scale is None:
             return
@@ -277,10 +265,10 @@ class GradientsCall(NamedTuple):
     """A call of `mtf.gradients` that began with ones.
 
     Attributes:
-      losses: what was differentiated.
+      losses: the differentiated tensors.
       seeds: one for each loss.
       outputs: the gradients, without those that are None.
-      inputs: of each of those, what it is the gradient of.
+      inputs: for each gradient the tensor that it is the gradient by.
     """
 
     losses: list[mtf.Tensor]
@@ -289,12 +277,12 @@ class GradientsCall(NamedTuple):
     inputs: list[mtf.Tensor]
 
 
-# Where an mtf graph keeps its `GradientsCall`s.
+# The attribute of an mtf graph for its `GradientsCall`s.
 _CALLS = "mtf_gradsync_gradients"
 
 
 def note_gradients() -> None:
-    """Makes every mtf graph keep which losses were differentiated in it; see `gradients_calls`."""
+    """Makes every mtf graph record the losses differentiated in it; see `gradients_calls`."""
     made = mtf.gradients
     if hasattr(made, "__wrapped__"):
         return
@@ -319,16 +307,16 @@ def note_gradients() -> None:
 
 
 def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:
-    """The calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
+    """Returns the calls of `mtf.gradients` in a graph, and in the loops in it, in order."""
     return list(vars(graph).get(_CALLS, ()))
 
 
-# Where a tf graph keeps the meshes that were made in it. Keys that are no text are not exported.
+# A tf graph's collection of its meshes. Collections whose keys are no text are not exported.
 _MESHES = ("mtf_gradsync meshes",)
 
 
 def note_meshes() -> None:
-    """Makes every graph of TensorFlow's keep which meshes are made in it; see `meshes_made`."""
+    """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
     made = mtf.MeshImpl.__init__
     if hasattr(made, "__wrapped__"):
         return
@@ -342,13 +330,13 @@ def note_meshes() -> None:
 
 
 def mesh_impls_made() -> list[mtf.MeshImpl]:
-    """The meshes that were made in TensorFlow's default graph."""
+    """Returns the meshes that were made in TensorFlow's default graph."""
     return list(tf.get_collection(_MESHES))
 
 
 def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
-    """The different meshes that were made in TensorFlow's default graph, as shapes and layouts."""
-    # Layout rules are not compared by their pairs, which are a set.
+    """Returns the different meshes made in TensorFlow's default graph, as shapes and layouts."""
+    # Layout rules have no comparison of their own; their pairs are a set.
     different = {
         mesh_key(impl.shape, impl.layout_rules): (impl.shape, impl.layout_rules)
         for impl in mesh_impls_made()
@@ -357,11 +345,11 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
 
 
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
-    """Takes a mesh out of those that were made in a graph."""
+    """Removes a mesh from the record of a graph."""
     made = graph.get_collection_ref(_MESHES)
     made[:] = [mesh for mesh in made if mesh is not mesh_impl]
 
 
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
-    """What is equal for meshes of one shape and layout."""
+    """Returns a value that is equal for meshes of one shape and layout."""
     return shape.to_string, frozenset(layout._pairs)

@@ -1,4 +1,4 @@
-"""Makes this process a task of a cluster, and ends it with an error when another one is lost."""
+"""Joins the tasks of a cluster, and ends all of them with an error when one is lost."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Cluster(Membership):
     context of one task ends the other tasks with an error that quotes it.
 
     Attributes:
-      task: which one this process is.
+      task: the task that this process is.
       is_chief: whether it is the one that builds the graph and runs the session: task 0 of the job
         "chief", or of "worker" where there is no chief.
-      target: for ``tf.Session(target)`` and ``master=`` of monitored sessions.
+      target: argument of ``tf.Session(target)``, and ``master=`` of monitored sessions.
       config: the ConfigProto of the server, for sessions.
       devices: strings of the CPU devices of all tasks, task by task, the chief's first.
     """
@@ -163,7 +163,10 @@ def _task(
 
 @contextlib.contextmanager
 def _serving_in_spite_of_signals(task: Task) -> Iterator[None]:
-    """Lets the chief save its work first where a signal is for all tasks; a second one ends it."""
+    """Makes a task serve on after a signal, so that the chief can save its work.
+
+    A second signal ends the task.
+    """
     received: list[float] = []
 
     def handle(number: int, unused_frame: Any) -> None:

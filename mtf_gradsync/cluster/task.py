@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, and which of them this process is."""
+"""The tasks of a cluster, and which of them this process is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
     @property
     def all_tasks(self) -> list[tuple[str, int]]:
-        """Job and number of all tasks, the chief first."""
+        """Job and number of each task, the chief first."""
         return [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
 
     @property
@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The place of this task among all; 0 is the chief."""
+        """Place of this task among all; 0 is the chief."""
         return self.all_tasks.index((self.job, self.index))
 
     @property
@@ -53,7 +53,7 @@ class Task(NamedTuple):
         return _host_and_port(self.jobs[job][index], job)
 
     def devices(self, each: int) -> list[str]:
-        """The CPU devices of all tasks, task by task.
+        """Returns the CPU devices of all tasks, task by task.
 
         Args:
           each: how many a task has.
@@ -68,21 +68,24 @@ class Task(NamedTuple):
         ]
 
     def free_port(self) -> int:
-        """The first port after the chief's that no task has."""
+        """Returns the first port after the chief's that no task has."""
         taken = {
             _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
         }
         after = range(self.chief_address[1] + 1, 1 << 16)
         port = next((p for p in after if p not in taken), None)
         if port is None:
-            raise ValueError("no port after the chief's is left to meet at: give watch_port")
+            raise ValueError(
+                f"No port after the chief's, {self.chief_address[1]}, is left to meet at: "
+                "give watch_port."
+            )
         return port
 
 
 def task_of_spec(
     cluster_spec: str | Mapping[str, Sequence[str]], job_name: str, task_index: int
 ) -> Task:
-    """Checks what is said of a cluster.
+    """Returns this process's task of a cluster, after checking the cluster.
 
     Args:
       cluster_spec: addresses "host:port" of each job's tasks; a dictionary, JSON of one, or text
@@ -98,41 +101,42 @@ def task_of_spec(
     """
     spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     if not isinstance(spec, Mapping) or not spec:
-        raise ValueError(f"a cluster must be like {_EXAMPLE}; got {cluster_spec!r}")
+        raise ValueError(f"A cluster must be like {_EXAMPLE}; got {cluster_spec!r}.")
     jobs = {job: spec[job] for job in sorted(spec, key=_place)}
     addresses = set()
     for job, tasks in jobs.items():
         if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
             raise ValueError(
-                f"the job {job!r} of a cluster must list addresses, like {_EXAMPLE}; got {tasks!r}"
+                f"The job {job!r} of a cluster must list addresses, like {_EXAMPLE}; got {tasks!r}."
             )
         for address in tasks:
             _host_and_port(address, job)
             if address in addresses:
-                raise ValueError(f"two tasks of the cluster have the same address {address!r}")
+                raise ValueError(f"Two tasks of the cluster have the same address {address!r}.")
             addresses.add(address)
     chief = next(iter(jobs))
     if chief not in _CHIEF_JOBS:
         raise ValueError(
-            f'a cluster must have a job "chief" or "worker", whose first task is the chief; got '
-            f"the jobs {', '.join(jobs)}"
+            f'A cluster must have a job "chief" or "worker", whose first task is the chief; got '
+            f"the jobs {', '.join(jobs)}."
         )
     if chief != "worker" and len(jobs[chief]) > 1:
-        raise ValueError(f"a cluster has one {chief}; got {len(jobs[chief])}: {jobs[chief]}")
+        raise ValueError(f"A cluster has one {chief}; got {len(jobs[chief])}: {jobs[chief]}.")
     if job_name not in jobs:
         raise ValueError(
-            f"the cluster has the jobs {', '.join(jobs)}, and not {job_name!r}"
-            + (": the chief evaluates" if job_name == "evaluator" else "")
+            f"The cluster has the jobs {', '.join(jobs)}, and not {job_name!r}"
+            + (": the chief evaluates." if job_name == "evaluator" else ".")
         )
     if not isinstance(task_index, int) or not 0 <= task_index < len(jobs[job_name]):
         raise ValueError(
-            f"the job {job_name!r} has the tasks 0 to {len(jobs[job_name]) - 1}; got {task_index!r}"
+            f"The job {job_name!r} has the tasks 0 to {len(jobs[job_name]) - 1}; got "
+            f"{task_index!r}."
         )
     return Task({job: list(tasks) for job, tasks in jobs.items()}, job_name, task_index)
 
 
 def task_of_environment() -> Task | None:
-    """The task that the environment variable TF_CONFIG describes, as Estimator reads it.
+    """Returns the task that the environment variable TF_CONFIG describes, as Estimator reads it.
 
     Returns:
       The task; None where there is no cluster in TF_CONFIG.
@@ -148,11 +152,11 @@ def task_of_environment() -> Task | None:
             return None
         job, index = task.get("type"), task.get("index", 0)
         if not isinstance(job, (str, type(None))):
-            raise ValueError("the type of the task is no text")
+            raise ValueError(f"The type of the task must be text; got {job!r}.")
     except (ValueError, AttributeError) as error:
         raise ValueError(
             'TF_CONFIG must be like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": '
-            f'{{"type": "worker", "index": 0}}}}; got {text!r}'
+            f'{{"type": "worker", "index": 0}}}}; got {text!r}.'
         ) from error
     try:
         number = int(index) if str(index).isdigit() else index
@@ -168,13 +172,13 @@ def _parsed(text: str) -> Any:
             return json.loads(text)
         except ValueError as error:
             raise ValueError(
-                f"a cluster must be like {_EXAMPLE}; got {text!r} ({error})"
+                f"A cluster must be like {_EXAMPLE}; got {text!r} ({error})."
             ) from error
     spec = {}
     for part in filter(None, text.split(";")):
         job, sign, tasks = part.partition("=")
         if not sign or job.strip() in spec:
-            raise ValueError(f"a cluster must be like {_EXAMPLE}; got {text!r}")
+            raise ValueError(f"A cluster must be like {_EXAMPLE}; got {text!r}.")
         spec[job.strip()] = [address.strip() for address in tasks.split(",") if address.strip()]
     return spec
 
@@ -187,6 +191,6 @@ def _host_and_port(address: Any, job: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(
-            f'addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}'
+            f'Addresses of a cluster must be like "host:2222"; the job {job!r} has {address!r}.'
         )
     return host.strip("[]"), int(port)

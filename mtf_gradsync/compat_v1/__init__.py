@@ -1,4 +1,4 @@
-"""The tf.compat.v1 adapter: its optimizers on a mesh, and the wrappers around them without one."""
+"""Optimizers of tf.compat.v1 on a mesh, and this package's wrappers around them without a mesh."""
 
 from mtf_gradsync.compat_v1.accumulation import AllReduceFn, GradientAccumulationOptimizer
 from mtf_gradsync.compat_v1.given import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
@@ -31,10 +32,10 @@ class _State(NamedTuple):
 
 
 class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
-    """Adds up the gradients of several micro steps, then applies another optimizer once.
+    """Adds up the gradients of several microbatch steps, then applies another optimizer once.
 
     The state is in local variables, on the worker where the graph has several tasks: no
-    checkpoint holds it, and a restart begins a fresh accumulation. Whatever initializes local
+    checkpoint holds it, and a restart begins a new accumulation. Whatever initializes local
     variables (`tf.compat.v1.local_variables_initializer`, MonitoredTrainingSession, Estimator)
     initializes it.
 
@@ -79,8 +80,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "
-                "of its workers into a conditional. SyncReplicasOptimizer adds up itself: take it "
-                "alone, with replicas_to_aggregate times as many."
+                "of its workers into a conditional. SyncReplicasOptimizer adds up gradients: use "
+                "it alone, with replicas_to_aggregate multiplied by "
+                f"{backward_passes_per_step}, the backward_passes_per_step."
             )
         super().__init__(use_locking=False, name=name)
         self.opt = self._opt = opt  # the latter for wrappers of others that look inside
@@ -92,7 +94,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         self._states: list[_State] = []
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Gradients of one micro step, by the optimizer inside.
+        """Returns gradients of one micro step, by the inner optimizer.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
@@ -141,21 +143,21 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
             else:
                 step = self._micro_step(grads, variables, global_step)
             step = tf.group(step, name=scope)
-        # What the optimizer inside put there is a part of a conditional, which nobody can fetch.
+        # What the inner optimizer put there is part of a conditional and cannot be fetched.
         train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
         train_ops[:] = [*collected, step]
         return step
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """The slot of the optimizer inside, or None."""
+        """Returns a slot of the inner optimizer, or None."""
         return self.opt.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """Names of the slots of the optimizer inside."""
+        """Returns names of the slots of the inner optimizer."""
         return self.opt.get_slot_names()
 
     def variables(self) -> list[Any]:
-        """The variables of the optimizer inside, then the counters and sums."""
+        """Returns the variables of the inner optimizer, then the counters and sums."""
         own = [v for state in self._states for v in (state.count, *state.sums)]
         here = tf.get_default_graph()
         return [*self.opt.variables(), *(v for v in own if v.graph is here)]
@@ -165,7 +167,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         if not present:
             raise ValueError(
                 "No gradients provided for any variable: "
-                f"{[v.name for _, v in pairs]}; check the loss."
+                f"{counted([v.name for _, v in pairs], 'variable')}; check the loss."
             )
         for grad, variable in present:
             if isinstance(grad, tf.IndexedSlices) and not self._sparse_as_dense:
@@ -183,8 +185,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         sums_shards = any(isinstance(o, tf.tpu.CrossShardOptimizer) for o in inside)
         if shards > 1 and self._passes > 1 and (sums_shards or self._allreduce):
             raise ValueError(
-                "In a TPU program every core has the same variables, so that sums of one core's "
-                "gradients have no place there: sum first, by "
+                "In a TPU program all cores share the variables, so that no variable can "
+                "hold the sums of one core's gradients. Reduce gradients first, by "
                 "CrossShardOptimizer(GradientAccumulationOptimizer(opt, ...))."
             )
 
@@ -218,7 +220,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def _apply(
         self, sums: Sequence[Any], grads: Sequence[Any], variables: list[Any], global_step: Any
     ) -> tf.Operation:
-        """Hands sums to the optimizer inside, in the dtypes and at the places of gradients."""
+        """Applies the inner optimizer to sums, in the dtypes and at the places of the gradients."""
         present = [s for s in sums if s is not None]
         owners = [v for g, v in zip(grads, variables) if g is not None]
         if self._allreduce is not None:
@@ -261,7 +263,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
 
 @contextlib.contextmanager
 def _control_flow_for(variables: Sequence[Any]) -> Iterator[None]:
-    """Control flow of v1 where a variable is of the old kind, which functions cannot write."""
+    """Switches to control flow v1 for reference variables, which functions cannot write."""
     is_old = any(v.dtype != v.dtype.base_dtype for v in variables)
     with control_flow_v1() if is_old else contextlib.nullcontext():
         yield

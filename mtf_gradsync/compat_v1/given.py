@@ -1,4 +1,4 @@
-"""The optimizer that a user gives to a wrapper: one, or a class or factory of one."""
+"""Checks and makes the optimizer that a user gives a wrapper: an optimizer, class or factory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class AppliesGradients(Protocol):
 
 
 class V1Optimizer(Protocol):
-    """What is known of an optimizer of `tf.compat.v1.train`, which has no types of its own."""
+    """The used part of an optimizer of `tf.compat.v1.train`, which has no types of its own."""
 
     def compute_gradients(self, loss: Any, /) -> Any:
-        """Gradients of a loss, with their variables."""
+        """Returns gradients of a loss, with their variables."""
 
     def apply_gradients(self, grads_and_vars: Any, /) -> Any:
         """Updates variables; returns a tf operation."""
@@ -29,32 +29,29 @@ class V1Optimizer(Protocol):
 MeshOptimizerLike = Union[AppliesGradients, Callable[..., AppliesGradients]]
 V1OptimizerLike = Union[V1Optimizer, Callable[..., V1Optimizer]]
 OptimizerLike = Union[MeshOptimizerLike, V1OptimizerLike]
-# In place of a learning rate, where None is one that pipelines hand on.
+# The default of learning_rate arguments: None is a learning rate that pipelines pass on.
 NOT_GIVEN = object()
 # Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.
 _V1_NAMES = {"SGD": "MomentumOptimizer", "RMSprop": "RMSPropOptimizer"}
 
 
 def is_v1(optimizer: Any) -> bool:
-    """Whether something is an optimizer of ``tf.compat.v1.train``, of TensorFlow or a user's."""
+    """Returns whether an object is an optimizer of ``tf.compat.v1.train`` or of a subclass."""
     return isinstance(optimizer, tf.train.Optimizer)
 
 
 def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
-    """The optimizer, made from a class or factory where opt is one.
+    """Returns the optimizer that a user gave, made from a class or factory where opt is one.
 
     Args:
       opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
         of either.
       learning_rate: what classes and factories are called with, or `NOT_GIVEN`.
-      wrapper: for whom, in errors.
-
-    Returns:
-      The optimizer.
+      wrapper: name of the wrapper, for errors.
 
     Raises:
       TypeError: it is a Keras optimizer.
-      ValueError: it is nothing of these, or learning_rate is missing or one too many.
+      ValueError: it is none of these, or learning_rate is missing or not wanted.
     """
     _refuse_keras(opt, wrapper)
     if not isinstance(opt, type) and _is_optimizer(opt):
@@ -62,8 +59,8 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
             raise ValueError(
                 f"{wrapper} got the optimizer {opt!r}, which has its learning rate already, and "
                 f"learning_rate={learning_rate!r}. Give a class (in gin: "
-                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or leave "
-                "learning_rate out."
+                f"`{wrapper}.opt = @AdafactorOptimizer`, without parentheses), or give no "
+                "learning_rate."
             )
         return opt
     if not callable(opt) or (isinstance(opt, type) and not _is_optimizer(opt)):
@@ -87,11 +84,11 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
 
 def refuse_with_v1(opt: Any, **arguments: Any) -> None:
-    """Raises ValueError for an argument that an optimizer of tf.compat.v1.train has no use for.
+    """Raises ValueError for arguments that have no meaning for an optimizer of tf.compat.v1.train.
 
     Args:
       opt: the optimizer.
-      **arguments: arguments of a wrapper that take mesh optimizers; None where it is not given.
+      **arguments: a wrapper's arguments for mesh optimizers by name; None where one is not given.
     """
     for name, value in arguments.items():
         if value is not None:
@@ -126,10 +123,10 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
 
 
 class OffMesh:
-    """Mixed into counterparts, before a class of TensorFlow: refuses what belongs to a mesh."""
+    """First base of the wrappers without a mesh: refuses mesh tensors and mesh variables."""
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Gradients, by the optimizer inside; see `tf.compat.v1.train.Optimizer`.
+        """Returns gradients by the inner optimizer; see `tf.compat.v1.train.Optimizer`.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
@@ -151,7 +148,7 @@ class OffMesh:
 
     @property
     def apply_grads(self) -> NoReturn:
-        """What optimizers of Mesh-TensorFlow have; an AttributeError says so."""
+        """Raises an AttributeError that says what to use: only mesh optimizers have this method."""
         raise AttributeError(f"{self._kind()} has no apply_grads. {self._instead()}")
 
     def _refuse_mesh(self, *given: Any) -> None:

@@ -15,7 +15,7 @@ from mtf_gradsync.step import Plan, gated_update
 
 
 class _State(NamedTuple):
-    """What the optimizer keeps in one mtf graph.
+    """The variables that the optimizer has made in one mtf graph.
 
     Attributes:
       slots: variable and key -> slot.
@@ -115,11 +115,11 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             return gated_update(make, [grad for grad, _ in pairs])
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """`apply_grads` for one pair."""
+        """Updates one variable; see `apply_grads`."""
         return self.apply_grads([grad], [var])
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
-        """A variable's slot, or None.
+        """Returns a variable's slot, or None.
 
         Args:
           var: a variable that was updated.
@@ -132,11 +132,11 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return self._last and self._last.slots.get((var, name))
 
     def get_slot_names(self) -> list[str]:
-        """Names of the slots, sorted."""
+        """Returns names of the slots, sorted."""
         return sorted(slot.key for slot in slots_of(self.opt))
 
     def variables(self) -> list[mtf.Variable]:
-        """All variables that it made in the graph in which gradients were applied last."""
+        """Returns all variables made in the graph in which gradients were applied last."""
         return [*self._last.slots.values(), *self._last.powers.values()] if self._last else []
 
     def _operations(
@@ -187,7 +187,7 @@ def _forget_undone(state: _State, graph: mtf.Graph) -> None:
 
 
 def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
-    """A number, or an mtf scalar of a dtype for a tensor or variable."""
+    """Returns a number, or an mtf scalar of a dtype for a tensor or variable."""
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, mtf.Variable):
@@ -198,13 +198,13 @@ def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
 
 
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
-    """TensorFlow's next name: a, a_1, a_2."""
+    """Returns the first name that is not taken, as TensorFlow counts them: a, a_1, a_2."""
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
     return next(n for n in names if not is_taken(n))
 
 
 def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
-    """A scalar that begins with a value; it belongs to no variable, so others may have its name."""
+    """Makes a scalar with an initial value; it belongs to no variable, so its name may be taken."""
     graph = tf.get_default_graph()
     scope = graph.get_name_scope()
     reuses = bool(tf.get_variable_scope().reuse)
@@ -225,7 +225,7 @@ def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
 
 
 def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
-    """A variable that begins with a value everywhere."""
+    """Makes a variable with one initial value everywhere."""
     if isinstance(value, tf.Tensor):
         # The initializer of a program for TPUs stands outside of it, where the tensor may not be.
         known = tf.get_static_value(value)
@@ -246,7 +246,7 @@ def _update(
     slots: Sequence[mtf.Variable],
     scalars: dict[str, Any],
 ) -> list[mtf.Operation]:
-    """The assignments of one variable and its slots."""
+    """Returns the assignments of one variable and its slots."""
     dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
     tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}
     inputs = [grad, *(slot.value for slot in slots), *tensors.values()]

@@ -1,4 +1,6 @@
-"""How each optimizer of tf.compat.v1 updates a variable, number by number.
+"""The update rules of the optimizers of tf.compat.v1, elementwise, as TensorFlow's kernels compute.
+
+A rule takes slices: of the gradient, of slots, and of the variable itself if the rule reads it.
 
 The arithmetic is that of TensorFlow's kernels. What a rule gets are slices: of the gradient, of
 slots, and of the variable itself where the rule says that it reads it.
@@ -23,8 +25,8 @@ class Slot(NamedTuple):
     """A variable that an optimizer keeps beside each one that it updates.
 
     Attributes:
-      key: what ``get_slot`` calls it.
-      name: what its variable's name ends in, unless that is taken.
+      key: its name in ``get_slot``.
+      name: end of its variable's name, unless that is taken.
       initial: the number that it begins with.
     """
 
@@ -34,15 +36,15 @@ class Slot(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """An optimizer's update.
+    """The update rule of an optimizer.
 
     Attributes:
       step: the arithmetic.
       slots: in the order in which TensorFlow makes them.
       scalars: hyperparameters that the step reads, numbers or scalar tensors.
-      powers: of Adam: names of scalar variables, and the number that each is a power of, one power
+      powers: for Adam: names of scalar variables, and the number that each is a power of, one power
         more with every update.
-      with_powers: of Adam: from scalars and the powers' values to the scalars that the step reads.
+      with_powers: for Adam: makes the scalars that the step reads from `scalars` and the powers.
       reads_variable: whether the step reads the variable.
       replaces: whether the step's first result is the variable's new value.
     """
@@ -57,10 +59,10 @@ class Rule(NamedTuple):
 
 
 def rule_of(optimizer: tf.train.Optimizer) -> Rule:
-    """The rule of an optimizer.
+    """Returns the update rule of an optimizer.
 
     Args:
-      optimizer: of a class that is in `RULES`.
+      optimizer: an optimizer of a class in `RULES`.
 
     Returns:
       Its rule; functions among the hyperparameters were called for it.
@@ -72,7 +74,7 @@ def rule_of(optimizer: tf.train.Optimizer) -> Rule:
 
 
 def slots_of(optimizer: tf.train.Optimizer) -> tuple[Slot, ...]:
-    """The slots that an optimizer keeps for each variable; calls no function of the user's."""
+    """Returns the slots that an optimizer keeps for each variable; calls no user function."""
     given = hyperparameters(optimizer, call=False)
     return RULES[type(optimizer)](given, optimizer.get_name()).slots
 

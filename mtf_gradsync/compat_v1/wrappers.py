@@ -1,4 +1,4 @@
-"""TensorFlow's own wrappers around its optimizers, which ours make where there is no mesh."""
+"""TensorFlow's own wrappers around its optimizers, which are used where there is no mesh."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Reduction = Literal["weighted_sum", "weighted_mean"]
 
 
 class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
-    """TensorFlow's own, which also runs where there is no TPU program.
+    """`tf.compat.v1.tpu.CrossShardOptimizer`, which here also runs outside of a TPU program.
 
-    There TensorFlow's adds operations that no CPU or GPU can run. This one says, as TensorFlow's
-    does, that it assumes one shard, and is the plain optimizer then.
+    There TensorFlow's class adds operations that no CPU or GPU can run. This one logs, as
+    TensorFlow's does, that it assumes one shard, and then does what the inner optimizer does.
 
     Attributes:
-      opt: the optimizer inside.
+      opt: the inner optimizer.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
 
 
 class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
-    """TensorFlow's own, which also refuses gradients and variables of a mesh by name."""
+    """TensorFlow's class, which here also refuses gradients and variables of a mesh."""
 
 
 def sync_replicas(
@@ -79,8 +79,8 @@ def sync_replicas(
       replicas_to_aggregate: gradients that an update takes.
       total_num_replicas: number of workers; None takes replicas_to_aggregate.
       variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
-      variables_to_average: what is averaged.
-      use_locking: as TensorFlow's.
+      variables_to_average: the variables to average.
+      use_locking: see TensorFlow's.
       name: its name.
 
     Returns:
@@ -93,7 +93,8 @@ def sync_replicas(
         raise ValueError(
             "SyncReplicasOptimizer updates on the parameter server, where sums of "
             "GradientAccumulationOptimizer would begin anew with every worker that starts. It adds "
-            "up itself: give it the optimizer inside, and replicas_to_aggregate times as many."
+            "up gradients itself: give it the inner optimizer, and multiply replicas_to_aggregate "
+            "by backward_passes_per_step."
         )
     if is_number(variable_averages):
         variable_averages = tf.train.ExponentialMovingAverage(variable_averages)

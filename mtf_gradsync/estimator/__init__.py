@@ -1,4 +1,6 @@
-"""Model functions of Mesh-TensorFlow: what they repeat, and what runs them on every TensorFlow.
+"""Builds the specs of a model_fn on a mesh, and runs model_fns on every TensorFlow and runtime.
+
+See ``docs/guides/model_fn.md``.
 
 See ``docs/guides/model_fn.md``.
 """

@@ -1,4 +1,4 @@
-"""What every model_fn on a mesh repeats, in one object."""
+"""SpecBuilder: does what every model_fn on a mesh repeats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SpecBuilder:
     Attributes:
       graph: the `mtf.Graph` to build in.
       mesh: the `mtf.Mesh` of the model.
-      mesh_impl: what the model is lowered on.
+      mesh_impl: the mesh implementation to lower on.
       mode: "train", "eval" or "infer".
     """
 
@@ -96,7 +96,7 @@ class SpecBuilder:
         optimizer: AppliesGradients | None = None,
         summaries: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The spec of a training step.
+        """Returns the spec of a training step.
 
         Checkpoints are written as config says: the slices are copied to the masters first, and back
         after one was restored. Checkpoints of a run without the wrapper, or of another mesh, are
@@ -107,7 +107,7 @@ class SpecBuilder:
           updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
             advanced after them, unless they do so themselves.
           optimizer: what it reports becomes summaries, such as gradient norms (`reported`), and so
-            does what crosses the mesh in a step, where that is known here.
+            does the traffic of a step, where that is known here.
           summaries: more mtf or tf tensors by name, scalars or one value for each shard.
 
         Returns:
@@ -127,7 +127,7 @@ class SpecBuilder:
                 step = tf.train.get_or_create_global_step()
                 done.append(tf.assign_add(step, tf.constant(1, step.dtype.base_dtype)).op)
         train_op = tf.group(*done)
-        scalars = summaries_lib.collected(lowering, shown)
+        scalars = summaries_lib.scalars_to_write(lowering, shown)
         config = self._config
         model_dir = getattr(config, "model_dir", None)
         with outside_programs():
@@ -185,7 +185,7 @@ class SpecBuilder:
         metrics: Callable[..., Mapping[str, Any]] | None = None,
         tensors: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The spec of an evaluation.
+        """Returns the spec of an evaluation.
 
         Args:
           loss: an mtf tensor; the mean is taken of one with several elements.
@@ -220,7 +220,7 @@ class SpecBuilder:
         )
 
     def predict(self, predictions: Mapping[str, Any]) -> Any:
-        """The spec of predictions, and of an exported model.
+        """Returns the spec of predictions, and of an exported model.
 
         Args:
           predictions: mtf or tf tensors by name, the batch their first dimension.
@@ -275,7 +275,7 @@ class SpecBuilder:
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
-    """What is run once masters have their values: slices get theirs."""
+    """Returns the operation that copies masters to slices once masters have their values."""
     return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
 
@@ -285,7 +285,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Mtf tensors in dimensions that no layout splits, so that each processor has them whole."""
+    """Replicates mtf tensors, so that each processor has all of their elements."""
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()

@@ -1,4 +1,4 @@
-"""Builds the graph of a call of Estimator: input_fn and model_fn, for where the steps will run."""
+"""Builds the graph of a call of Estimator from input_fn and model_fn, for a runtime."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from typing import Any, Callable, Mapping, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.estimator.inputs import call_with_known, features_and_labels, give
+from mtf_gradsync.estimator.inputs import call_with_named, features_and_labels, set_items
 from mtf_gradsync.estimator.meshes import outside_programs
 from mtf_gradsync.runtimes.checkpoints.saving import RunSaver
 from mtf_gradsync.runtimes.places import OnCores, OnDevices
@@ -15,7 +15,7 @@ _TRAIN = tf.estimator.ModeKeys.TRAIN
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and what it is called with beside the caller's params.
+    """A model_fn, and its arguments beside the caller's params.
 
     Attributes:
       function: the model_fn.
@@ -40,7 +40,7 @@ class ModelFn(NamedTuple):
         Args:
           input_fn: as Estimator takes it.
           mode: "train", "eval" or "infer".
-          place: where it will run.
+          place: the runtime.
           params: the caller's.
           config: the run's.
 
@@ -56,8 +56,8 @@ class ModelFn(NamedTuple):
         features, labels, hooks = features_and_labels(input_fn, mode, params, config)
         with place.building() as program:
             if program is not None:
-                give(params, context=program.tpu_context)
-            spec, scaffold = self._called(features, labels, mode, params, config)
+                set_items(params, context=program.tpu_context)
+            spec, scaffold = self._call(features, labels, mode, params, config)
         has_saver = scaffold is not None and scaffold.saver is not None
         if mode == _TRAIN and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
             keep = getattr(config, "keep_checkpoint_max", None) or 0
@@ -73,25 +73,25 @@ class ModelFn(NamedTuple):
         Returns:
           The spec and its scaffold.
         """
-        return self._called(features, labels, mode, self._params(params, None, False), config)
+        return self._call(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
-        """The params of a call, with what TPUEstimator adds to them."""
+        """Returns a copy of the params, with what TPUEstimator adds to them."""
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:
-            give(params, batch_size=batch_size)
+            set_items(params, batch_size=batch_size)
         # Estimator alone, without a TPU's config, adds nothing.
         if is_program or self.is_for_tpu:
-            give(params, use_tpu=is_program)
+            set_items(params, use_tpu=is_program)
         return params
 
-    def _called(
+    def _call(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Calls the function; returns its spec and the spec's scaffold."""
+        """Calls the model_fn; returns its spec and the spec's scaffold."""
         tf.train.get_or_create_global_step()
-        spec = call_with_known(
+        spec = call_with_named(
             self.function,
             features=features,
             labels=labels,

@@ -1,4 +1,4 @@
-"""How a program of Estimator's runs: strict placement on as many devices as the mesh has."""
+"""RunConfigs with strict placement and as many devices as the mesh has processors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def run_config(
     tpu_config: Any = None,
     **settings: Any,
 ) -> Any:
-    """A RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
+    """Returns a RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
 
     Estimator's own sessions place softly: a device that is not there becomes another one without a
     word, and a mesh of eight CPU devices runs on one.
 
     Args:
-      model_dir: where checkpoints and summaries go.
+      model_dir: directory of checkpoints and summaries.
       mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
       tpu_config: a TPUConfig, for TPUEstimator; None makes a RunConfig of Estimator's.
       **settings: more settings of RunConfig, such as save_checkpoints_steps. A session_config among
@@ -38,7 +38,7 @@ def run_config(
 
 
 def with_model_dir(config: Any, model_dir: str) -> Any:
-    """A config for another directory."""
+    """Returns a copy of a config with another model_dir."""
     if hasattr(config, "replace"):
         return config.replace(model_dir=model_dir)
     config.model_dir = model_dir

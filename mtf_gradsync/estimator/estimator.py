@@ -14,7 +14,7 @@ from mtf_gradsync.estimator.config import with_model_dir
 from mtf_gradsync.estimator.evaluation import Evaluation
 from mtf_gradsync.estimator.exporting import new_directory, write_saved_model
 from mtf_gradsync.estimator.host import HostCallHook
-from mtf_gradsync.estimator.predictions import chosen, examples
+from mtf_gradsync.estimator.predictions import examples, selected
 from mtf_gradsync.estimator.runtimes import check_runtime
 from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.estimator.writing import training_hooks, write_summary
@@ -67,22 +67,22 @@ class Estimator:
         Args:
           model_fn: takes features and, where it names them, labels, mode, params and config;
             returns an EstimatorSpec or a TPUEstimatorSpec.
-          model_dir: where checkpoints and summaries are; None takes config's, or a temporary one.
+          model_dir: directory of checkpoints and summaries; None is config's, or a temporary one.
           config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
             save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
             and tpu_config.num_shards.
-          params: a dict, or anything whose attributes can be set; a copy is handed on. It gets
+          params: a dict, or anything whose attributes can be set; a copy is passed on. It gets
             "batch_size" where one is given, as for a TPU "use_tpu", and in a program "context".
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
             has, with use_tpu, and "placement_mesh" without.
-          num_cores: of a SIMD program; None takes config.tpu_config.num_shards.
-          train_batch_size: what params["batch_size"] is in training; None leaves it alone.
+          num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
+          train_batch_size: params["batch_size"] in training; None does not set it.
           eval_batch_size: likewise in evaluation.
           predict_batch_size: likewise for predictions.
-          eval_on_tpu: of TPUEstimator; evaluation runs where training does.
-          export_to_tpu: of TPUEstimator; what is exported runs on a host.
+          eval_on_tpu: ignored; evaluation runs where training does.
+          export_to_tpu: ignored; exported models run on a host.
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
             the variables; those without one keep their values. Training goes on with the variables.
@@ -123,7 +123,7 @@ class Estimator:
         self._model = ModelFn(model_fn, tpu_config is not None or use_tpu, batch_sizes)
 
     def latest_checkpoint(self) -> str | None:
-        """The newest checkpoint of model_dir, or None."""
+        """Returns the newest checkpoint of model_dir, or None."""
         return newest(self.model_dir).path
 
     def train(
@@ -197,7 +197,7 @@ class Estimator:
         """Evaluates a checkpoint.
 
         Args:
-          input_fn: as for `train`.
+          input_fn: see `train`.
           steps: how many steps to make; None for all that the input has.
           hooks: more session hooks.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.
@@ -211,7 +211,7 @@ class Estimator:
             input.
         """
         _check_positive(steps=steps)
-        start = self._restored(checkpoint_path)
+        start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.EVAL)
             evaluation = Evaluation(spec, place.program is not None)
@@ -236,8 +236,8 @@ class Estimator:
         """Predicts with a checkpoint.
 
         Args:
-          input_fn: as for `train`; its labels are not used.
-          predict_keys: which predictions; None for all.
+          input_fn: see `train`; its labels are not used.
+          predict_keys: keys of the predictions to return; None for all.
           hooks: more session hooks.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.
           yield_single_examples: whether to yield examples, or batches as they come.
@@ -249,10 +249,10 @@ class Estimator:
           ValueError: there is no checkpoint, or it has no averages, no such key, or predictions of
             a batch differ in length.
         """
-        start = self._restored(checkpoint_path)
+        start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT)
-            predictions = chosen(spec.predictions, predict_keys)
+            predictions = selected(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
             sessions = place.sessions(spec, scaffold, lambda: start)
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
@@ -274,7 +274,7 @@ class Estimator:
         """Writes the model as a SavedModel, lowered onto devices whatever the runtime.
 
         Args:
-          export_dir_base: where a directory is made, named by the time in seconds.
+          export_dir_base: parent of the new directory, which is named by the time in seconds.
           serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
             feeds.
           checkpoint_path: the checkpoint; None takes the newest of model_dir.
@@ -285,7 +285,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or it has no averages.
         """
-        start = self._restored(checkpoint_path)
+        start = self._start(checkpoint_path)
         with self._graph():
             received = serving_input_receiver_fn()
             spec, scaffold = self._model.spec(
@@ -299,10 +299,10 @@ class Estimator:
                 write_saved_model(directory, spec, scaffold, inputs, restored)
         return directory
 
-    # What they have in common.
+    # Shared by these methods.
 
     def _graph(self) -> Any:
-        """The default graph of one call, as a context manager."""
+        """Returns the default graph of one call, as a context manager."""
         graph = tf.Graph()
         seed = self._setting("tf_random_seed")
         if seed is not None:
@@ -323,8 +323,8 @@ class Estimator:
     def _setting(self, name: str) -> Any:
         return getattr(self.config, name, None)
 
-    def _restored(self, path: str | None) -> Start:
-        """What an evaluation begins with."""
+    def _start(self, path: str | None) -> Start:
+        """Returns the checkpoint that an evaluation begins with."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(
@@ -334,7 +334,7 @@ class Estimator:
         return Start(path, with_averages=self._with_averages)
 
     def _step_saved(self) -> int:
-        """Steps made before a training; the newest checkpoint is checked where it is the run's."""
+        """Returns the steps of the newest checkpoint, after checking it if the run wrote it."""
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):
             return int(tf.train.load_variable(start.path, "global_step")) if start.path else 0

@@ -1,4 +1,4 @@
-"""The steps of an evaluation, and what comes of them."""
+"""The steps of an evaluation and their result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mtf_gradsync.estimator.host import Metrics
 
 
 class Evaluation:
-    """Takes the mean of a spec's losses, and its metrics, over the steps of an evaluation."""
+    """Averages a spec's losses and metrics over the steps of an evaluation."""
 
     def __init__(self, spec: Any, is_program: bool):
         """Builds the metrics.
 
         Args:
-          spec: what the model_fn returned.
+          spec: the spec that the model_fn returned.
           is_program: whether the step is a SIMD program.
 
         Raises:
@@ -26,8 +26,8 @@ class Evaluation:
         metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
         if metric_ops and is_program:
             raise ValueError(
-                "eval_metric_ops would be part of the program of a core; give eval_metrics, in "
-                "a TPUEstimatorSpec, which run on the host."
+                f"eval_metric_ops {sorted(metric_ops)} would be part of a core's program; give "
+                "eval_metrics in a TPUEstimatorSpec instead, which run on the host."
             )
         eval_metrics = getattr(spec, "eval_metrics", None)
         self._metrics = Metrics(eval_metrics) if eval_metrics else None
@@ -63,7 +63,10 @@ class Evaluation:
         except (tf.errors.OutOfRangeError, StopIteration):
             pass
         if not losses:
-            raise ValueError("The input of the evaluation is empty.")
+            raise ValueError(
+                "The input_fn of the evaluation gave no batch: its data are missing, or they are "
+                "fewer examples than a batch takes."
+            )
         result = _without_hooks(session, self._values) if self._values else {}
         result.update(self._metrics.result() if self._metrics else {})
         result.update(loss=np.float32(np.mean(losses)), global_step=int(global_step))

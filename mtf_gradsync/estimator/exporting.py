@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def new_directory(base: str) -> str:
-    """A directory that is not there yet, named by the time in seconds, as servers order them."""
+    """Returns the path of a new directory, named by the time in seconds: newer names sort last."""
     while True:
         path = os.path.join(base, str(int(time.time())))
         if not tf.io.gfile.exists(path):
@@ -29,10 +29,10 @@ def write_saved_model(
 
     Args:
       directory: a directory that is not there yet.
-      spec: of predictions; its export_outputs have an output by name of the signature.
+      spec: spec of predictions; its export_outputs have an output by name of the signature.
       scaffold: the spec's; its local_init_op runs where the model is loaded.
-      inputs: what a server feeds, by name.
-      checkpoint: where the variables come from.
+      inputs: tensors that a server feeds, by name.
+      checkpoint: path of the variables' checkpoint.
     """
     saver = tf.train.Saver(sharded=True)
     begin = scaffold.local_init_op if scaffold else None

@@ -1,4 +1,4 @@
-"""What a spec has done on the host: metrics and host_call, in a graph of their own."""
+"""Runs a spec's metrics and host_call on the host, in a graph of their own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
 
 class HostFunction:
-    """A function of a step's tensors, on values that the step was fetched with.
+    """A function of a step's tensors, called with the values that a session returned for them.
 
     Attributes:
-      tensors: what the step is to be fetched with.
+      tensors: tensors to fetch with the step.
     """
 
     def __init__(self, call: Sequence[Any]):
@@ -76,7 +76,6 @@ class Metrics:
     """Metrics over the steps of an evaluation."""
 
     def __init__(self, eval_metrics: Sequence[Any]):
-        """Builds them; see `HostFunction`."""
         self._host = HostFunction(eval_metrics)
         self.tensors = self._host.tensors
         pairs = dict(self._host.result)
@@ -84,11 +83,11 @@ class Metrics:
         self._updates = [update for _, update in pairs.values()]
 
     def add(self, values: Any) -> None:
-        """Takes in the values of a step's tensors."""
+        """Adds the values of a step's tensors."""
         self._host.run(self._updates, values)
 
     def result(self) -> dict[str, np.ndarray]:
-        """The metrics by name, and frees the graph."""
+        """Returns the metrics by name, and frees the graph."""
         result = self._host.read(self._values)
         self._host.close()
         return result
@@ -98,7 +97,6 @@ class HostCallHook(tf.train.SessionRunHook):
     """Runs a spec's host_call after every step."""
 
     def __init__(self, host_call: tuple[Callable[..., Any], Tensors]):
-        """Takes a function and its tensors; see `HostFunction`."""
         self._call = host_call
         self._host: HostFunction | None = None
 
@@ -110,7 +108,7 @@ class HostCallHook(tf.train.SessionRunHook):
             if getattr(error.__cause__, "name", None) != "tensorboard":
                 raise
             _logger.warning(
-                "host_call is left out: it writes summaries by tf.summary, which needs TensorBoard "
+                "host_call is skipped: it writes summaries by tf.summary, which needs TensorBoard "
                 "(pip install tensorboard)."
             )
 

@@ -1,4 +1,4 @@
-"""Calls an input_fn as Estimator does."""
+"""Calls an input_fn as Estimator does, and returns a step's features and labels."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Callable
 from mtf_gradsync._private.libraries import tf
 
 
-def call_with_known(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls a function with those of the known arguments that it names, as Estimator does.
+def call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
+    """Calls a function with those of the arguments that its signature names, as Estimator does.
 
-    What a `functools.partial` holds already it keeps.
+    Arguments that a `functools.partial` has already are not replaced.
     """
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held
     return fn(**{name: value for name, value in known.items() if name in names})
 
 
-def give(params: Any, **items: Any) -> Any:
+def set_items(params: Any, **items: Any) -> Any:
     """Adds items to params, which are a dict or something with attributes.
 
     Raises:
@@ -39,15 +39,14 @@ def give(params: Any, **items: Any) -> Any:
     return params
 
 
-class Begin(tf.train.SessionRunHook):
-    """Begins an iterator with every session."""
+class InitializeIterator(tf.train.SessionRunHook):
+    """Initializes an iterator in every new session."""
 
     def __init__(self, initializer: tf.Operation):
-        """Takes the operation."""
         self._initializer = initializer
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Begins."""
+        """Runs the initializer."""
         del coord
         session.run(self._initializer)
 
@@ -55,14 +54,14 @@ class Begin(tf.train.SessionRunHook):
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
-    """The tensors of a step, in the default graph.
+    """Returns the tensors of a step, in the default graph.
 
     Args:
       input_fn: takes none, some or all of mode, params and config. Returns a `tf.data.Dataset` of
         features, or of (features, labels), or such tensors.
       mode: "train", "eval" or "infer".
-      params: handed on.
-      config: handed on.
+      params: passed on.
+      config: passed on.
 
     Returns:
       Features, labels (None where there are none), and hooks that the input needs.
@@ -70,11 +69,11 @@ def features_and_labels(
     Raises:
       TypeError: it returns something else.
     """
-    result = call_with_known(input_fn, mode=mode, params=params, config=config)
+    result = call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []
     if isinstance(result, (tf.data.Dataset, tf.compat.v2.data.Dataset)):
         iterator = tf.data.make_initializable_iterator(result)
-        hooks.append(Begin(iterator.initializer))
+        hooks.append(InitializeIterator(iterator.initializer))
         result = iterator.get_next()
     if isinstance(result, (list, tuple)):
         if len(result) != 2:

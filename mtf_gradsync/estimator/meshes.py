@@ -1,4 +1,4 @@
-"""The mesh of a model_fn: cores of a TPU where it was called for one, devices otherwise."""
+"""Makes the mesh of a model_fn: over the cores of a TPU program, or over devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROGRAM_BYTES = 300_000_000
 
 
 class ModelMesh(NamedTuple):
-    """What a model is lowered on.
+    """The mesh that a model is lowered on.
 
     Attributes:
       impl: the mesh implementation.
@@ -41,9 +41,6 @@ def model_mesh(
         ``params["context"]``; None for a placement mesh.
       devices: of a placement mesh, a device string for each processor; None for virtual CPU
         devices.
-
-    Returns:
-      The mesh.
 
     Raises:
       ValueError: devices does not fit the mesh, or the mesh does not fit the cores.
@@ -79,5 +76,5 @@ def model_mesh(
 
 
 def outside_programs() -> Any:
-    """A context manager for what stands outside of a TPU program that is being built."""
+    """Returns a context manager for what stands outside of a TPU program that is being built."""
     return tf.control_dependencies(None)

@@ -1,12 +1,12 @@
-"""Predictions by key and by example."""
+"""Selects predictions by key, and splits batches of them into examples."""
 
 from __future__ import annotations
 
 from typing import Any, Iterator, Sequence
 
 
-def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Those predictions that are asked for, all for None.
+def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
+    """Returns the predictions with the given keys; all of them for None.
 
     Raises:
       ValueError: the model does not predict one of them.
@@ -22,7 +22,7 @@ def chosen(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 
 
 def examples(batch: Any) -> Iterator[Any]:
-    """The examples of a batch.
+    """Yields the examples of a batch.
 
     Raises:
       ValueError: predictions have no row for each example.

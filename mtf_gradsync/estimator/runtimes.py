@@ -1,4 +1,4 @@
-"""Chooses where a model_fn's steps run."""
+"""Chooses the runtime of a model_fn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mtf_gradsync.runtimes.places import RUNTIMES, RuntimeName
 
 
 def check_runtime(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
-    """The name of a runtime.
+    """Returns the name of the runtime to use.
 
     Args:
       runtime: one of `RUNTIMES`, or None for what use_tpu says.

@@ -1,4 +1,4 @@
-"""Scalars of a training step as TensorBoard summaries, on every kind of mesh."""
+"""Writes scalars of a training step as TensorBoard summaries, on every kind of mesh."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import split_by_shard, traits_of
 from mtf_gradsync.simd.traffic.transfers import has_calls
 
-# What `tf.summary.scalar` says of its values. It needs TensorBoard itself, which TensorFlow 2.21
-# does not bring along.
+# The metadata of `tf.summary.scalar`, which needs TensorBoard; TensorFlow 2.21 does not install it.
 _SCALAR = tf.SummaryMetadata(
     plugin_data=tf.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
 )
 
 
-def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """Scalars to be written: those given, and what `mtf.scalar_summary` collected in the graph.
+def scalars_to_write(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Returns the scalars to write: the given ones, and those of `mtf.scalar_summary` in the graph.
 
     Args:
       lowering: exports mtf tensors.
@@ -40,15 +39,15 @@ def collected(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf
 def traffic_of_devices(
     fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any
 ) -> dict[str, float]:
-    """Bytes that devices of a placement mesh receive in a step, by name.
+    """Returns the bytes that devices of a placement mesh receive in a step, by name.
 
     Args:
-      fetches: of a step.
+      fetches: tensors and operations of the step.
       mesh_impl: the mesh.
-      optimizer: what makes its update.
+      optimizer: the optimizer that makes its update.
 
     Returns:
-      One or two numbers; none where they cannot be told.
+      One or two numbers; none where they cannot be known.
     """
     skips = traits_of(optimizer).schedules_updates
     if skips and has_calls(tf.get_default_graph()):
@@ -60,7 +59,7 @@ def traffic_of_devices(
 
 
 def traffic_of_program(program: simd.Program, spec: Any) -> dict[str, float]:
-    """Bytes that a core of a program puts into collectives in a step, by name."""
+    """Returns the bytes that each core of a program sends in collectives in a step, by name."""
     try:
         return simd.list_collectives(program, lowering=spec).scalars()
     except (simd.UnsupportedProgramError, TypeError, ValueError):
@@ -76,11 +75,11 @@ def write_in_graph(scalars: Mapping[str, tf.Tensor]) -> None:
 def write_on_host(
     scalars: Mapping[str, tf.Tensor], model_dir: str | None
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
-    """A host_call that writes summaries of what a TPU program computes.
+    """Returns a host_call that writes summaries of what a TPU program computes.
 
     Args:
       scalars: float32 scalars of the program.
-      model_dir: where event files go; None writes nothing.
+      model_dir: directory of event files; None writes nothing.
 
     Returns:
       A function and its tensors, as TPUEstimatorSpec takes them; None where there is nothing to

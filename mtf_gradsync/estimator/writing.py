@@ -1,4 +1,4 @@
-"""The hooks of a training: those that write checkpoints and summaries among them."""
+"""The hooks of a training, among them those that write checkpoints and summaries."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ def training_hooks(
     is_program: bool,
     listeners: Sequence[Any] | None,
 ) -> list[Any]:
-    """The hooks of a training besides those that are given: the spec's, and those that write.
+    """Returns hooks to train with besides the given ones: the spec's, and those that write.
 
     Args:
-      config: the run's; has a model_dir.
-      given: the others.
-      spec: of the training.
-      scaffold: the spec's, or None.
+      config: the run's config, which has a model_dir.
+      given: the caller's hooks.
+      spec: the spec of the training.
+      scaffold: the spec's scaffold, or None.
       is_program: whether the step is a SIMD program.
       listeners: added to the hook that saves checkpoints.
-
-    Returns:
-      The hooks.
 
     Raises:
       ValueError: there are listeners, and no hook that saves.
@@ -52,7 +49,7 @@ def training_hooks(
 def _writers(
     config: Any, hooks: Sequence[Any], scaffold: Any, loss: tf.Tensor, is_program: bool
 ) -> list[Any]:
-    """Hooks that write what no other hook writes: checkpoints and summaries."""
+    """Returns hooks for the checkpoints and summaries that no other hook writes."""
     made: list[Any] = []
     steps = getattr(config, "save_checkpoints_steps", None)
     seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
@@ -93,8 +90,8 @@ def _listen(hooks: Sequence[Any], listeners: Sequence[Any] | None) -> None:
     savers = [hook for hook in hooks if isinstance(hook, tf.train.CheckpointSaverHook)]
     if not savers:
         raise ValueError(
-            "saving_listeners need checkpoints: give config a model_dir and save_checkpoints_steps "
-            "or save_checkpoints_secs, or the spec a CheckpointSaverHook."
+            f"saving_listeners {list(listeners)} need checkpoints: give config a model_dir and "
+            "save_checkpoints_steps or save_checkpoints_secs, or the spec a CheckpointSaverHook."
         )
     add_saving_listeners(savers[0], listeners)
 

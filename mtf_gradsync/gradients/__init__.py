@@ -1,4 +1,4 @@
-"""Gradients as stages: per shard, summed, clipped, measured. What only wrappers need is inside."""
+"""Functions on gradients: split by shard, sum over shards, clip, measure."""
 
 from mtf_gradsync.gradients.clipping import clip_by_global_norm, clip_by_shard_norm
 from mtf_gradsync.gradients.measures import global_norm, not_finite, shard_norms, shards_not_finite

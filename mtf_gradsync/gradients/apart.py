@@ -1,4 +1,4 @@
-"""Gradients that a strategy reduces in a way of its own, with the state that it keeps for them."""
+"""Reduction of gradients by strategies that keep state for them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mtf_gradsync.reduce.state import State
 
 
 class ReduceApart(StageOperation):
-    """Pending and per-shard gradients, and a strategy's state -> reduced ones and its new state.
+    """Reduces gradients by a strategy that keeps state, and gives the new state.
 
     Attributes:
       sums: the reduced gradients.
-      kept: the variables of the state, each with its new value.
+      kept: pairs of a variable of the state and its new value.
     """
 
     takes_pending = True
@@ -44,11 +44,11 @@ class ReduceApart(StageOperation):
         Args:
           grads: pending or per-shard gradients, at least one.
           variables: their variables.
-          shard_dims: the shard dims that all of them are reduced over.
+          shard_dims: the shard dims that the gradients are reduced over.
           axes: the replica axes.
-          strategy: its `reduce_gradients` reduces over the replica axes; sums over other axes go
-            by its `all_reduce`.
-          state: mesh variables in a structure; their first dims are shard dims, or none.
+          strategy: its `reduce_gradients` reduces over the replica axes, its `all_reduce` over
+            other axes.
+          state: a structure of mesh variables, with or without shard dims in front.
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]
@@ -79,12 +79,12 @@ class ReduceApart(StageOperation):
         before = tf.nest.map_structure(lambda v: None if v is None else next(held), self._state)
         sums, after = self._strategy.reduce_gradients(mesh_impl, values, groups, before)
         name = type(self._strategy).__name__
-        _check([*sums], values, f"{name}.reduce_gradients gave sums that")
+        _check([*sums], values, f"{name}.reduce_gradients returned sums that")
         tf.nest.assert_same_structure(before, after)
         old, new = (
             [x for x in tf.nest.flatten(state) if x is not None] for state in (before, after)
         )
-        _check(new, old, f"{name}.reduce_gradients gave a new state that")
+        _check(new, old, f"{name}.reduce_gradients returned a state that")
         laid_out = []
         for value, (variable, _) in zip(new, self.kept):
             shape = mesh_impl.slice_shape(variable.shape)
@@ -99,14 +99,14 @@ class ReduceApart(StageOperation):
             value, pending = partial_sum(lowering, grad)
             value, summed = local_sum(mesh_impl, value, grad.shape, dims)
             mesh_axes = {*pending, *summed}
-            # What is reduced along an axis already is shared out, so that the sum stays the same.
+            # Equal shares of what is reduced along an axis already keep the sum the same.
             missing.append(set(self._mesh_axes) - mesh_axes)
             sums.append(PartialSum(value, tuple(sorted(mesh_axes - set(self._mesh_axes)))))
         values = reduce_partial_sums(mesh_impl, sums, self._strategy)
         return [share(mesh_impl, value, axes) for value, axes in zip(values, missing)]
 
     def _held(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
-        """What each core holds of a variable, without the shard dims."""
+        """Each core's slice of a variable, without the shard dims."""
         mesh_impl = lowering.mesh_impl(self)
         names = {d.name for d in self._axes.shard_dims}
         sizes = zip(tensor.shape.dims, mesh_impl.slice_shape(tensor.shape))
@@ -116,7 +116,7 @@ class ReduceApart(StageOperation):
 
 
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
-    """Raises ValueError where a strategy returned something else than it was given."""
+    """Raises ValueError if dtypes or shapes of values differ from those that are wanted."""
 
     def described(values: Sequence[Any]) -> list[str]:
         return [
@@ -125,4 +125,7 @@ def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
         ]
 
     if described(found) != described(wanted):
-        raise ValueError(f"{what} are {described(found)}, and not {described(wanted)}.")
+        raise ValueError(
+            f"{what} are {described(found)}; return {described(wanted)}, the dtypes and shapes "
+            "that it was given."
+        )

@@ -10,7 +10,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import (
     MaybeGradients,
     check_axes,
@@ -29,8 +29,8 @@ class ScaleGradients(StageOperation):
     """Multiplies gradients by one factor, or each shard's gradients by that shard's factor.
 
     Attributes:
-      norm: their norm before.
-      factor: of the same shape.
+      norm: the gradients' norm before the multiplication.
+      factor: the factor, of the norm's shape.
     """
 
     def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, norm: mtf.Tensor):
@@ -44,7 +44,7 @@ class ScaleGradients(StageOperation):
         mesh_impl = lowering.mesh_impl(self)
         *grads, factor = self.inputs
         names = {d.name for d in factor.shape.dims}
-        *values, factor_value = whole_values(lowering, self.inputs)
+        *values, factor_value = reduced_values(lowering, self.inputs)
         scaled = []
         for grad, value in zip(grads, values):
             kept = [d.name in names for d in grad.shape.dims]
@@ -86,7 +86,7 @@ def _clip(
     elif isinstance(clip_norm, tf.Tensor):
         clip_norm = mtf.import_tf_tensor(norm.mesh, tf.cast(clip_norm, norm.dtype), [])
     factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
-    # As TensorFlow does: what has no norm becomes NaN as a whole, not zero in silence.
+    # As in TensorFlow, a norm that is not finite makes all entries NaN.
     factor = mtf.cwise(
         lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
     )
@@ -95,7 +95,7 @@ def _clip(
 
 
 def clipping_of(grads: Sequence[mtf.Tensor]) -> ScaleGradients | None:
-    """The clipping that gradients come from, all of them and nothing else; None without."""
+    """Finds the one clipping whose outputs the gradients are; None if there is none."""
     operations = {g.operation for g in grads}
     (operation,) = operations if len(operations) == 1 else (None,)
     if not isinstance(operation, ScaleGradients) or len(operation.outputs) != len(grads):
@@ -112,26 +112,26 @@ def clip_by_shard_norm(
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips each shard's gradients by that shard's own norm over all of them.
 
-    A shard whose gradients are huge is scaled down alone: the others keep theirs. Where a
-    gradient is split over a replica axis by its own layout (an expert's), each part counts to
-    the shard that holds it. Norms are in float32 (float64 gradients: float64); a norm that is
-    not finite, as of squares that overflow, makes all of that shard's gradients NaN.
+    Huge gradients of one shard do not scale down those of others. Where a gradient is split over a
+    replica axis by its own layout (an expert's), each part counts for the shard that holds it.
+    Norms are float32 (float64 for float64 gradients). A norm that is not finite, because squares
+    overflow for example, makes all gradients of its shard NaN.
 
     Args:
       grads: gradients, pending or per shard; None passes through.
       clip_norm: largest norm of a shard's gradients, greater than 0.
       axes: the replica axes.
-      reducer: how sums cross the mesh axes that are not replica axes; None takes
+      reducer: the reduction strategy for mesh axes that are not replica axes; None takes
         `FusedAllReduce()`.
       accept_summed: as for `per_shard`.
 
     Returns:
       The clipped gradients, per shard (`[shard dims...] + var dims`), and the norms before
-      clipping, of shape `[shard dims...]`; None as norm when every gradient is None.
+      clipping, of shape `[shard dims...]`. The norm is None if every gradient is None.
 
     Raises:
-      ValueError: clip_norm is not greater than 0, gradients have different shard dims, or the
-        shards are mixed in one.
+      ValueError: clip_norm is not greater than 0, gradients have different shard dims, or
+        per-shard gradients are not recoverable.
       TypeError: an argument is of the wrong type.
 
     References:
@@ -150,17 +150,16 @@ def clip_by_shard_norm(
 def clip_by_global_norm(
     grads: MaybeGradients, clip_norm: ClipNorm, reducer: Strategy | None = None
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips gradients by the norm over all of them, summed over the whole mesh.
+    """Clips reduced gradients by the norm over all of them.
 
     Args:
-      grads: gradients of shape `var dims`; pending ones are summed first, together. None passes
-        through.
+      grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.
       clip_norm: largest norm of the result, greater than 0.
-      reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
-      The clipped gradients, whole on every processor, and the norm before clipping (a scalar in
-      float32, or float64 if a gradient is), None when every gradient is None.
+      The clipped reduced gradients, and the norm before clipping: a scalar, float32, or float64
+      if a gradient is; None if every gradient is None.
 
     Raises:
       ValueError: clip_norm is not greater than 0.

@@ -8,20 +8,20 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.reduce import ProcessorGroups, Strategy
 
 GroupAssignment = Sequence[Sequence[int]]
 
 
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
-    """Checks the form of a group assignment, as far as it shows without the mesh.
+    """Checks that a group assignment is a list of lists of integers.
 
     Args:
-      group_assignment: None, or equally long lists of shard numbers.
+      group_assignment: lists of shard numbers; None or an empty list for no groups.
 
     Returns:
-      The assignment, None for none.
+      The assignment; None for no groups.
 
     Raises:
       ValueError: it is not a list of lists of whole numbers.
@@ -54,7 +54,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
       The size of a group.
 
     Raises:
-      ValueError: it is no permutation of range(num_shards), or groups differ in size.
+      ValueError: the groups do not hold each shard once, or differ in size.
     """
     numbers = [i for group in group_assignment for i in group]
     missing = sorted(set(range(num_shards)) - set(numbers))
@@ -80,7 +80,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
 
 
 class SumCopies(StageOperation):
-    """Sums the shards' copies within groups; each shard gets the sum of its group."""
+    """Sums tensors of shards within groups; each shard gets the sum of its group."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class SumCopies(StageOperation):
         """Adds the operation.
 
         Args:
-          grads: tensors that have all their shard dims, in any place.
-          shard_dims: for each tensor its shard dims, in the order that numbers the shards.
+          grads: tensors with shard dims, at any positions.
+          shard_dims: the shard dims of each tensor, in the order that numbers the shards.
           groups: checked groups of shard numbers; None for one group of all.
-          strategy: how sums cross the mesh.
+          strategy: the reduction strategy.
         """
         self._shard_dims = [list(dims) for dims in shard_dims]
         self._groups = groups
@@ -107,9 +107,9 @@ class SumCopies(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        values = whole_values(lowering, self.inputs)
+        values = reduced_values(lowering, self.inputs)
         results: list[Any] = [None] * len(values)
-        # Copies with the same shard dims cross the mesh together.
+        # Tensors with the same shard dims are reduced together.
         by_dims: dict[tuple[mtf.Dimension, ...], list[int]] = {}
         for index, dims in enumerate(self._shard_dims):
             by_dims.setdefault(tuple(dims), []).append(index)
@@ -149,7 +149,7 @@ def _processor_groups(
     dims: Sequence[mtf.Dimension],
     groups: GroupAssignment,
 ) -> ProcessorGroups:
-    """Groups of processors for groups of shards, where each processor holds one shard."""
+    """Turns groups of shards into groups of processors that hold one shard each."""
     if len(groups) == 1:
         return ProcessorGroups.along(mesh_impl, mesh_axes)
     group_of = {shard: number for number, group in enumerate(groups) for shard in group}
@@ -174,15 +174,15 @@ def _sum_several_a_processor(
     values: Sequence[Any],
     strategy: Strategy,
 ) -> list[Any]:
-    """Sums where a processor holds several shards, of any groups.
+    """Sums over groups where a processor holds several shards, of any groups.
 
-    Each processor adds up its shards by group; the sums of all groups cross the mesh, and each
-    shard takes its group's.
+    Each processor adds up its shards by group. The sums of all groups are reduced, and each shard
+    takes that of its group.
     """
     group_of = np.empty([d.size for d in dims], np.int32)
     for number, group in enumerate(groups):
         group_of.reshape([-1])[list(group)] = number
-    # The layout of group_of tells each processor which groups its own shards are in.
+    # Laid out like the shards, group_of holds for each processor the groups of its own shards.
     mine = mesh_impl.slicewise(
         lambda x: tf.reshape(x, [-1]), _split_constant(mesh_impl, group_of, mtf.Shape(list(dims)))
     )
@@ -191,7 +191,7 @@ def _sum_several_a_processor(
         to_front, _ = _permutations(grad.shape, dims)
 
         def add_up(x: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-            # Narrow floats are added up in float32, as everywhere.
+            # Floats narrower than float32 are added up in float32.
             x = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
             x = tf.transpose(x, to_front)
             x = tf.reshape(x, [-1, *x.shape.as_list()[len(dims) :]])
@@ -218,14 +218,14 @@ def _sum_several_a_processor(
 
 
 def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list[int], list[int]]:
-    """The transposition that brings dims to the front, and the one that undoes it."""
+    """Gives the transposition that moves dims to the front, and its inverse."""
     first = [shape.dims.index(d) for d in dims]
     to_front = first + [i for i in range(shape.ndims) if i not in first]
     return to_front, [to_front.index(i) for i in range(shape.ndims)]
 
 
 def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
-    """A numpy array laid out on the mesh, whatever the kind of mesh."""
+    """Lays a numpy array out on a mesh of any kind."""
     value = mesh_impl.slicewise(lambda: tf.constant(array))
     for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
         if mesh_axis is not None:

@@ -1,4 +1,4 @@
-"""The losses behind gradients: finding them, scaling them, and taking the scale out again."""
+"""Finds the losses behind gradients, scales them, and unscales the gradients."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SHARED = (
 
 
 class ScaledLosses(Part):
-    """What a plan knows of scaled losses: which they are, and which gradients are unscaled."""
+    """A plan's record of scaled losses and of gradients that were unscaled."""
 
     def __init__(self) -> None:
-        # Of what a loss is multiplied by, and whose that is.
+        # For each seed its scale, and the name of the optimizer that set it.
         self.scales: dict[Seed, tuple[Scale, str]] = {}
-        # Gradients without it.
+        # Gradients without the scale.
         self.unscaled: dict[mtf.Tensor, str] = {}
-        # Whose gradients were applied.
+        # Seeds whose gradients were applied.
         self.applied: frozenset[str] = frozenset()
-        # Losses whose gradients were taken as they are.
+        # Seeds whose gradients an optimizer took without scaling the loss.
         self.taken: frozenset[Seed] = frozenset()
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
@@ -42,7 +42,7 @@ class ScaledLosses(Part):
 
 
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
-    """What rounds a scale to one that losses of the dtypes of all seeds can hold."""
+    """Makes a function that caps a scale at what the dtypes of all seeds can hold."""
     dtypes = {seed.outputs[0].dtype for seed in seeds}
 
     def rounded(scale: tf.Tensor) -> tf.Tensor:
@@ -57,10 +57,10 @@ def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
-    """Notes that gradients are applied as they are.
+    """Notes that an optimizer takes gradients without scaling their loss.
 
     Args:
-      grads: gradients that come into a stack of optimizers, None or without a scale.
+      grads: gradients given to a stack of optimizers; None passes through.
       names: what to call them.
 
     Raises:
@@ -81,21 +81,20 @@ def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
 def unscaled_gradients(
     grads: MaybeGradients, make_scale: Callable[[], Scale], owner: str, names: Sequence[str]
 ) -> list[mtf.Tensor | None]:
-    """Scales the losses behind gradients, and takes the scale out of the gradients.
+    """Scales the losses behind gradients, and unscales the gradients.
 
-    The loss itself keeps its value: what `mtf.gradients` begins with is multiplied.
+    The scale multiplies the seed of `mtf.gradients`; the loss itself keeps its value.
 
     Args:
-      grads: gradients by `mtf.gradients`, perhaps cast, summed or scaled since; None, and what this
-        function has returned, or something made of that, passes through.
-      make_scale: gives a number, or an mtf scalar that is the value of a variable; called where
-        there is no error.
+      grads: gradients by `mtf.gradients`, perhaps cast, summed or scaled since. None and gradients
+        that were unscaled already pass through.
+      make_scale: returns a number, or an mtf scalar that is the value of a variable; called after
+        all checks.
       owner: name of the optimizer whose scale it is.
       names: what to call the gradients.
 
     Returns:
-      Gradients of the loss without the scale, float32 where they were narrower; pending where they
-      were.
+      Gradients of the loss without the scale, at least float32; pending ones stay pending.
 
     Raises:
       ValueError: gradients come from no loss, or something that is not linear has changed them, or
@@ -138,7 +137,7 @@ def unscaled_gradients(
 
 
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
-    """Raises ValueError where a loss among several is made of gradients of another one."""
+    """Raises ValueError if the loss of one seed is made of gradients by another one."""
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
     if len(calls) < 2:
         return
@@ -160,18 +159,18 @@ def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
 
 
 def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
-    # In the narrow dtype, what the scale has kept from zero would become zero now.
+    # In a narrow dtype small values would underflow to zero without the scale.
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
     return mtf.cwise(lambda x, by: tf.cast(x, wide) * tf.cast(by, wide), [grad, inverse], wide)
 
 
 class _Way(NamedTuple):
-    """How a gradient comes from its losses.
+    """How a gradient is computed from its losses.
 
     Attributes:
-      seeds: what `mtf.gradients` began with, of losses whose scale was not taken out on the way.
-      owners: whose scales were taken out on the way.
-      bends: the operation that is not linear in gradients with a scale; None for none.
+      seeds: seeds of `mtf.gradients` whose scale is still in the gradient.
+      owners: names of optimizers that unscaled it on the way.
+      bends: an operation that is not linear in scaled gradients; None if there is none.
     """
 
     seeds: frozenset[Seed]
@@ -179,11 +178,11 @@ class _Way(NamedTuple):
     bends: mtf.Operation | None
 
     def check(self, name: str, owner: str) -> None:
-        """Raises ValueError where the scale cannot be taken out of the gradient."""
+        """Raises ValueError if the gradient cannot be unscaled."""
         if self.owners - {owner}:
             raise ValueError(
-                f"The gradient of {name!r} is of a loss that {sorted(self.owners)} has scaled, and "
-                f"now comes to {owner}; give it to the optimizer that computed it."
+                f"The gradient of {name!r} belongs to {sorted(self.owners)}, which scaled its "
+                f"loss, but was given to {owner}; give it to the optimizer that computed it."
             )
         if not self.seeds and not self.owners:
             raise ValueError(
@@ -201,12 +200,12 @@ class _Way(NamedTuple):
 
 
 def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
-    """What each gradient by `mtf.gradients` began with."""
+    """Finds the seeds of each gradient that `mtf.gradients` made."""
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
 
 def _way_to(grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]) -> _Way:
-    """Goes back from a gradient to where it was computed."""
+    """Follows a gradient back to where `mtf.gradients` computed it."""
     seeds: set[Seed] = set()
     owners: set[str] = set()
     between: set[mtf.Operation] = set()
@@ -242,7 +241,7 @@ def _sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
 def _first_bend(
     graph: mtf.Graph, between: set[mtf.Operation], ends: set[mtf.Tensor]
 ) -> mtf.Operation | None:
-    """The first of some operations that is not linear in tensors or what is made of them."""
+    """Finds the first operation that is not linear in tensors or what is made of them."""
     scaled: set[Any] = set(ends)
     for operation in flat(graph.operations):
         if operation not in between:
@@ -261,7 +260,7 @@ def _first_bend(
 
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
-    """Whether an operation makes of scaled inputs what it makes of them, scaled."""
+    """Whether scaling the inputs at positions scales an operation's outputs alike."""
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True
     if getattr(operation, "is_linear", False):

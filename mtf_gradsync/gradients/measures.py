@@ -1,4 +1,4 @@
-"""What is measured of all gradients together: norms, and whether they are finite."""
+"""Norms over all gradients, and whether all entries are finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import shard_dims_in
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
@@ -19,7 +19,7 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
     return tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
 
 
-# From slices of gradients, and for each of them the dims to sum over, to one number in a dtype.
+# From slices of gradients, the dims of each to sum over, and a dtype to one number.
 Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
 
 
@@ -28,7 +28,7 @@ def _sum_of_squares(
 ) -> tf.Tensor:
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
-        # One operation for each in place of two; the half comes and goes without rounding.
+        # l2_loss is one operation in place of two; its factor of a half is exact.
         return 2.0 * ordered_add_n([tf.nn.l2_loss(x) for x in values])
     sums = [tf.reduce_sum(tf.square(x), dims) for x, dims in zip(values, over)]
     return ordered_add_n([_flat(x) for x in sums])
@@ -37,19 +37,19 @@ def _sum_of_squares(
 def _any_not_finite(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
+    """Gives 1 if an entry is NaN or infinite, else 0: fewer passes than counting them."""
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
     return tf.cast(tf.logical_not(together), dtype)
 
 
 def _flat(x: tf.Tensor) -> tf.Tensor:
-    """As a vector; a scalar stays one, which saves an operation for each gradient."""
+    """Flattens a tensor to a vector; a scalar stays as it is, which saves an operation."""
     return x if x.shape.rank < 2 else tf.reshape(x, [-1])
 
 
 class SumOverGradients(StageOperation):
-    """Sums something over all gradients: of each shard, or one sum for all."""
+    """Sums a measure over all gradients, for each shard or for all shards together."""
 
     def __init__(
         self,
@@ -80,9 +80,8 @@ class SumOverGradients(StageOperation):
         output = self.outputs[0]
         slice_shape = mesh_impl.slice_shape(output.shape)
         shard_axes = set(mesh_impl.tensor_layout(output.shape))
-        values = whole_values(lowering, self.inputs)
-        # Processors that hold different parts of a gradient add up their squares; those that
-        # hold copies must not.
+        values = reduced_values(lowering, self.inputs)
+        # Only processors with different slices of a gradient add up their measures, not copies.
         by_axes: dict[tuple[int, ...], list[tuple[Any, list[int]]]] = {}
         names = {d.name for d in self._shard_dims if math.prod(slice_shape) > 1}
         for grad, value in zip(self.inputs, values):
@@ -103,10 +102,7 @@ class SumOverGradients(StageOperation):
 
 
 class NotFinite(StageOperation):
-    """For each gradient, of each shard, whether it has a NaN or an infinity.
-
-    Looks at what each processor has: a pending gradient stays pending.
-    """
+    """Whether each gradient of each shard has a NaN or an infinity; pending ones stay pending."""
 
     takes_pending = True
 
@@ -120,13 +116,13 @@ class NotFinite(StageOperation):
         """Adds the operation.
 
         Args:
-          grads: gradients, pending, per shard or whole, at least one.
+          grads: pending, per-shard or reduced gradients, at least one.
           axes: the replica axes; None for no shards.
-          strategy: how sums cross the mesh.
-          only_apart: pass over gradients that all shards share.
+          strategy: the reduction strategy.
+          only_apart: whether to skip gradients that all shards share.
 
         Outputs:
-          A float32 tensor `[shards..., gradients]`, greater than 0 where one is not finite.
+          A float32 tensor `[shards..., gradients]`: greater than 0 where an entry is not finite.
         """
         self._strategy, self._only_apart = strategy, only_apart
         self._shard_dims = list(axes.shard_dims) if axes else []
@@ -170,12 +166,12 @@ def _measured(
 
 
 def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """The root of the sum of the squares of all entries of all gradients.
+    """Returns the square root of the sum of squares over all gradients.
 
     Args:
-      grads: gradients, at least one; pending ones are summed first. Shard dims count as any
-        others.
-      reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+      grads: gradients, at least one; pending ones are reduced first. Shard dims are dimensions
+        like any other.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
       An mtf scalar, float32, or float64 if a gradient is.
@@ -186,7 +182,7 @@ def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) ->
 def shard_norms(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """The norm of each shard's gradients.
+    """Returns the norm of each shard's gradients.
 
     Args:
       grads: gradients per shard (`[shard dims...] + var dims`), at least one.
@@ -204,14 +200,14 @@ def shard_norms(
 
 
 def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Whether a gradient has a NaN or an infinity.
+    """Returns whether a gradient has a NaN or an infinity.
 
     Args:
       grads: as for `global_norm`.
       reducer: as for `global_norm`.
 
     Returns:
-      A float mtf scalar, the same on all processors: 0 where all entries are finite, else more.
+      A float mtf scalar, the same on all processors: 0 if all entries are finite, else more.
     """
     return _measured(grads, reducer, _any_not_finite)
 
@@ -219,7 +215,7 @@ def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> 
 def shards_not_finite(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """Which shards have gradients with a NaN or an infinity.
+    """Returns which shards have gradients with a NaN or an infinity.
 
     Args:
       grads: gradients per shard (`[shard dims...] + var dims`), at least one.
@@ -233,7 +229,7 @@ def shards_not_finite(
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """The shard dims that gradients have or get; empty for no gradients."""
+    """Returns the shard dims that gradients have, or get by `per_shard`."""
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:
         found = {d.name: d for d in shard_dims_in(grad.shape, axes)}

@@ -1,4 +1,4 @@
-"""Partial sums while a graph is lowered: opened, shared out, summed."""
+"""Partial sums of lowered tensors: finds, divides and reduces them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PartialSum(NamedTuple):
 
     Attributes:
       value: a `LaidOutTensor`; each processor's slice is its part of the sum.
-      mesh_axes: sorted indices of mesh axes; empty once the sum is whole.
+      mesh_axes: sorted indices of mesh axes; empty once the sum is reduced.
     """
 
     value: Any
@@ -22,7 +22,7 @@ class PartialSum(NamedTuple):
 
 
 def partial_sum(lowering: mtf.Lowering, tensor: mtf.Tensor) -> PartialSum:
-    """The partial sums behind a tensor, whether or not it was made whole for another reader."""
+    """Returns the partial sums behind a tensor, even if it was reduced for another reader."""
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
     # is exported by mesh_tensorflow.
@@ -35,12 +35,12 @@ def partial_sum(lowering: mtf.Lowering, tensor: mtf.Tensor) -> PartialSum:
 def reduce_partial_sums(
     mesh_impl: Any, sums: Sequence[PartialSum], strategy: Strategy
 ) -> list[Any]:
-    """Sums over the remaining mesh axes; sums with the same axes cross the mesh together.
+    """Reduces partial sums over their mesh axes; those with the same axes together.
 
     Args:
       mesh_impl: the mesh that the sums lie on.
-      sums: what to sum.
-      strategy: how.
+      sums: the partial sums.
+      strategy: the reduction strategy.
 
     Returns:
       A `LaidOutTensor` for each sum, in order.
@@ -59,15 +59,15 @@ def reduce_partial_sums(
 
 
 def share(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
-    """An equal share of a tensor for each processor along mesh axes that has all of it.
+    """Divides a tensor that processors along mesh axes hold alike into equal shares.
 
     Args:
       mesh_impl: the mesh.
       value: a `LaidOutTensor`.
-      mesh_axes: the mesh axes; the shares of the processors along them add up to the tensor.
+      mesh_axes: the mesh axes.
 
     Returns:
-      A `LaidOutTensor`.
+      A `LaidOutTensor` of shares, which add up to the tensor along the mesh axes.
     """
     count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in mesh_axes]).size
     if count == 1:

@@ -14,8 +14,8 @@ class StageOperation(mtf.Operation):
     Subclasses give the shapes of their outputs.
 
     Attributes:
-      takes_pending: whether it takes pending sums as they are, and makes none of them whole that
-        it did not say it wants whole.
+      takes_pending: whether it takes pending sums without reducing them, but for those that it
+        asked `PendingSums` to reduce.
       is_linear: whether its outputs are linear in all of its inputs together.
     """
 
@@ -43,6 +43,6 @@ class StageOperation(mtf.Operation):
             lowering.set_tensor_lowering(output, value)
 
 
-def whole_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
-    """The lowered values of tensors, each summed over all of its pending axes."""
+def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
+    """Returns the lowered values of tensors, reduced over all of their pending axes."""
     return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]

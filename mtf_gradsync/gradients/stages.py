@@ -1,4 +1,4 @@
-"""Gradients on their way over the mesh: pending, per shard, summed."""
+"""Splits pending gradients by shard, and reduces them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mtf_gradsync.gradients.partial_sums import (
     share,
 )
 from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
+from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.gradients.stage import StageOperation
-from mtf_gradsync.gradients.told_apart import check_told_apart
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import OwnWrites
@@ -22,7 +22,7 @@ MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
 
 def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list.
+    """Returns grads as a new list, checked.
 
     Raises:
       TypeError: something in it is neither an mtf tensor nor None.
@@ -48,13 +48,13 @@ def on_present(
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """The dimensions of a shape that carry the names of shard dims."""
+    """Returns the dimensions of a shape that have names of shard dims."""
     names = {d.name for d in axes.shard_dims}
     return [d for d in shape.dims if d.name in names]
 
 
 class PerShard(StageOperation):
-    """Gradients of the variables' shapes -> one per shard, without communication."""
+    """Splits gradients by shard, without communication along the replica axes."""
 
     is_linear = True
 
@@ -83,10 +83,10 @@ class PerShard(StageOperation):
             value, mesh_axes = partial_sum(lowering, grad)
             if not self._accept_summed:
                 self._check_foreseen(lowering, grad, replica_axes)
-            # Along an axis where the gradient is summed already, every shard takes an equal
-            # share of it, so that the sum over the shard dims stays the same gradient.
+            # Along an axis where the gradient is reduced already every shard takes an equal share,
+            # so that the sum over the shard dims is the gradient.
             shared.append(replica_axes.difference(mesh_axes))
-            # Axes beyond the replica axes are no business of the shards: sum them now.
+            # Other axes than the replica axes are reduced now.
             sums.append(PartialSum(value, tuple(a for a in mesh_axes if a not in replica_axes)))
         values = reduce_partial_sums(mesh_impl, sums, self._strategy)
         outputs = []
@@ -99,19 +99,19 @@ class PerShard(StageOperation):
     def _check_foreseen(
         self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
     ) -> None:
-        """Raises ValueError where an operation has summed over shards that was to leave that."""
+        """Raises ValueError if an operation summed over shards against expectation."""
         operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
         if operation is not None:
             raise ValueError(
-                "Each shard's own part cannot be told apart in "
-                f"{gradient_name(grad)}: {type(operation).__name__} {operation.name!r} has summed "
-                f"over the shards when it was lowered on mesh {lowering.mesh_impl(self).shape}, "
-                "which was not foreseen. accept_summed=True takes an equal share for each shard."
+                f"Per-shard gradients are not recoverable from {gradient_name(grad)}: "
+                f"{type(operation).__name__} {operation.name!r} summed over the shards when it was "
+                f"lowered on mesh {lowering.mesh_impl(self).shape}. Give accept_summed=True to "
+                "take an equal share for each shard."
             )
 
 
 class SumGradients(StageOperation):
-    """Pending and per-shard gradients -> whole ones; all of them cross the mesh together."""
+    """Reduces pending and per-shard gradients, all of them together."""
 
     is_linear = True
 
@@ -125,10 +125,10 @@ class SumGradients(StageOperation):
         """Adds the operation.
 
         Args:
-          grads: pending, whole or per-shard gradients.
-          sum_dims: for each the dims to sum away.
-          strategy: how sums cross the mesh.
-          batch_dims: names of the dimensions that the batch is split along; None finds them out.
+          grads: pending, reduced or per-shard gradients.
+          sum_dims: for each gradient the dims to sum over.
+          strategy: the reduction strategy.
+          batch_dims: names of the dimensions that the batch is split along; None finds them.
         """
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
@@ -161,16 +161,16 @@ class SumGradients(StageOperation):
 
 
 def local_sum(mesh_impl: Any, value: Any, shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> Any:
-    """Sums each processor's slice over dims.
+    """Sums each processor's slice over dims, without communication.
 
     Args:
       mesh_impl: the mesh.
       value: `LaidOutTensor` of a tensor of shape `shape`.
       shape: `mtf.Shape`.
-      dims: dimensions of `shape` to sum away.
+      dims: dimensions of `shape` to sum over.
 
     Returns:
-      The `LaidOutTensor` without `dims`, and the mesh axes that it still has to be summed over.
+      The `LaidOutTensor` without `dims`, and the mesh axes that it is pending over.
     """
     layout = mesh_impl.tensor_layout(shape)
     positions = [i for i, d in enumerate(shape.dims) if d in dims]
@@ -188,21 +188,21 @@ def per_shard(
     reducer: Strategy | None = None,
     accept_summed: bool = False,
 ) -> list[mtf.Tensor | None]:
-    """Turns gradients into one gradient per shard; nothing crosses the replica axes.
+    """Turns gradients into one gradient per shard, without communication over replica axes.
 
-    Each processor keeps the partial sum that it has. What knows nothing of the batch (the gradient
-    of a penalty on weights) is shared equally among the shards. A gradient that is split over a
+    Each processor keeps the partial sum that it has. A gradient that does not depend on the batch
+    (of a penalty on weights) is divided equally among the shards. A gradient that is split over a
     replica axis by its own layout (an expert's) gets no shard dim for that axis: each shard holds
     its own part already.
 
     Args:
-      grads: gradients of shapes `var dims`, pending or not; None passes through; a gradient
-        that has shard dims already is left as it is.
+      grads: pending or reduced gradients of shapes `var dims`; None and gradients with shard dims
+        pass through.
       axes: the replica axes.
-      reducer: how sums over mesh axes other than the replica axes are made, where a gradient is
-        pending over such axes; None takes `FusedAllReduce()`.
-      accept_summed: take equal shares of a gradient, too, in which the shards cannot be told apart
-        (it was clipped by a norm of all, say), in place of an error.
+      reducer: the reduction strategy for gradients that are pending over mesh axes other than the
+        replica axes; None takes `FusedAllReduce()`.
+      accept_summed: whether to take equal shares, in place of an error, of gradients whose shards'
+        gradients are not recoverable (after a clip by the global norm, for example).
 
     Returns:
       A list of tensors of shape `[shard dims...] + var dims`, in the dtypes of the gradients;
@@ -210,14 +210,14 @@ def per_shard(
 
     Raises:
       TypeError: grads or axes are of the wrong type.
-      ValueError: the shards cannot be told apart in a gradient; says in which, and which operation
-        mixed them. Or the batch is split along a dimension that axes does not know.
+      ValueError: shards' gradients are not recoverable (the error names the gradients, and the
+        operations that mixed shards), or the batch is split along a dimension that axes lacks.
     """
     grads = check_gradients(grads)
     check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     if not accept_summed:
-        check_told_apart(
+        check_recoverable(
             [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads], axes
         )
     return split_into_shards(grads, axes, strategy, accept_summed)
@@ -226,7 +226,7 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """`per_shard` without its checks, for gradients that were checked; arguments as there."""
+    """Does what `per_shard` does, for gradients that were checked before."""
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -240,20 +240,20 @@ def split_into_shards(
 def sum_shards(
     grads: MaybeGradients, axes: ReplicaAxes | None = None, reducer: Strategy | None = None
 ) -> list[mtf.Tensor | None]:
-    """Sums gradients over the shards and over every mesh axis that is still pending.
+    """Reduces gradients over the shards and over every other mesh axis that they are pending over.
 
-    All of them cross the mesh in one group of sums. Assignments that the program makes itself
-    (`mtf.assign`, an optimizer without a wrapper) wait for the sums that were made before them and
-    for the reads of all variables, so that no write overtakes a read.
+    All of them are reduced together. The program's own assignments (`mtf.assign`, an optimizer
+    without a wrapper) wait for the sums that were made before them and for the reads of all
+    variables, so that no write overtakes a read.
 
     Args:
-      grads: gradients of shape `[shard dims...] + var dims` (the shard dims are summed away) or
-        `var dims` (the pending all-reduce runs); None passes through.
+      grads: gradients of shape `[shard dims...] + var dims` (summed over the shard dims) or
+        `var dims` (their pending all-reduce runs); None passes through.
       axes: the replica axes; None when no gradient has shard dims.
-      reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
-      A list of tensors of shape `var dims`, whole on every processor.
+      A list of reduced gradients of shape `var dims`.
 
     Raises:
       TypeError: grads, axes or reducer are of the wrong type.

@@ -1,1 +1,1 @@
-"""What a mesh is made of: replica axes, groups of processors, devices, memories."""
+"""The parts of a mesh: replica axes, groups of processors, devices, memories."""

@@ -11,7 +11,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 
 
 class Shape(Protocol):
-    """What is known of an `mtf.Shape`, which has no types of its own."""
+    """The part of an `mtf.Shape`, which has no types of its own, that this package uses."""
 
     @property
     def dims(self) -> Any:
@@ -19,10 +19,10 @@ class Shape(Protocol):
 
 
 class LayoutRules(Protocol):
-    """What is known of an `mtf.LayoutRules`, which has no types of its own."""
+    """The part of an `mtf.LayoutRules`, which has no types of its own, that this package uses."""
 
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
-        """The mesh axis of each dimension of a tensor."""
+        """Returns the mesh axis of each dimension of a tensor."""
 
 
 #: "batch:4;model:2", pairs of a name and a size (as `mtf.Dimension` is), or an `mtf.Shape`.
@@ -166,9 +166,17 @@ class ReplicaAxes:
         self.num_shards: int = mtf.Shape(dims).size
 
     def free_shard_dims(self, shape: mtf.Shape) -> tuple[mtf.Dimension, ...]:
-        """Shard dims whose mesh axis a tensor of this shape is not split over itself."""
-        used = set(self.layout.tensor_layout(shape, self.mesh_shape))
+        """Returns the shard dims whose mesh axis does not split a tensor of this shape."""
+        used = self._split(shape)
         return tuple(d for d, axis in zip(self.shard_dims, self.mesh_axes) if axis not in used)
+
+    def slice_shape(self, shape: mtf.Shape) -> tuple[int, ...]:
+        """Returns the shape of a processor's slice of a tensor of this shape."""
+        sizes = [1 if axis is None else self.mesh_shape[axis].size for axis in self._split(shape)]
+        return tuple(dim.size // size for dim, size in zip(shape.dims, sizes))
+
+    def _split(self, shape: mtf.Shape) -> list[int | None]:
+        return list(self.layout.tensor_layout(shape, self.mesh_shape))
 
     def check_mesh_impl(self, mesh_impl: mtf.MeshImpl) -> None:
         """Raises ValueError when a mesh does not have the axes that this object describes."""
@@ -196,7 +204,7 @@ def resolve_axes(
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Replica axes from either form that the wrappers take; None when neither is given.
+    """Returns replica axes from either form that the wrappers take; None when neither is given.
 
     Raises:
       ValueError: both forms are given, or mesh_shape without layout or the reverse.
@@ -225,18 +233,15 @@ def resolve_axes(
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:
-    """Replica axes of the mesh that the program has made for this graph.
+    """Returns replica axes of the mesh that the program has made for this graph.
 
     Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
-    optimizer, so that a wrapper that has to know it need not be told again.
+    optimizer, so that a wrapper can find it without arguments.
 
     Args:
-      wrapper: who asks, in errors.
-      what: what it needs the mesh for, in errors.
+      wrapper: name of the class that asks, for errors.
+      what: the fact that it needs the mesh for, for errors.
       batch_dims: names of the tensor dimensions that the batch is split along.
-
-    Returns:
-      The axes.
 
     Raises:
       ValueError: no mesh was made in TensorFlow's default graph yet, or several.
@@ -253,7 +258,7 @@ def axes_of_pipeline(
 
 
 def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
-    """Replica axes of the mesh that the program has made for this graph; None without just one.
+    """Returns replica axes of the program's mesh; None unless the program has made just one.
 
     Args:
       batch_dims: names of the tensor dimensions that the batch is split along.

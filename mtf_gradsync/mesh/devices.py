@@ -1,4 +1,4 @@
-"""Device strings."""
+"""Device strings in forms that can be compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def canonical_device(device: Any, argument: str = "A device") -> str:
-    """A device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
+    """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
     Raises:
       ValueError: it is no device string.
@@ -30,12 +30,15 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 # Asked for each device of each operation of a program.
 @functools.lru_cache(maxsize=None)
 def full_name(device: str) -> str:
-    """What two device strings have in common that name the same device, "" included."""
+    """Returns a device's name in full; strings that name the same device give the same one.
+
+    The empty string stays empty.
+    """
     return tf.DeviceSpec.from_string(device).to_string()
 
 
 def place_of(device: str) -> tuple[Any, ...]:
-    """Where a device string points, the same for all strings that name one device.
+    """Returns a value that is equal for all strings that name one device.
 
     Unlike `full_name` it knows that "/device:CPU:0" is "/job:localhost/task:0/device:CPU:0".
     """
@@ -44,9 +47,9 @@ def place_of(device: str) -> tuple[Any, ...]:
 
 
 def process_of(device: str) -> tuple[Any, ...]:
-    """The process that a device string names: its job, replica and task.
+    """Returns the process that a device string names: its job, replica and task.
 
-    What TensorFlow calls the local process, or leaves out, is as if it were not said.
+    TensorFlow's name for the local process counts as no name.
     """
     spec = tf.DeviceSpec.from_string(device)
     if spec.job in (None, "localhost") and not spec.task:

@@ -1,4 +1,4 @@
-"""Which processors sum with each other."""
+"""Groups of processors that sum with each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ProcessorGroups:
 
     @classmethod
     def along(cls, mesh_impl: Any, mesh_axes: Sequence[int | str]) -> ProcessorGroups:
-        """Groups of the processors that differ only in their coordinates along mesh_axes.
+        """Returns groups of the processors that differ only in their coordinates along mesh_axes.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`.
@@ -65,7 +65,7 @@ class ProcessorGroups:
 
 
 def check_mesh(mesh_impl: Any) -> None:
-    """Raises TypeError if mesh_impl is no mesh."""
+    """Raises TypeError unless mesh_impl is a mesh implementation."""
     if not isinstance(mesh_impl, mtf.MeshImpl):
         raise TypeError(
             "mesh_impl must be an mtf.MeshImpl, such as gs.placement_mesh_impl(...) makes, got "
@@ -95,12 +95,12 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 
 
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
-    """The number of a mesh dimension.
+    """Returns the number of a mesh dimension.
 
     Args:
-      shape: of the mesh.
+      shape: the mesh's shape.
       axis: a dimension by name or number.
-      argument: what the caller calls it.
+      argument: name of the caller's argument, for errors.
 
     Raises:
       ValueError: the mesh has no such dimension.

@@ -1,4 +1,4 @@
-"""The two kinds of meshes."""
+"""Distinguishes SIMD meshes from placement meshes."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from mtf_gradsync._private.libraries import mtf
 
 
 def is_simd(mesh_impl: Any) -> bool:
-    """Whether one program stands for all processors, so that tensors have a single slice."""
+    """Returns whether one program runs on all processors, so that tensors have a single slice."""
     return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)

@@ -1,4 +1,4 @@
-"""What processors of one memory hold in common is kept and computed once."""
+"""Keeps and computes once what processors that share a memory have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 
 
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
-    """Calls a function once for all processors of a memory that would call it with the same.
+    """Calls a function once for all processors that share a memory and have the same inputs.
 
     Args:
       mesh_impl: the mesh.
@@ -31,10 +31,10 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
             alike.setdefault(tuple(id(x[processor]) for x in inputs), []).append(processor)
         for members in alike.values():
             arguments = [x[members[0]] for x in inputs]
-            first = _home(mesh_impl, members, arguments)
-            made_before = tf.get_default_graph().version
+            first = _member_with_argument(mesh_impl, members, arguments)
+            num_before = tf.get_default_graph().version
             result[first] = _call(mesh_impl, first, fn, inputs)
-            shared = len(members) == 1 or not _has_state(made_before)
+            shared = len(members) == 1 or not _has_state(num_before)
             for member in members:
                 if member != first:
                     result[member] = (
@@ -44,7 +44,7 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
 
 
 def shares_all(mesh_impl: Any) -> bool:
-    """Whether a mesh has everything that processors hold in common once, for all of them."""
+    """Returns whether a mesh keeps one copy of what is equal on all processors."""
     shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
     return shares and len(memories(mesh_impl.devices)) == 1
 
@@ -57,11 +57,11 @@ def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int
 
     Args:
       mesh_impl: the mesh.
-      slices: what each processor has.
+      slices: each processor's slice.
       groups: lists of processor numbers.
 
     Returns:
-      For each group the first one that is like it, itself perhaps.
+      For each group the first group with the same tensors, itself perhaps.
     """
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     first: dict[Any, list[int]] = {}
@@ -72,31 +72,31 @@ def _call(mesh_impl: Any, processor: int, fn: Callable[..., Any], inputs: Sequen
     return mtf.parallel([mesh_impl.devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
 
 
-def _home(mesh_impl: Any, members: list[int], arguments: Sequence[Any]) -> int:
-    """The member whose device holds an argument, so that chains of operations stay on a device."""
+def _member_with_argument(mesh_impl: Any, members: list[int], arguments: Sequence[Any]) -> int:
+    """Returns the member whose device holds an argument: chains of operations stay on a device."""
     if len(members) > 1:
         devices = {full_name(mesh_impl.devices[member]): member for member in members}
         for argument in arguments:
             if isinstance(argument, (tf.Tensor, tf.Variable)):
-                home = devices.get(full_name(argument.device))
-                if home is not None:
-                    return home
+                member = devices.get(full_name(argument.device))
+                if member is not None:
+                    return member
     return members[0]
 
 
-def _has_state(made_before: int) -> bool:
-    """Whether one of the graph's operations but the first so many has a state of its own."""
-    made = tf.get_default_graph().get_operations()[made_before:]
+def _has_state(num_before: int) -> bool:
+    """Returns whether an operation that the graph has beyond `num_before` has state of its own."""
+    made = tf.get_default_graph().get_operations()[num_before:]
     return any(op.op_def.is_stateful and op.type not in _REPEATABLE for op in made)
 
 
 class SharedVariable:
     """A laid-out variable that has each slice once in each memory.
 
-    Processors of one memory that hold the same slice have one tf variable together, on the device
-    of one of them, the devices taking turns. It is written once.
+    Processors that share a memory and a slice have one tf variable together. It is on the device of
+    one of them, the devices taking turns, and is written once.
 
-    It stands where Mesh-TF's `LaidOutVariable` would, on a mesh of several processors.
+    On a mesh of several processors it replaces Mesh-TF's `LaidOutVariable`.
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
@@ -143,7 +143,7 @@ class SharedVariable:
         )
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns to each tf variable once.
+        """Assigns to each tf variable once; see `mtf.LaidOutVariable`.
 
         Args:
           assign_fn: a function of the mtf variable, a tf variable and its new value.

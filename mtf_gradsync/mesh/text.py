@@ -1,4 +1,4 @@
-"""A mesh as text."""
+"""Mesh shapes as text."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from mtf_gradsync._private.libraries import mtf
 
 
 def mesh_text(shape: mtf.Shape) -> str:
-    """A mesh's shape as users write it, such as "batch:4;model:2"."""
+    """Returns a mesh's shape as users write it, such as "batch:4;model:2"."""
     return ";".join(f"{dim.name}:{dim.size}" for dim in shape.dims)

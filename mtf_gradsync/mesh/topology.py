@@ -1,4 +1,4 @@
-"""What a mesh runs on: kinds of devices, processes, memories and links."""
+"""Describes the hardware under a mesh: kinds of devices, processes, memories and links."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ KNOWN_KINDS = ("CPU", "GPU", "TPU")
 
 
 class Topology(NamedTuple):
-    """What a mesh runs on, as far as device strings and TensorFlow tell.
+    """The hardware under a mesh, as far as device strings and TensorFlow tell.
 
     Attributes:
       size: number of processors.
       simd: whether one program runs on all of them; nothing else is known then.
       kinds: kind of each processor's device, such as "CPU"; "unknown" for a string that names
         none.
-      processes: what is equal for processors whose devices are in one process.
-      chips: what is equal for processors that share a device, or two devices that are parts of
-        one GPU.
+      processes: for each processor a value that is equal for devices of one process.
+      chips: for each processor a value that is equal for processors that share a device, or have
+        two devices that are parts of one GPU.
       linked: whether links join all GPUs of each process, directly or over each other; None where
-        nobody says, as for GPUs of other processes.
-      models: names of the GPUs, where TensorFlow says them.
+        that is not known, as for GPUs of other processes.
+      models: names of the GPUs, where TensorFlow knows them.
     """
 
     size: int
@@ -40,7 +40,7 @@ class Topology(NamedTuple):
     models: Sequence[str] = ()
 
     def describe(self) -> str:
-        """A few words for logs."""
+        """Returns the topology in a few words, for logs."""
         if self.simd:
             return f"a SIMD mesh of {self.size}"
         counts = [f"{self.kinds.count(kind)} {kind}" for kind in sorted(set(self.kinds))]
@@ -60,9 +60,6 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
       device_attributes: TensorFlow's `DeviceAttributes` of devices on the mesh. None asks
         TensorFlow for those of this process if the mesh has GPUs here; it starts all GPUs that it
         can see for that, as a session would.
-
-    Returns:
-      The topology.
     """
     if is_simd(mesh_impl):
         return Topology(mesh_impl.shape.size, simd=True)
@@ -81,7 +78,7 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
 
 
 def kind_of(device: str) -> str:
-    """The kind of device that a string names: "CPU" where none is named, "unknown" where it lies.
+    """Returns the kind of a device: "CPU" where the string names none, "unknown" if it is not one.
 
     Custom devices have kinds of their own.
     """
@@ -92,7 +89,7 @@ def kind_of(device: str) -> str:
 
 
 def memories(devices: Sequence[str]) -> list[list[int]]:
-    """Positions of devices that share a memory: the CPU devices of one process do."""
+    """Returns groups of positions of devices that share a memory, as a process's CPUs do."""
     found: dict[Any, list[int]] = {}
     for position, device in enumerate(devices):
         found.setdefault(_memory(device), []).append(position)
@@ -125,7 +122,10 @@ def _gpu_facts(
     chips: list[Hashable],
     device_attributes: Sequence[Any],
 ) -> tuple[bool | None, list[str]]:
-    """Whether links join the GPUs, and their names; parts of one GPU become one of `chips`."""
+    """Returns whether links join the GPUs, and their names.
+
+    Replaces the `chips` of devices that are parts of one GPU by one value.
+    """
     attributes = {place_of(a.name): a for a in device_attributes if kind_of(a.name) == "GPU"}
     gpus = [p for p, kind in enumerate(kinds) if kind == "GPU"]
     found = {
@@ -150,7 +150,7 @@ def _gpu_facts(
 
 
 def _joined(gpus: Sequence[Any]) -> bool:
-    """Whether each GPU of a process is reached from the first over links."""
+    """Returns whether links reach each GPU of a process from the first."""
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
         number: {link.device_id for link in gpu.locality.links.link}

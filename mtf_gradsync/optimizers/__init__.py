@@ -1,4 +1,4 @@
-"""The wrappers: Mesh-TF optimizers around other optimizers."""
+"""Optimizers that wrap Mesh-TF optimizers."""
 
 from mtf_gradsync.optimizers.accumulation.optimizer import (
     GradientAccumulationOptimizer,
@@ -9,6 +9,7 @@ from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
+from mtf_gradsync.optimizers.outer import OuterOptimizer
 from mtf_gradsync.optimizers.pipeline import Traits, traits_of
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
@@ -27,6 +28,7 @@ __all__ = [
     "GradientAccumulationOptimizer",
     "LossScaleOptimizer",
     "NoiseScale",
+    "OuterOptimizer",
     "ShardedUpdateOptimizer",
     "SyncReplicasOptimizer",
     "Traits",

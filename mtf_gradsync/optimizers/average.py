@@ -26,46 +26,46 @@ from mtf_gradsync.step import WriteInPlace
 def check_averages(
     average: Any, variables: Sequence[mtf.Variable] | None
 ) -> tuple[float | None, list[mtf.Variable]]:
-    """Checks what is to be averaged, and how; creates nothing.
+    """Checks arguments for moving averages.
 
     Args:
       average: the argument variable_averages of SyncReplicasOptimizer.
       variables: its argument variables_to_average.
 
     Returns:
-      The decay, None for no averages, and the variables.
+      The decay (None for no averages) and the variables.
 
     Raises:
-      ValueError: the decay is not between 0 and 1, or changes with the number of updates; or there
-        is one without variables, or the reverse.
-      TypeError: something in variables is no mesh variable.
+      ValueError: the decay is not between 0 and 1, or changes with the number of updates, or only
+        one of the arguments is given.
+      TypeError: an element of variables is not a mesh variable.
     """
     decay = None if average is None else decay_of("variable_averages", average)
     if (decay is None) != (variables is None):
         raise ValueError(
-            "variable_averages and variables_to_average go together, got "
-            f"{average!r} and {variables!r}."
+            f"variable_averages and variables_to_average must be given together, got {average!r} "
+            f"and {variables!r}."
         )
     return decay, check_variables(variables or ())
 
 
 def decay_of(argument: str, average: Any) -> float:
-    """The decay of moving averages.
+    """Returns the decay of moving averages.
 
     Args:
       argument: name of the argument, for errors.
       average: a number, or a `tf.train.ExponentialMovingAverage`.
 
     Raises:
-      ValueError: it is not between 0 and 1, or changes with the number of updates.
+      ValueError: the decay is not between 0 and 1, or changes with the number of updates.
     """
     decay = average
     if isinstance(average, tf.train.ExponentialMovingAverage):
         decay, num_updates, zero_debias = moving_average_settings(average)
         if num_updates is not None or zero_debias:
             raise ValueError(
-                f"{argument} with num_updates or zero_debias is not kept on a mesh; give "
-                "tf.train.ExponentialMovingAverage(decay) alone."
+                f"{argument} has num_updates or zero_debias, which averages on a mesh do not have: "
+                f"got {average!r}. Give tf.train.ExponentialMovingAverage(decay)."
             )
     if not is_number(decay) or not 0 <= decay < 1:
         raise ValueError(
@@ -78,23 +78,22 @@ def decay_of(argument: str, average: Any) -> float:
 def moving_average(variable: mtf.Variable) -> mtf.Variable:
     """Finds or makes the average of a variable, `<variable>/ExponentialMovingAverage`.
 
-    For a program that evaluates in a graph in which no gradients are applied: a checkpoint of
-    training restores the variable that this makes. It starts at the variable's initial value, and
-    only `AverageOptimizer` and `SyncReplicasOptimizer` move it.
+    It is for programs that evaluate in a graph without an optimizer, and restore the average from a
+    checkpoint of training. Only `AverageOptimizer` and `SyncReplicasOptimizer` update it.
 
     Args:
       variable: a mesh variable, or its value.
 
     Returns:
-      An `mtf.Variable` of its shape, not trainable. Its value has the dtype of the variable's, and
-      can stand in for it; what it holds is at least float32, as small changes would be lost.
+      An `mtf.Variable` of the same shape, not trainable. Its value has the dtype of the variable's
+      value and can replace it; it is stored as float32 or wider, as small changes would be lost.
 
     Raises:
-      TypeError: variable is no mesh variable.
+      TypeError: variable is not a mesh variable.
     """
     (variable,) = check_variables([variable])
     kept = variable.slice_dtype if variable.slice_dtype.size >= 4 else tf.float32
-    # By its whole name, so that it is the same in any scope.
+    # With its full name, so that it is the same in any scope.
     with root_scope():
         average = mtf.get_variable(
             variable.mesh,
@@ -111,7 +110,7 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
 
 
 class MoveAverages(Stage):
-    """After each update, adds `average -= (1 - decay) * (average - variable)`, of the new values.
+    """After each update, makes `average -= (1 - decay) * (average - variable)`.
 
     References:
       tf.train.ExponentialMovingAverage
@@ -121,8 +120,8 @@ class MoveAverages(Stage):
         """Describes the averages.
 
         Args:
-          decay: of the averages.
-          variables: what is averaged; None for all that get a gradient.
+          decay: the decay of the averages.
+          variables: the variables to average; None for all that get a gradient.
           slots: where the averages are recorded.
         """
         self._decay, self._variables, self._slots = decay, variables, slots
@@ -138,7 +137,7 @@ class MoveAverages(Stage):
         self._slots.record(averages, variables)
 
         def move(average: Any, value: tf.Tensor) -> tf.Operation:
-            # The new value is there only after the gate: this reads what the last step left.
+            # New values exist only after the gate; this reads the average of the last step.
             with tf.control_dependencies([value]):
                 now = tf.convert_to_tensor(average)
             return tf.assign(average, now - (now - tf.cast(value, now.dtype)) * (1 - self._decay))
@@ -148,12 +147,12 @@ class MoveAverages(Stage):
 
 
 class KeepsAverages:
-    """Mixed into wrappers that have a stage `MoveAverages`."""
+    """A mixin for wrappers with a stage `MoveAverages`."""
 
     _slots: SlotBook
 
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
-        """The moving average of a variable; makes nothing.
+        """Returns the moving average of a variable, if there is one.
 
         Args:
           var: a mesh variable, or its value.
@@ -170,9 +169,9 @@ class KeepsAverages:
 class AverageOptimizer(KeepsAverages, Wrapper):
     """Applies another optimizer, and keeps moving averages of the variables.
 
-    Averages move after each update, from the new values: around or inside
-    `GradientAccumulationOptimizer` and `SyncReplicasOptimizer`, once an update; beside
-    `LossScaleOptimizer`, not on a skipped step.
+    Averages change after each update, with the new values, and not on steps without an update, in
+    any order with `GradientAccumulationOptimizer`, `SyncReplicasOptimizer` and
+    `LossScaleOptimizer`.
 
     State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it.
 
@@ -199,11 +198,11 @@ class AverageOptimizer(KeepsAverages, Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          decay: of the averages, from 0 up to 1 (not included), or a
+          decay: the decay of the averages, from 0 up to 1 (not included), or a
             `tf.train.ExponentialMovingAverage`.
           variables_to_average: mesh variables; None for all that get a gradient.
           name: name of the wrapper.
-          learning_rate: only with a class or factory as opt: passed on untouched.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.

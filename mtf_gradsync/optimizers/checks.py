@@ -1,4 +1,4 @@
-"""What wrappers refuse, before anything is created in a graph."""
+"""Checks of wrappers' arguments, before anything is created in a graph."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
-    """Returns variables as a new list of mtf.Variable; values of variables are taken for them.
+    """Returns variables, or variables of given values, as a new list of mtf.Variable.
 
     Raises:
-      TypeError: something in it is no mesh variable.
+      TypeError: an element is not a mesh variable or the value of one.
     """
     if isinstance(variables, (mtf.Variable, mtf.Tensor)) or not hasattr(variables, "__iter__"):
         raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
@@ -33,14 +33,14 @@ def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
 def check_grads_and_variables(
     grads: Sequence[Any], variables: Sequence[Any]
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-    """Checks that gradients and variables belong together, shapes apart.
+    """Checks that gradients and variables belong together; does not check shapes.
 
     Returns:
       Both as new lists.
 
     Raises:
       TypeError: wrong types.
-      ValueError: lengths differ, a variable stands there twice, or tensors of several graphs.
+      ValueError: lengths differ, a variable is listed twice, or meshes differ.
     """
     grads, variables = check_gradients(grads), check_variables(variables)
     if len(grads) != len(variables):
@@ -52,7 +52,8 @@ def check_grads_and_variables(
     meshes = {v.mesh for g, v in zip(grads, variables) if g is not None}
     if len(meshes) > 1:
         raise ValueError(
-            "The variables are on different meshes; apply one wrapper to the variables of each."
+            f"The variables are on {len(meshes)} different meshes; apply one wrapper to the "
+            "variables of each mesh."
         )
     for grad, variable in zip(grads, variables):
         if grad is not None and not grad.dtype.is_floating:
@@ -60,7 +61,7 @@ def check_grads_and_variables(
                 f"The gradient of {variable.name!r} must be of a floating dtype, got {grad.dtype}."
             )
         if variable in seen:
-            raise ValueError(f"Variable {variable.name!r} stands twice in variables.")
+            raise ValueError(f"Variable {variable.name!r} is twice in variables; give it once.")
         seen.add(variable)
         if grad is not None and grad.mesh is not variable.mesh:
             raise ValueError(
@@ -77,8 +78,8 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
       A new list of (gradient or None, variable).
 
     Raises:
-      ValueError: it is not a list of pairs, or holds no variable.
-      TypeError: something in a pair is of the wrong type.
+      ValueError: grads_and_vars is not a list of pairs, or is empty.
+      TypeError: an element of a pair has the wrong type.
     """
     wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
     if not hasattr(grads_and_vars, "__iter__") or isinstance(grads_and_vars, (str, mtf.Tensor)):

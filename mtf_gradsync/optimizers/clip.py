@@ -1,4 +1,4 @@
-"""ClipByGlobalNormOptimizer: clipping as a stage between two optimizers."""
+"""ClipByGlobalNormOptimizer: clips reduced gradients by their global norm."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Clip(Stage):
 class ClipByGlobalNormOptimizer(Wrapper):
     """Reduces gradients over the mesh, clips them by their global norm, applies another optimizer.
 
-    Inside `GradientAccumulationOptimizer` it clips once an update, what was accumulated. Around
-    `ShardedUpdateOptimizer`, as inside of it, the norm is made of the parts of sums.
+    Inside `GradientAccumulationOptimizer` it clips the accumulated gradients, once for each update.
+    Around or inside `ShardedUpdateOptimizer`, the norm is that of all replicas' parts together.
 
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
@@ -58,7 +58,7 @@ class ClipByGlobalNormOptimizer(Wrapper):
           clip_norm: largest norm of all gradients together: a number greater than 0, or a scalar
             tf or mtf tensor.
           name: name of the wrapper.
-          learning_rate: only with a class or factory as opt: passed on untouched.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.

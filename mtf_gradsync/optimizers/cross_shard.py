@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: sums gradients over the shards of a mesh, all of them together."""
+"""CrossShardOptimizer: reduces gradients over the shards of a mesh, all of them together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
 
 
 class _ReduceOverShards(Stage):
-    """Reduces gradients; those of variables that every shard has a copy of, over their groups."""
+    """Reduces gradients; those of variables with shard dims within groups of shards."""
 
     gives = Form.REDUCED
 
@@ -47,12 +47,11 @@ class _ReduceOverShards(Stage):
 class CrossShardOptimizer(Wrapper):
     """Sums gradients over the shards, then applies another optimizer.
 
-    The mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient that it is given may
-    be
+    It is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient may be
 
-    - pending (what `mtf.gradients` returns) or already summed, of its variable's shape: the
-      all-reduce that it still needs runs here, together with the others';
-    - per shard, of shape `[shard dims...] + var dims`: the shard dims are summed away;
+    - pending (what `mtf.gradients` returns) or already reduced, of its variable's shape: all
+      pending ones are reduced together;
+    - per shard, of shape `[shard dims...] + var dims`: it is summed over the shard dims;
     - of a variable that has the shard dims itself: every shard gets the sum over its group. Groups
       for a variable that all shards share are a ValueError.
 
@@ -80,23 +79,23 @@ class CrossShardOptimizer(Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
-            `tf.compat.v1.train` the result is `compat_v1.CrossShardOptimizer`, and arguments that
-            tell of the mesh have no effect.
+            `tf.compat.v1.train` the result is `compat_v1.CrossShardOptimizer`, and arguments for
+            the mesh have no effect.
           reduction: `tf.compat.v1.losses.Reduction.MEAN` or `.SUM`: whether `compute_gradients`
             scales per-shard losses by 1/num_shards (with groups: 1/group size). Applying
             gradients always sums.
           name: name of the wrapper.
-          group_assignment: equally long lists of shard numbers, together a permutation of
-            range(num_shards): shards sum within their group. For variables that have the shard
-            dims themselves. None makes one group of all.
-          learning_rate: only with a class or factory as opt: passed on untouched.
+          group_assignment: groups of shards that sum with each other, for variables with shard
+            dims: equally long lists of shard numbers, together a permutation of range(num_shards).
+            None makes one group of all.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
-            the shard dims are known by their names alone.
+            shard dims are recognised by their names.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along, which are
             the names of the shard dims.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
         Raises:
           ValueError: reduction or group_assignment is invalid, or arguments contradict each
@@ -117,7 +116,7 @@ class CrossShardOptimizer(Wrapper):
         self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
         if self._groups and self.axes:
-            # A processor may hold several shards, so there may be more than the mesh shows.
+            # A processor may hold several shards, so there may be more shards than processors.
             listed = sum(len(group) for group in self._groups)
             check_groups_cover(self._groups, max(self.axes.num_shards, listed))
         return self
@@ -132,10 +131,10 @@ class CrossShardOptimizer(Wrapper):
                 raise ValueError(
                     f"group_assignment={self._groups!r} sums within groups of shards, but all "
                     f"shards share the variable {variable.name!r} of shape "
-                    f"{variable.shape.to_string}: groups would leave it with a different value "
-                    "on each. Give the variable the shard dims, or leave group_assignment out."
+                    f"{variable.shape.to_string}: it would get a different value in each group. "
+                    "Give the variable the shard dims, or do not give group_assignment."
                 )
-            assert self._groups is not None  # or there was nothing to go through
+            assert self._groups is not None  # or the loop has no elements
             check_groups_cover(self._groups, mtf.Shape(self._shard_dims(variable.shape)).size)
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
@@ -145,12 +144,12 @@ class CrossShardOptimizer(Wrapper):
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)
         if not dims:
-            # Nothing to say of a scalar where nobody has spoken of shards: most programs have one.
+            # No warning for a scalar if no mesh was given, as in most programs.
             if loss.shape.dims or self.axes is not None or self._groups:
                 warn_once(
                     "loss without shard dims",
                     "CrossShardOptimizer: the loss of shape %s has none of the shard dims %s, so "
-                    "it is taken for the loss of all shards: num_shards is 1 and it is not scaled."
+                    "it counts as the loss of all shards: num_shards is 1 and it is not scaled."
                     "%s",
                     loss.shape.to_string,
                     list(self._shard_names),

@@ -1,4 +1,4 @@
-"""What wrappers offer of the interface of tf.compat.v1.train.Optimizer, and their old names."""
+"""Wrappers' methods of the interface of tf.compat.v1.train.Optimizer, and deprecated names."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits
 from mtf_gradsync.step import Plan, advance_step
 
 
 class TrainOptimizerInterface:
-    """Mixed into wrappers, whose hooks it calls: `apply_grads`, and those with an underscore."""
+    """A mixin for wrappers: the methods of `tf.compat.v1.train.Optimizer`."""
 
     name: str
-    step: StepBuilder | None
+    step: OfStep[StepBuilder | None]
     apply_grads: Callable[..., list[mtf.Operation]]
     _without_scales: Callable[..., list[Any]]
     _check_arguments: Callable[[OwnArguments], None]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for variables that cannot be updated; creates nothing."""
+        """Raises ValueError for variables that cannot be updated."""
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        """The loss to differentiate."""
+        """Returns the loss to differentiate."""
         return loss
 
     def compute_gradients(
@@ -50,7 +51,7 @@ class TrainOptimizerInterface:
             var_list = loss.graph.trainable_variables
         variables = checks.check_variables(var_list)
         if not variables:
-            raise ValueError("There are no variables to differentiate the loss by.")
+            raise ValueError(f"There are no variables to differentiate: got var_list={var_list!r}.")
         self._check_variables(variables)
         with Plan.of(loss.graph).undone_on_error():
             scaled = self._scale_loss(loss)
@@ -70,8 +71,7 @@ class TrainOptimizerInterface:
           grads_and_vars: pairs as `compute_gradients` returns them.
           global_step: an mtf or tf variable to add one to after the update, or None.
           name: name of the operation that advances global_step; None takes the wrapper's name.
-          **kwargs: what `apply_grads` of the innermost optimizer takes beside gradients and
-            variables.
+          **kwargs: more arguments for `apply_grads` of the innermost optimizer.
 
         Returns:
           A flat list of mtf operations.
@@ -100,7 +100,7 @@ class TrainOptimizerInterface:
         name: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
-        """`compute_gradients` and `apply_gradients` in one."""
+        """Calls `compute_gradients`, then `apply_gradients`."""
         checks.check_step(global_step)
         self._check_arguments(OwnArguments((), kwargs))
         pairs = self.compute_gradients(loss, var_list)
@@ -108,7 +108,7 @@ class TrainOptimizerInterface:
 
 
 def _deprecated(old: str, *new: str) -> property:
-    """An attribute from before wrappers had traits: whether one of some traits holds."""
+    """Makes a deprecated attribute: whether one of some traits holds."""
 
     def warn_and_get(self: DeprecatedNames) -> bool:
         name = type(self).__name__
@@ -123,7 +123,7 @@ def _deprecated(old: str, *new: str) -> property:
 
 
 class DeprecatedNames:
-    """Mixed into wrappers: old names, each with a warning that says the new one."""
+    """A mixin for wrappers: deprecated names, which warn and name the new ones."""
 
     traits: Traits
 

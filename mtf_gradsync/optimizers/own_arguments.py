@@ -1,4 +1,4 @@
-"""What an optimizer's `apply_grads` takes beside gradients and variables."""
+"""Arguments of an optimizer's `apply_grads` after gradients and variables."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class OwnArguments(NamedTuple):
     """Arguments for the innermost optimizer of a stack.
 
     Attributes:
-      positional: those behind gradients and variables, in order.
-      named: those by name.
+      positional: arguments after gradients and variables, in order.
+      named: keyword arguments.
     """
 
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}  # noqa: RUF012  # never changed
 
     def check(self, opt: Any) -> None:
-        """Raises TypeError where `apply_grads` of an optimizer does not take them.
+        """Raises TypeError if `apply_grads` of an optimizer does not take these arguments.
 
         Args:
-          opt: the optimizer. One without a signature that can be read is not checked.
+          opt: the optimizer; it is not checked if its signature cannot be read.
         """
         try:
-            # What a decorator takes is what counts, not what it is wrapped around.
+            # The signature of a decorator counts, not that of the function inside.
             signature = inspect.signature(opt.apply_grads, follow_wrapped=False)
         except (TypeError, ValueError):
             return
@@ -37,12 +37,12 @@ class OwnArguments(NamedTuple):
             raise TypeError(
                 f"The optimizer {opt!r} cannot be called with "
                 f"apply_grads({', '.join(['grads', 'variables', *given])}): {error}. It takes "
-                f"apply_grads{signature}; wrappers pass on what they get behind grads and "
+                f"apply_grads{signature}; wrappers pass on all arguments after grads and "
                 "variables."
             ) from None
 
     def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
-        """Mesh tensors among them, and in their lists and dictionaries, for each its name."""
+        """Gives the mesh tensors in arguments, and in lists and dictionaries, with names."""
         for number, value in enumerate(self.positional):
             yield from _tensors_in(f"positional argument {number + 3}", value)
         for name, value in self.named.items():
@@ -60,7 +60,7 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
 
 
 def variables_behind(tensor: mtf.Tensor) -> set[mtf.Variable]:
-    """The variables that a tensor is computed from."""
+    """Finds the variables that a tensor is computed from."""
     seen: set[mtf.Operation] = set()
     todo = [tensor.operation]
     while todo:

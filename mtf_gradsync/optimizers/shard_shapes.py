@@ -1,4 +1,4 @@
-"""What the shapes of gradients and variables say of the shards."""
+"""Shard dims in the shapes of gradients and variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 
 
 class ShardShapes:
-    """Mixed into wrappers, whose replica axes it knows."""
+    """A mixin for wrappers: finds shard dims in shapes."""
 
     axes: ReplicaAxes | None
     _shard_names: tuple[str, ...]

@@ -1,19 +1,20 @@
-"""What all wrappers share: construction, the optimizer interface, slots."""
+"""The base class of all wrappers."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import weakref
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients.losses import take_without_scale
-from mtf_gradsync.mesh.axes import as_dim_names, axes_of_pipeline, resolve_axes
+from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
+from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep
 from mtf_gradsync.optimizers.pipeline import (
     GradientSet,
     Partition,
@@ -33,22 +34,24 @@ from mtf_gradsync.step import Plan
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
-class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer):
+class Wrapper(
+    AppliesPairs, DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimize.Optimizer
+):
     """A Mesh-TF optimizer around another one.
 
-    A subclass calls `_wrap` in its constructor, names its `stages` and says by `traits` what it
-    needs of the wrappers around and inside of it. A stack of wrappers is built as one list of
-    stages (`StepBuilder`). The page "Write your own wrapper" has an example.
+    A subclass calls `_wrap` in its constructor, and defines its `stages` and its `traits`, which
+    restrict the wrappers around and inside it. A stack of wrappers is built as one list of stages
+    (`StepBuilder`). The page "Write your own wrapper" has an example.
 
     Attributes:
       traits: what the wrapper needs of its stack.
-      shown: what of `reported` training shows beside the loss: names, and what they show.
+      shown: the values of `reported` that training shows next to the loss, by the names to show.
       opt: the inner optimizer.
       axes: `ReplicaAxes`, or None if no mesh was given.
       reducer: the reduction strategy.
-      name: name of the wrapper, a prefix of what it creates.
+      name: name of the wrapper, a prefix of names of its variables and operations.
       step: the step that was built last, by the outermost wrapper of the stack; None before.
-      times_applied: how often it has applied gradients in the graph of that step.
+      times_applied: how many times it has applied gradients in the graph of that step.
     """
 
     traits = Traits()
@@ -58,8 +61,9 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
     reducer: Strategy
     _gradient_reducer: Strategy
     name: str
-    step: StepBuilder | None = None
-    times_applied = 0
+    step = OfStep[Union[StepBuilder, None]](None)
+    times_applied = OfStep(0)
+    _slots = OfStep(SlotBook())
 
     def _wrap(
         self,
@@ -73,23 +77,23 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         reducer: Strategy | None,
         needs_mesh_for: str = "",
     ) -> None:
-        """Takes the arguments that all wrappers have.
+        """Sets the arguments that all wrappers have.
 
         Args:
           opt: an object with apply_grads, or a class or factory of one.
-          learning_rate: what a class or factory is called with; `NOT_GIVEN` with an optimizer.
+          learning_rate: the learning rate for a class or factory; `NOT_GIVEN` with an optimizer.
           name: name of the wrapper.
           axes: the replica axes; or give mesh_shape and layout.
-          mesh_shape: Mesh-TF's mesh shape, where the mesh is known when the graph is built.
-          layout: Mesh-TF's layout rules, likewise.
+          mesh_shape: Mesh-TF's mesh shape, if the mesh is known when the graph is built.
+          layout: Mesh-TF's layout rules, if the mesh is known when the graph is built.
           batch_dims: names of the tensor dimensions that the batch is split along.
           reducer: the reduction strategy; None for `FusedAllReduce()`.
-          needs_mesh_for: what the wrapper has to know the mesh for, in an error. Where the mesh is
-            not given it is then the one that the program has made for this graph.
+          needs_mesh_for: the purpose, for an error, if the wrapper has to know the mesh. It is then
+            the mesh that the program has made for this graph, if none is given.
 
         Raises:
           TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.
-          ValueError: arguments contradict each other, or there is no mesh where one is needed.
+          ValueError: arguments contradict each other, or a needed mesh is missing.
         """
         kind = type(self).__name__
         self.opt = given_optimizer(opt, learning_rate, kind)
@@ -107,18 +111,18 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         self._gradient_reducer = self.reducer
         if not isinstance(name, str) or not _NAME.match(name):
             raise ValueError(
-                "name must be one that TensorFlow takes for variables, letters, digits and any "
-                f"of . _ / -, got {name!r}."
+                "name must be a name for TensorFlow variables, of letters, digits and any of "
+                f". _ / -, got {name!r}."
             )
         self.name = name
         self._slots = SlotBook()
         self._graph: weakref.ref[mtf.Graph] | None = None
 
     def _reduce_as(self, reduce_dtype: WireDtype | None) -> None:
-        """Takes the dtype that reduced gradients are sent in; None for their own."""
+        """Sets the dtype that gradients are sent in; None for their own."""
         if reduce_dtype is not None and getattr(self.reducer, "reduces_gradients_apart", False):
             raise ValueError(
-                f"{self.reducer!r} sends gradients in a way of its own; got it with "
+                f"{self.reducer!r} chooses itself how gradients are sent; got it with "
                 f"reduce_dtype={reduce_dtype!r}. Give one of them."
             )
         if reduce_dtype is not None:
@@ -128,36 +132,47 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         """Raises ValueError for an order of wrappers that makes no sense."""
         check_order(self, self.inner_stack())
 
-    # What a wrapper says of itself.
+    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        """Replaces the wrapper's replica axes by those of one island, if it knows the mesh.
+
+        Args:
+          islands: the axes between islands.
+          inside: the replica axes inside an island.
+        """
+        if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
+            self.axes = inside
+            self._shard_names = inside.batch_dims
+
+    # Methods that subclasses override.
 
     def stages(self) -> list[Stage]:
         """The stages of a step that this wrapper adds, from the outside in."""
         return []
 
     def partition(self) -> Partition | None:
-        """How this wrapper shards the updates of the optimizer inside; None if it does not."""
+        """How this wrapper shards the updates of the inner optimizer; None if it does not."""
         return None
 
     def without_scale(
         self, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
-        """Gradients before they come into the stack, without a scale that this wrapper has added.
+        """Unscales gradients before they pass through the stack, if this wrapper scales the loss.
 
         Args:
           grads: gradients of a loss.
           variables: their variables.
 
         Returns:
-          For each the gradient of the loss as the program has it.
+          The gradients of the loss without the scale.
         """
         del variables
         return grads
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for what this wrapper cannot apply; creates nothing.
+        """Raises ValueError for gradients or variables that this wrapper cannot handle.
 
         Args:
-          grads: gradients as the outermost wrapper was given them, or None.
+          grads: gradients as given to the outermost wrapper, or None.
           variables: their variables.
         """
 
@@ -165,16 +180,16 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         """Raises ValueError for arguments that the optimizer cannot get from this wrapper.
 
         Args:
-          own: what the innermost optimizer is to be called with beside gradients and variables.
+          own: more arguments for `apply_grads` of the innermost optimizer.
           variables: the variables.
         """
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """What this wrapper adds to `mtf_gradsync.reported`, by name."""
+        """This wrapper's values for `mtf_gradsync.reported`, by name."""
         return {}
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """What of `reported` training shows beside the loss, under the names of `shown`."""
+        """The values that training shows next to the loss, under the names in `shown`."""
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}
 
@@ -192,22 +207,22 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         Args:
           grads: a gradient or None for each variable.
           variables: mesh variables, for example `graph.trainable_variables`.
-          *args: what `apply_grads` of the innermost optimizer takes beside these two. An update
-            uses their values of its own step.
-          **kwargs: likewise, by name.
+          *args: more arguments for `apply_grads` of the innermost optimizer. An update uses the
+            values of its own step.
+          **kwargs: more keyword arguments for it.
 
         Returns:
-          A flat list of mtf operations, to be looked up by `lowering.lowered_operation`; empty if
-          every gradient is None.
+          A flat list of mtf operations for `lowering.lowered_operation`; empty if every gradient is
+          None.
 
         Raises:
           TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: a gradient does not fit its variable, or lengths differ.
         """
         own = OwnArguments(args, kwargs)
-        self._check_arguments(own)
-        grads, variables = checks.check_grads_and_variables(grads, variables)
-        self._check_shapes(grads, variables)
+        grads, variables = self._checked(grads, variables, own)
+        if variables:
+            self._build_pairs(variables[0].mesh)
         wrappers = self._segment_wrappers()
         for wrapper in wrappers:
             wrapper.check(grads, variables)
@@ -223,7 +238,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
             step = StepBuilder(
                 [w._segment() for w in wrappers],
                 innermost.opt,
-                # A wrapper behind an optimizer of others reduces by itself.
+                # A wrapper inside an optimizer of another library reduces by itself.
                 takes_pending=len(wrappers) < len(self._wrappers()),
                 partition=next((p for p in (w.partition() for w in wrappers) if p), None),
                 slots=innermost._slots,
@@ -234,11 +249,13 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
             wrapper._note_step(step)
         return operations
 
-    def apply_grad(
-        self, grad: mtf.Tensor | None, var: mtf.Variable, *args: Any, **kwargs: Any
-    ) -> list[mtf.Operation]:
-        """`apply_grads` for one pair; a list gives one reduction for all and is faster."""
-        return self.apply_grads([grad], [var], *args, **kwargs)
+    def _checked(
+        self, grads: Any, variables: Any, own: OwnArguments
+    ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
+        self._check_arguments(own)
+        grads, variables = checks.check_grads_and_variables(grads, variables)
+        self._check_shapes(grads, variables)
+        return grads, variables
 
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment_wrappers()[-1].opt)
@@ -258,6 +275,10 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         self.times_applied = self.times_applied + 1 if again else 1
         self.step = step
 
+    def _applied_before(self, variable: mtf.Variable) -> bool:
+        step = self.step
+        return step is not None and any(x.mesh is variable.mesh for x in step.received[:1])
+
     def _without_scales(
         self, grads: Iterable[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
@@ -275,7 +296,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         opt: Any = self.opt
         while opt is not None:
             stack.append(opt)
-            # Wrappers of others are looked through where they name what they wrap.
+            # Wrappers of other libraries may have an attribute for the optimizer inside.
             names = ("opt", "optimizer", "_opt", "_optimizer")
             inside = (getattr(opt, name, None) for name in names)
             opt = next((o for o in inside if callable(getattr(o, "apply_grads", None))), None)
@@ -286,7 +307,7 @@ class Wrapper(DeprecatedNames, TrainOptimizerInterface, ShardShapes, mtf.optimiz
         return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
 
     def _segment_wrappers(self) -> list[Wrapper]:
-        """Those up to the first optimizer that is none; what is inside of that is its own."""
+        """The wrappers up to the first optimizer of another library."""
         found: list[Wrapper] = []
         opt: Any = self
         while isinstance(opt, Wrapper):

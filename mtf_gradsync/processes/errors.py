@@ -1,4 +1,4 @@
-"""What goes wrong between processes."""
+"""Errors between the processes of a job, and the exit code where one is lost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ LOST_PROCESS_EXIT_CODE = 75
 
 
 class ProcessesError(RuntimeError):
-    """Processes cannot work together on one mesh."""
+    """The processes of a job cannot work together on one mesh."""
 
 
 class MissingProcessesError(ProcessesError):
-    """Processes did not come in time; nothing else is wrong, so another start may do."""
+    """Some processes did not come in time; nothing else is wrong, so starting again may help."""

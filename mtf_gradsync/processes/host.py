@@ -1,8 +1,7 @@
-"""Process 0 while it waits for the others of its job.
+"""Process 0 while it waits for the other processes of its job.
 
-Whoever connects is a stranger until it has said which process it is, and shown that it has the
-job's secret. Strangers may say what they like, or nothing: they are dropped, and the processes of
-the job are waited for.
+A caller is a stranger until it has sent an introduction with a proof that it has the job's secret.
+Strangers that send anything else, or nothing, are dropped, and process 0 goes on waiting.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _STRANGERS = 64
 
 
 class _Stranger(NamedTuple):
-    """Somebody who has not said yet which process it is.
+    """A caller that has not said yet which process it is.
 
     Attributes:
-      connection: the one to it.
-      address: where it is.
-      challenge: what it was asked.
-      since: when it came.
+      connection: the connection to it.
+      address: its host and port.
+      challenge: the text that its proof has to be made of.
+      since: when it called, in seconds of `time.monotonic`.
     """
 
     connection: Connection
@@ -45,13 +44,13 @@ class _Stranger(NamedTuple):
 
 
 class Introduction(NamedTuple):
-    """What a process says first.
+    """The first message of a process to process 0.
 
     Attributes:
-      member: who it is.
-      facts: what it was started with.
-      challenge: what it asks process 0.
-      proof: that it has the secret.
+      member: the process that sends it.
+      facts: what the process was started with.
+      challenge: text that process 0 makes its own proof of.
+      proof: shows that the process has the secret.
     """
 
     member: Member
@@ -61,10 +60,10 @@ class Introduction(NamedTuple):
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Introduction:
-        """Takes what came.
+        """Reads an introduction from a message.
 
         Raises:
-          ConnectionBroken: it is something else.
+          ConnectionBroken: the message is something else.
         """
         try:
             said = cls(*(message[name] for name in cls._fields))
@@ -78,22 +77,22 @@ class Introduction(NamedTuple):
 
 
 class Host:
-    """Process 0 while it waits for the others."""
+    """Waits on process 0 for the other processes."""
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
         self._me, self._facts, self._place = me, facts, place
-        self._there: dict[int, tuple[Member, Connection]] = {}
+        self._arrived: dict[int, tuple[Member, Connection]] = {}
         self._challenged: dict[int, str] = {}  # what the processes that are there have asked
         self._selector = selectors.DefaultSelector()
         self._strangers: list[_Stranger] = []
         self._denied = False  # whether somebody has had another secret
 
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
-        """A connection to each of the others; see `meeting.meet`."""
+        """Returns a connection to each of the others; see `meeting.meet`."""
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
             try:
-                while len(self._there) < len(names) - 1:
+                while len(self._arrived) < len(names) - 1:
                     self._check_time(names, end)
                     self._drop_idle(max(len(names), _STRANGERS))
                     for key, _ in self._selector.select(_PAUSE_S):
@@ -103,17 +102,17 @@ class Host:
                             self._greet(key.data, len(names))
                         else:
                             # Nobody has a reason to speak: it is gone, and may be started again.
-                            del self._there[key.data]
+                            del self._arrived[key.data]
                             gone = cast("Connection", key.fileobj)
                             self._selector.unregister(gone)
                             gone.close()
             finally:
                 for stranger in list(self._strangers):
                     self._drop(stranger)
-        for index, (_, connection) in self._there.items():
+        for index, (_, connection) in self._arrived.items():
             answer = secret.proof("process 0", self._challenged[index])
             self._tell(connection, all_here=self._me, proof=answer)
-        return dict(self._there.values())
+        return dict(self._arrived.values())
 
     def _accept(self, server: socket.socket) -> None:
         try:
@@ -135,7 +134,7 @@ class Host:
                 self._drop(stranger)
 
     def _greet(self, stranger: _Stranger, num_processes: int) -> None:
-        """Reads the first words of somebody; port scanners and the like are dropped."""
+        """Reads the introduction of a stranger; port scanners and the like are dropped."""
         if stranger not in self._strangers:
             return
         connection = stranger.connection
@@ -150,7 +149,7 @@ class Host:
         if not secret.is_proof(said.proof, "process", stranger.challenge, said.challenge):
             if not self._denied:
                 _logger.warning(
-                    "%s was called from %s by somebody who has another %s.",
+                    "%s refused a caller at %s, whose %s is not the same.",
                     self._me, stranger.address, secret.VARIABLE,
                 )  # fmt: skip
             self._denied = True
@@ -165,18 +164,20 @@ class Host:
         if not 0 < member.index < num_processes:
             self._drop(stranger)
             return
-        if member.index in self._there:
-            twin = self._there[member.index][0]
+        if member.index in self._arrived:
+            twin = self._arrived[member.index][0]
             self._refuse(connection, f"{twin} and {member} have the same number")
         self._strangers.remove(stranger)
         self._selector.modify(connection, selectors.EVENT_READ, member.index)
-        self._there[member.index] = member, connection
+        self._arrived[member.index] = member, connection
         self._challenged[member.index] = said.challenge
 
     def _check_time(self, names: Sequence[str], end: float) -> None:
         if time.monotonic() > end:
-            missing = [name for i, name in enumerate(names) if i and i not in self._there]
-            denied = f". Somebody called who has another {secret.VARIABLE}" if self._denied else ""
+            missing = [name for i, name in enumerate(names) if i and i not in self._arrived]
+            denied = (
+                f". A caller with another {secret.VARIABLE} was refused" if self._denied else ""
+            )
             self._refuse(
                 None,
                 f"{names[0]} waited on port {self._place.port} for the {len(names)} processes of "
@@ -190,9 +191,9 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start, here and for those who wait."""
+        """Ends the start with an error, here and on the processes that wait."""
         missing = error is MissingProcessesError
-        for other in [connection, *(c for _, c in self._there.values())]:
+        for other in [connection, *(c for _, c in self._arrived.values())]:
             if other is not None:
                 self._tell(other, refused=reason, missing=missing)
                 other.close()

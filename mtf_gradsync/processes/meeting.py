@@ -35,13 +35,13 @@ def meet(
     facts: Mapping[str, Any],
     timeout: float,
 ) -> dict[Member, Connection]:
-    """Waits until all processes are there.
+    """Waits until all processes of a job are there, and returns the connections between them.
 
     Args:
-      place: where process 0 is.
+      place: the address of process 0.
       me: this process.
-      names: of all processes, in their order.
-      facts: what has to be the same in all processes, by the name that a user knows it under.
+      names: names of all processes, in their order.
+      facts: settings that have to be equal in all processes, by the user's names for them.
       timeout: seconds.
 
     Returns:
@@ -102,8 +102,8 @@ def _connected(place: Place) -> Connection:
     return Connection(sock)
 
 
-def _said(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
-    """What process 0 says until then."""
+def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
+    """Yields the messages of process 0 until a time is up."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:
@@ -111,8 +111,8 @@ def _said(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
 
 
 def _challenge(connection: Connection, end: float) -> str:
-    """What process 0 says first."""
-    for message in _said(connection, end):
+    """Returns the challenge that process 0 sends first."""
+    for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):
             return message["challenge"]
         break
@@ -120,8 +120,8 @@ def _challenge(connection: Connection, end: float) -> str:
 
 
 def _welcome(connection: Connection, place: Place, first: str, mine: str, end: float) -> Member:
-    """Waits for process 0's word that all are there; returns who process 0 is."""
-    for message in _said(connection, end):
+    """Waits until process 0 says that all are there, and returns the member that process 0 is."""
+    for message in _messages_of_host(connection, end):
         if "denied" in message:
             here = "has one" if secret.is_set() else "has none"
             raise ProcessesError(

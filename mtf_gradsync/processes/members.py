@@ -1,4 +1,4 @@
-"""Who takes part."""
+"""The processes of a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Member(NamedTuple):
       index: its number, from 0.
       host: name of its machine.
       pid: its number there.
-      name: what its job calls it: "process 1", "worker 1".
+      name: its name in the job: "process 1", "worker 1".
     """
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
@@ -27,5 +27,5 @@ class Member(NamedTuple):
 
     @classmethod
     def this(cls, index: int, name: str) -> Member:
-        """This process, as one of a job."""
+        """Returns this process as a member of a job."""
         return cls(index, socket.gethostname(), os.getpid(), name)

@@ -1,4 +1,4 @@
-"""This process as one of a job: how it leaves the others, in good order or with an error."""
+"""How this process leaves its job: in good order, or with an error for the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Membership:
             self._fail(error)
 
     def close(self) -> None:
-        """Waits until all processes have come here, and leaves them."""
+        """Waits until all processes have called this, and leaves them."""
         if not self._closed:
             self._closed = True
             self._leave()
@@ -49,7 +49,7 @@ class Membership:
         self._watchdog.leave()
 
     def _may_be_a_loss(self, error: BaseException) -> bool:
-        """Whether an error may come of a process that is lost."""
+        """Returns whether an error may come of a process that is lost."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:

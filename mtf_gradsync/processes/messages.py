@@ -14,14 +14,13 @@ LONGEST = 1 << 20
 
 
 class ConnectionBroken(Exception):
-    """The other side is gone, or says what no process of ours says."""
+    """The other side has gone, or has sent what no process of this package sends."""
 
 
 class Connection:
-    """One end of a connection. Nothing here waits."""
+    """One end of a connection. No method waits."""
 
     def __init__(self, sock: socket.socket):
-        """Takes over a connected socket."""
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -30,19 +29,19 @@ class Connection:
         self._unsent = b""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Returns the socket's file descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a message, or keeps it for the next time where the other side does not read.
+        """Sends a message, or keeps it to be sent later where the other side does not read.
 
         Args:
-          **message: what JSON knows. Texts are cut after `LONGEST_TEXT` characters.
+          **message: the message, of JSON values. Texts are cut after `LONGEST_TEXT` characters.
 
         Raises:
-          ConnectionBroken: when nobody is there, or has not read for so long that the message
-            would be kept beside `LONGEST` bytes of others.
-          ValueError: when the message is longer than `LONGEST` bytes.
+          ConnectionBroken: the other side has gone, or has not read for so long that more than
+            `LONGEST` bytes would wait for it.
+          ValueError: the message is longer than `LONGEST` bytes.
         """
         line = json.dumps({name: _cut(value) for name, value in message.items()}).encode() + b"\n"
         if len(line) > LONGEST:
@@ -63,11 +62,11 @@ class Connection:
             raise ConnectionBroken(str(error)) from error
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come.
+        """Returns the messages received since the last call.
 
         Raises:
-          ConnectionBroken: when nobody is there, and all messages have been returned; or what came
-            is no message.
+          ConnectionBroken: the other side has gone and all messages have been returned, or what was
+            received is no message.
         """
         broken = False
         try:
@@ -87,7 +86,7 @@ class Connection:
         return [_message(line) for line in lines]
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()
 
 

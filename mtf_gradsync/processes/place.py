@@ -1,4 +1,4 @@
-"""Where the processes of a job meet."""
+"""The address at which the processes of a job meet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where the processes of a job meet.
+    """The address at which the processes of a job meet.
 
     Attributes:
       host: the machine of process 0, as the others see it.
-      port: any free one there.
-      argument: what a user knows the place by.
+      port: a free port there.
+      argument: the argument by which a user gave the address, for errors.
     """
 
     host: str
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     @property
     def loopback(self) -> str | None:
-        """The address that only processes of one machine can reach, if the host is that one."""
+        """The host, if it is an address that only processes of one machine can reach."""
         # Not what a machine's name stands for: many machines have their own as 127.0.1.1, which is
         # not what others know it by.
         host = "127.0.0.1" if self.host == "localhost" else self.host

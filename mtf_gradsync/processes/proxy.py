@@ -1,7 +1,7 @@
-"""Speaks to the other processes for one whose threads cannot run, as long as it is not stopped.
+"""Sends the watchdog's messages for a process whose threads cannot run, unless it is stopped.
 
 It runs as a script of its own: TensorFlow's bridge keeps Python's interpreter lock for as long as
-it lowers a program, seconds or minutes, and the watchdog's thread needs that lock to say a word.
+it lowers a program, seconds or minutes, and the watchdog's thread needs that lock to send a beat.
 
 usage: proxy.py PID SECONDS SOCKET...
 """
@@ -19,7 +19,7 @@ BEAT = b'{"beat": true}\n'
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped; False where the system does not say."""
+    """Returns whether a process was stopped; False where the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # Its name, in parentheses, may hold anything.
@@ -29,12 +29,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Speaks until the process ends, or ends this one.
+    """Sends beats until the process ends, or ends this one.
 
     Args:
-      pid: of the process, this one's parent.
-      seconds: between two words.
-      descriptors: of its connections.
+      pid: number of the process, this one's parent.
+      seconds: time between two beats.
+      descriptors: file descriptors of its connections.
     """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # Soon after its end these connections have to break.

@@ -1,7 +1,7 @@
-"""The secret by which the processes of a job know each other, where they are on several machines.
+"""The secret by which the processes of a job on several machines recognise each other.
 
-It is the text of an environment variable, the same in all processes, none by default. It does not
-go over the network: each side sends random text, and gets it back hashed together with the secret.
+It is the text of an environment variable, the same in all processes, none by default. It is never
+sent: each side sends random text, and gets it back hashed together with the secret.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ VARIABLE = "MTF_GRADSYNC_SECRET"
 
 
 def is_set() -> bool:
-    """Whether this process has a secret."""
+    """Returns whether this process has a secret."""
     return bool(os.environ.get(VARIABLE))
 
 
 def challenge() -> str:
-    """Random text that a proof is to be made of."""
+    """Returns random text for the other side to make a proof of."""
     return secrets.token_hex(16)
 
 
 def proof(role: str, *challenges: str) -> str:
-    """What shows that this process has the secret.
+    """Returns a text that shows that this process has the secret.
 
     Args:
-      role: who proves it, so that nobody can send a proof back to where it came from.
+      role: name of the side that proves it, so that the other cannot send the proof back.
       *challenges: those of both sides.
 
     Returns:
@@ -42,6 +42,6 @@ def proof(role: str, *challenges: str) -> str:
 
 
 def is_proof(given: Any, role: str, *challenges: str) -> bool:
-    """Whether somebody has the same secret; see `proof`."""
+    """Returns whether a proof was made with this process's secret; see `proof`."""
     expected = proof(role, *challenges).encode()
     return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), expected)

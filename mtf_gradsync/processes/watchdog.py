@@ -1,9 +1,9 @@
 """Ends a process, with an error that says why, when another process of its job is lost.
 
-A process that dies or stops leaves the others in a collective, where they wait without end. A
-thread in each process, which works while the main thread waits, exchanges a word every second with
-process 0. Process 0 tells the others whom it has lost; they find the loss of process 0 by
-themselves. Then every living process writes one error and ends by `LOST_PROCESS_EXIT_CODE`.
+A process that dies or stops leaves the others waiting in a collective without end. In each process
+a thread, which works while the main thread waits, exchanges a beat every second with process 0.
+Process 0 reports lost processes to the others, and they notice the loss of process 0 by
+themselves. Then every living process writes one error and exits with `LOST_PROCESS_EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _begun = ""
 
 
 class Alarm(NamedTuple):
-    """How a watchdog learns that its process is about to end by a signal.
+    """Tells a watchdog that its process is about to be ended by a signal.
 
     Attributes:
-      descriptor: a pipe's end that something is written to then; the watchdog closes it.
-      explain: what has happened, in words, from what was written.
+      descriptor: read end of a pipe that is written to then; the watchdog closes it.
+      explain: takes what was written, and returns in words what has happened.
     """
 
     descriptor: int
@@ -53,7 +53,7 @@ class Alarm(NamedTuple):
 
 
 class Watchdog:
-    """The thread of one process."""
+    """The watchdog's thread of one process."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Watchdog:
         silence: float,
         alarm: Alarm | None = None,
     ):
-        """Starts it.
+        """Starts the thread.
 
         Args:
           me: this process.
           peers: connections to all others on process 0, to process 0 on the others.
-          silence: seconds without a word after which a process is lost.
-          alarm: tells of crashes of this process, where something can.
+          silence: seconds without a beat after which a process is lost.
+          alarm: reports crashes of this process, where there is a way to.
         """
         global _running
         self._me = me
@@ -112,14 +112,14 @@ class Watchdog:
         """Tells the others that this process ends with an error, so that they end, too.
 
         Args:
-          reason: what they say.
+          reason: the text of their error.
         """
         self._request("failed", reason)
         self._finished.wait(_GRACE_S)
 
     @contextlib.contextmanager
-    def spoken_for(self) -> Iterator[None]:
-        """Lets a process of its own say the words meanwhile; it falls silent with this one."""
+    def beating_by_proxy(self) -> Iterator[None]:
+        """Lets a separate process send the beats meanwhile; it stops when this one does."""
         with self._descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
@@ -137,7 +137,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _descriptors(self) -> Iterator[list[int]]:
-        """The connections for another process; the thread may close its own meanwhile."""
+        """Yields the connections' file descriptors; the thread may close its own meanwhile."""
         with self._closing:
             copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
         try:
@@ -153,10 +153,9 @@ class Watchdog:
             self._noted.wait(_LATE_S)
 
     def wait_for_verdict(self) -> None:
-        """Waits, after an error that a lost process may have caused, for what is found about it.
+        """Waits after an error for the watchdog to find out whether a lost process caused it.
 
-        Returns:
-          Only if no process is lost.
+        Returns only if no process is lost; otherwise the watchdog ends this process.
         """
         self._finished.wait(_VERDICT_S)
 
@@ -245,7 +244,7 @@ class Watchdog:
             self._crash_at = now + _CRASH_S
 
     def _end_of_crash(self) -> None:
-        """Ends this process and the others, with what is known of its crash."""
+        """Ends this process and the others with a report of its crash."""
         at = f" The last that it had begun is {_begun}." if _begun else ""
         assert self._alarm is not None  # it has rung
         what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
@@ -273,7 +272,7 @@ class Watchdog:
             self._tell_all(failed=text)
 
     def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
-        """Notices that a process is lost."""
+        """Handles the loss of a process that this one has noticed."""
         if member in self._left and member.index == 0 and self._me in self._left:
             # Only process 0 says that all have left, and there is nothing to do any more.
             self._finished.set()
@@ -282,7 +281,7 @@ class Watchdog:
             self._learn(member, how, grace)
 
     def _learn(self, member: Member, how: str, grace: float) -> None:
-        """Takes note that a process is lost, and ends, at once or soon."""
+        """Records that a process is lost, and ends this one, at once or soon."""
         if self._doom is None:
             what = f"lost {member}: it {how}"
             if member == self._me:
@@ -313,20 +312,20 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
-    """Around what keeps Python's interpreter lock for long, so that the watchdog cannot speak."""
+def beats_go_on() -> Iterator[None]:
+    """Sends beats from a separate process while Python's interpreter lock is held for long."""
     if _running is None:
         yield
         return
-    with _running.spoken_for():
+    with _running.beating_by_proxy():
         yield
 
 
 def note(begun: str) -> None:
-    """Says what this process begins to do, for the error where it is lost or crashes.
+    """Records what this process is about to do, for the error if it is lost or crashes.
 
     Args:
-      begun: as in "step 7".
+      begun: for example "step 7".
     """
     global _begun
     _begun = begun

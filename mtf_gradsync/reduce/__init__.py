@@ -1,15 +1,17 @@
-"""How gradients cross the mesh: strategies, packing and the sums behind them."""
+"""Strategies that reduce gradients over the mesh."""
 
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.choice import BestAllReduce, choose_the_best
 from mtf_gradsync.reduce.placement_mesh import PlacementMeshImpl, placement_mesh_impl
-from mtf_gradsync.reduce.state import GradientOfCores, StateMaker
+from mtf_gradsync.reduce.state import Compression, GradientOfCores, StateMaker
 from mtf_gradsync.reduce.strategies.all_reduce import AllReduce
 from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy
 from mtf_gradsync.reduce.strategies.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.strategies.compressed import CompressedAllReduce
 from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
 from mtf_gradsync.reduce.strategies.hierarchical import AllReduceSpec, HierarchicalAllReduce
+from mtf_gradsync.reduce.strategies.low_rank import LowRankAllReduce
+from mtf_gradsync.reduce.strategies.quantized import QuantizedAllReduce
 from mtf_gradsync.reduce.strategies.ring import RingAllReduce
 from mtf_gradsync.reduce.strategies.to_one_device import ReductionToOneDevice
 from mtf_gradsync.reduce.strategy import Strategy, check_strategy
@@ -20,12 +22,15 @@ __all__ = [
     "BestAllReduce",
     "CollectiveAllReduce",
     "CompressedAllReduce",
+    "Compression",
     "FusedAllReduce",
     "GradientOfCores",
     "GradientStrategy",
     "HierarchicalAllReduce",
+    "LowRankAllReduce",
     "PlacementMeshImpl",
     "ProcessorGroups",
+    "QuantizedAllReduce",
     "ReductionToOneDevice",
     "RingAllReduce",
     "StateMaker",

@@ -1,4 +1,4 @@
-"""Sums and means."""
+"""Checks of aggregations, and means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_aggregation(aggregation: Any) -> bool:
-    """Whether a mean is wanted.
+    """Returns whether an aggregation is a mean.
 
     Raises:
       ValueError: aggregation is neither sum nor mean.
@@ -25,18 +25,18 @@ def check_aggregation(aggregation: Any) -> bool:
 
 
 def check_divisible(values: Sequence[Any]) -> None:
-    """Raises ValueError where a mean would not be of the values' own dtype."""
+    """Raises ValueError if a value's dtype has no means."""
     for value in values:
         dtype = value.tensor_list[0].dtype
         if dtype.is_integer:
             raise ValueError(
-                f"A mean of {dtype.name} is no {dtype.name}: cast the value to a float, or take "
-                f"the sum; got {value!r}."
+                f"There is no mean of {dtype.name} values: got {value!r}. Cast it to a float, or "
+                "take the sum."
             )
 
 
 def divide(mesh_impl: Any, value: Any, number: int) -> Any:
-    """Divides each slice by a number, those that several processors read in one place once."""
+    """Divides each slice by a number; slices that processors share are divided once."""
     if is_simd(mesh_impl):
         return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
     divided: dict[str, tf.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Checks of what strategies are given."""
+"""Checks of arguments of strategies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from mtf_gradsync._private.libraries import tf
 
 
 def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:
-    """Returns a whole number of `least` or more.
+    """Returns value, if it is a whole number of `least` or more.
 
     Args:
-      argument: its name.
-      value: what was given.
-      what: what it is, for the error.
-      least: the smallest that will do.
+      argument: the argument's name.
+      value: the value given.
+      what: a description of the argument, for the error.
+      least: the smallest allowed number.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: value is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{argument} must be {what}: {least} or more, got {value!r}.")
@@ -25,10 +25,10 @@ def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:
 
 
 def check_values(values: Sequence[Any]) -> None:
-    """Checks what is to be summed.
+    """Checks values that are to be summed.
 
     Raises:
-      ValueError: a value is no dense tensor of numbers of known shape, the same on all processors.
+      ValueError: a value is not a dense numeric tensor of known shape, the same on all processors.
     """
     for index, value in enumerate(values):
         slices = getattr(value, "tensor_list", None)

@@ -1,4 +1,4 @@
-"""The choice of a strategy, from what a mesh runs on and what is to be summed."""
+"""Chooses a strategy for a mesh."""
 
 from __future__ import annotations
 
@@ -48,15 +48,14 @@ def choose_the_best(
     | GPUs without links, or nobody knows | `FusedAllReduce` with buckets of 1 MiB |
     | anything else | `FusedAllReduce`; for kinds of devices that are not known, with a warning |
 
-    It never fails: what it cannot find out it does without, and says so once. The table's first
-    three rows are measured by ``python -m benchmarks.reductions`` and
-    ``python -m benchmarks.two_processes``; those of GPUs are not.
+    It never fails: it warns once of what it cannot find out. The table's first three rows are
+    measured by ``python -m benchmarks.reductions`` and ``python -m benchmarks.two_processes``;
+    those of GPUs are not.
 
     Args:
       mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
-      gradients: what is to be summed: `LaidOutTensor`s, mtf tensors or tf tensors; None, or
-        elements of unknown size, where that is not known yet. Strategies sort by size themselves,
-        and sizes decide nothing about which one it is.
+      gradients: for the log only: the tensors to be summed (`LaidOutTensor`s, mtf or tf tensors),
+        or None if they are not known yet.
       groups: the processors that sum with each other; None for all in one group.
       device_attributes: as for `topology_of`.
 
@@ -74,10 +73,10 @@ def choose_the_best(
 
 @gin.configurable(module="mtf_gradsync")
 class BestAllReduce(Strategy):
-    """The strategy that `choose_the_best` picks, chosen when the graph is lowered.
+    """Reduces by the strategy that `choose_the_best` picks when the graph is lowered.
 
-    A wrapper that is made before its mesh takes this one, by gin for example. Each choice is
-    logged once. All strategies that it picks among give the same sums: it keeps no state.
+    Use it for a wrapper that is made before its mesh, by gin for example. Each choice is logged
+    once.
     """
 
     def __init__(self):
@@ -122,8 +121,8 @@ def _choose(
     groups: ProcessorGroups | None,
     device_attributes: Sequence[Any] | None = None,
 ) -> tuple[Choice, str]:
-    """The choice and what to log."""
-    # A program that would train must not stop because this module does not know its mesh.
+    """Returns the choice and a line to log."""
+    # Training must not stop because this module does not know its mesh.
     try:
         topology = topology_of(mesh_impl, device_attributes)
         if groups is None:
@@ -133,7 +132,8 @@ def _choose(
     except Exception as error:
         warn_once(
             "choice failed",
-            "The mesh could not be looked at (%r); sums cross it by FusedAllReduce.",
+            "The devices of the mesh could not be examined (%r); FusedAllReduce is used. Give "
+            "reducer= a strategy to choose another one.",
             error,
         )
         choice = Choice(FusedAllReduce(), "the mesh could not be looked at")
@@ -147,7 +147,7 @@ def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
     """Picks the strategy for what is known about a mesh.
 
     Args:
-      topology: of the mesh.
+      topology: the topology of the mesh.
       groups: the processors that sum with each other.
 
     Returns:
@@ -161,8 +161,8 @@ def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
     if unknown:
         warn_once(
             f"choice for {unknown}",
-            "Nothing is known about devices of kind %s; sums over them go by FusedAllReduce, which "
-            "asks for nothing but copies and additions.",
+            "Devices of kind %s are unknown; FusedAllReduce is used, which only copies and adds. "
+            "Give reducer= a strategy to choose another one.",
             " and ".join(unknown),
         )
         return Choice(FusedAllReduce(), f"nothing is known about {' and '.join(unknown)}")
@@ -194,7 +194,7 @@ def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
 
 
 def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
-    """How many gradients there are and how large they are, in words, as far as they say.
+    """Describes the number and sizes of gradients in words, as far as they are known.
 
     Args:
       mesh_impl: the mesh.
@@ -222,7 +222,7 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
 
 
 def _size(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
-    """Elements of a gradient on a processor, and its dtype."""
+    """Returns a gradient's number of elements on a processor, and its dtype."""
     if isinstance(x, mtf.Tensor):
         return mtf.list_product(mesh_impl.slice_shape(x.shape)), tf.as_dtype(x.dtype)
     if hasattr(x, "to_laid_out_tensor"):
@@ -230,5 +230,5 @@ def _size(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
         return mtf.list_product(x.slice_shape), x.tensor_list[0].dtype.base_dtype
     size = x.shape.num_elements()
     if size is None:
-        raise ValueError(f"unknown size: {x!r}")
+        raise ValueError(f"The size of {x!r} is unknown.")
     return size, x.dtype.base_dtype

@@ -1,4 +1,4 @@
-"""Where a sum or a tensor is to be: on the whole mesh, or on certain devices."""
+"""Destinations of sums and copies: the whole mesh, or certain devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
-    """Finds the devices that are meant.
+    """Finds the devices of destinations.
 
     Args:
       mesh_impl: the mesh.
@@ -54,7 +54,7 @@ def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
 
 
 def check_value(mesh_impl: Any, value: Any) -> Any:
-    """Returns a value, or raises ValueError if it has no slice for each processor of the mesh."""
+    """Returns a value; raises ValueError if it has not one slice for each processor."""
     if isinstance(value, mtf.Tensor):
         raise ValueError(
             f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
@@ -73,7 +73,7 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Returns pairs of values and destinations as a list.
 
     Raises:
-      ValueError: they are no list or tuple of tuples of two.
+      ValueError: pairs is not a list or tuple of tuples of two.
     """
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(
@@ -90,16 +90,15 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies of a value that is the same on all processors, on devices on the mesh or elsewhere.
+    """Copies a value that is the same on all processors to devices on the mesh or elsewhere.
 
     Args:
       mesh_impl: a `PlacementMeshImpl`.
       value: a `LaidOutTensor`.
-      devices: where the copies go.
+      devices: the devices to copy to.
 
     Returns:
-      Device -> the copy there; each comes from that very device, or from its process, if the
-      mesh has a processor there.
+      Device -> the copy there, made from a slice on that device or in its process, if there is one.
     """
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
@@ -115,7 +114,7 @@ def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.T
 
 
 def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Copies of a tensor on devices; each process gets it once and hands it on inside."""
+    """Copies a tensor to devices; it is sent once to each process."""
     first: dict[Any, tf.Tensor] = {}
     result = []
     for device in devices:

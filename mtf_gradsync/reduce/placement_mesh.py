@@ -1,4 +1,4 @@
-"""A placement mesh whose collectives go by a strategy, those of activations included."""
+"""A placement mesh whose collectives use a strategy, those of activations included."""
 
 from __future__ import annotations
 
@@ -27,48 +27,47 @@ def placement_mesh_impl(
     reducer: Strategy | None = None,
     share_copies: bool = True,
 ) -> PlacementMeshImpl:
-    """Makes a placement mesh on which every sum crosses by a strategy.
+    """Makes a placement mesh on which all sums are reduced by a strategy.
 
-    Wherever a program says ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)``,
-    this says the same. Optimizer wrappers reduce gradients by the strategy that they were given;
-    this mesh is for all else that is reduced: activations split over the model's dimensions, the
-    loss, statistics that an optimizer sums.
+    It replaces ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)``. Optimizer
+    wrappers reduce gradients by their own strategy; this mesh's strategy reduces everything else:
+    activations split over the model's dimensions, the loss, statistics that an optimizer sums.
 
     Args:
       shape: an input to `mtf.convert_to_shape`, for example "batch:4;model:2".
       layout: an input to `mtf.convert_to_layout_rules`, for example "batch:batch;heads:model".
       devices: a device string for each processor of the mesh.
-      reducer: how sums cross the mesh; None is `FusedAllReduce()`, which adds up on one device,
+      reducer: the reduction strategy; None takes `FusedAllReduce()`, which adds up on one device,
         the devices taking turns.
-      share_copies: whether CPU devices of one process that hold the same slice of a variable, or
-        would compute the same from the same tensors, have it once and share it. A variable that
-        is split along one of two mesh axes is then updated once for each part of it, and not once
-        for each processor. False keeps a copy for each, as other kinds of devices do.
+      share_copies: whether CPU devices of one process share equal slices of variables, and tensors
+        that they would compute from the same tensors. A variable that is split along one of two
+        mesh axes is then updated once for each part of it, and not once for each processor. False
+        keeps a copy for each processor, as on other kinds of devices.
 
     Returns:
       The mesh implementation.
 
     Raises:
-      ValueError: there are more or fewer devices than processors, or a string names none.
-      TypeError: devices is no list of strings, or reducer is no strategy.
+      ValueError: there are more or fewer devices than processors, or a string names no device.
+      TypeError: devices is not a list of strings, or reducer is not a strategy.
     """
     return PlacementMeshImpl(shape, layout, devices, reducer, share_copies)
 
 
 class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
-    """Mesh-TF's placement mesh with collectives that use what processors have in common.
+    """Mesh-TF's placement mesh with collectives that use shared memory.
 
-    Mesh-TF passes tensors around rings, as is right for devices that each see two neighbours. CPU
-    devices of one process share its memory: there a result that is computed once is everywhere.
+    Mesh-TF passes tensors around rings. CPU devices of one process share its memory: there a result
+    is computed once for all of them.
 
-    - Sums: by the strategy; bfloat16 and float16 are summed in float32 by those of this package.
+    - Sums: by the strategy; those of this package sum bfloat16 and float16 in float32.
     - MAX, MIN and allconcat: once in each memory, on the group's devices there in turn. Groups
-      of devices that share nothing keep Mesh-TF's ring.
-    - alltoall: straight from each processor to each.
-    - Coordinates of processors are numbers when the graph is built.
+      of devices that share no memory keep Mesh-TF's ring.
+    - alltoall: directly from each processor to each.
+    - Coordinates of processors are Python numbers.
     - Copies: see `share_copies`.
 
-    All that is left is Mesh-TF's. See `placement_mesh_impl` for the arguments.
+    Everything else is Mesh-TF's. See `placement_mesh_impl` for the arguments.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
 
         Args:
           fn: a function from tf tensors to a tf tensor or a tuple of tf tensors.
-          *inputs: LaidOutTensors, lazy sums, or what all processors are given.
+          *inputs: LaidOutTensors, lazy sums, or values that are the same for all processors.
 
         Returns:
           A LaidOutTensor, or a tuple of them.
@@ -122,7 +121,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self.LaidOutTensor(results)
 
     def allreduce(self, x: Any, mesh_axes: Sequence[int], reduction_fn_string: str) -> Any:
-        """Reduces over the processors that differ along mesh_axes only.
+        """Reduces over processors that differ only along mesh_axes.
 
         Args:
           x: a LaidOutTensor, or a lazy sum.
@@ -136,8 +135,8 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
             return x
         if reduction_fn_string == "SUM":
             groups = ProcessorGroups.along(self, mesh_axes)
-            # Turned alike in all groups: processors that hold the same also add it up alike, so
-            # that copies of a tensor stay copies to the bit.
+            # The same order in all groups: processors that hold the same values add them up alike,
+            # so that copies of a tensor stay equal to the bit.
             start = self.next_turn() % groups.group_size
             turned = [group[start:] + group[:start] for group in groups.groups]
             value = x.to_laid_out_tensor()
@@ -155,7 +154,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
             sharing = memories(devices)
             if len(sharing) == len(devices):
                 return ring(xs, devices)
-            # What goes from one memory to another is one tensor, not one for each device.
+            # One tensor is sent from one memory to another, not one for each device.
             partial = self._once_per_memory(
                 devices, lambda members: combine([xs[i] for i in members])
             )
@@ -186,7 +185,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self._in_groups(concat, x, [mesh_axis])
 
     def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
-        """Splits each slice over its group, and concatenates what comes from the others.
+        """Splits each slice over its group, and concatenates the received parts.
 
         Args:
           x: a LaidOutTensor, or a lazy sum.
@@ -206,7 +205,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self._in_groups(straight, x, [mesh_axis])
 
     def laid_out_pcoord(self, mesh_axis: int) -> Any:
-        """Each processor's coordinate along a mesh dimension, as a Python integer."""
+        """Returns each processor's coordinate along a mesh dimension, as Python integers."""
         coordinates = [
             mtf.pnum_to_processor_coordinates(self.shape, pnum)[mesh_axis]
             for pnum in range(self.size)
@@ -219,7 +218,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         x: Any,
         mesh_axes: Sequence[int],
     ) -> Any:
-        """Calls a collective with the slices and the devices of each group along mesh_axes."""
+        """Calls a collective with slices and devices of each group along mesh_axes."""
         slices = x.to_laid_out_tensor().tensor_list
         result: list[Any] = [None] * self.size
         for group in ProcessorGroups.along(self, mesh_axes).groups:
@@ -242,6 +241,6 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return result
 
     def next_turn(self) -> int:
-        """Counts up: whose turn it is to do what one member of a group does for all."""
+        """Counts up, to choose the member of a group that computes for all."""
         self._turn += 1
         return self._turn - 1

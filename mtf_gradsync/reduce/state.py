@@ -1,4 +1,4 @@
-"""What a strategy is told of the gradients that it reduces, and how it makes variables for them."""
+"""Interfaces for the state of strategies: descriptions of gradients, and their variables."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 class GradientOfCores(NamedTuple):
-    """A gradient of which each core has its part, and the parts add up to the gradient.
+    """The description of a gradient that is the sum of parts on all cores.
 
     Attributes:
-      name: the name of its variable, which names of state begin with.
-      shape: of the gradient, `mtf.Shape`.
-      shard_dims: one dimension for each mesh axis that it is to be reduced over, of the axis's
-        size and laid out over it; in front of a shape they make one that gives each core its own.
+      name: the name of its variable, a prefix for names of state.
+      shape: the shape of the gradient, `mtf.Shape`.
+      shard_dims: a dimension for each mesh axis that it is to be reduced over, of the axis's size
+        and laid out over it; a variable with these dimensions in front has a value for each core.
         Empty on a mesh of one shard whose layout has no axis for the batch.
-      dtype: of the parts.
+      dtype: the dtype of the parts.
+      slice_shape: the shape of a core's part, where the layout splits the gradient's dimensions.
     """
 
     name: str
     shape: mtf.Shape
     shard_dims: tuple[mtf.Dimension, ...]
     dtype: tf.DType
+    slice_shape: tuple[int, ...]
+
+
+class Compression(NamedTuple):
+    """The bytes that a strategy saves on an optimizer's gradients, for one core.
+
+    Attributes:
+      given: bytes of the gradients in their own dtypes.
+      sent: size of an all-reduce that would send as much as the strategy sends.
+      whole: names of gradients that are reduced without compression.
+    """
+
+    given: int
+    sent: int
+    whole: tuple[str, ...] = ()
 
 
 class StateMaker(abc.ABC):
-    """Makes the variables of a strategy's state for the gradients of one optimizer in one graph.
+    """Makes the variables of a strategy's state for the gradients of one optimizer.
 
     Attributes:
-      name: what the names of variables begin with that are about no single gradient.
+      name: prefix for names of variables that belong to no single gradient.
     """
 
     name: str
@@ -43,18 +59,21 @@ class StateMaker(abc.ABC):
         dtype: tf.DType = tf.float32,
         shard_dims: Sequence[mtf.Dimension] = (),
         start: float = 0,
+        begins_anew: bool = False,
     ) -> mtf.Variable:
-        """Makes a variable that does not train and is saved in checkpoints.
+        """Makes a variable that is not trained and is saved in checkpoints.
 
         Args:
-          name: its whole name, a checkpoint format: `<gradient's name>/<what it is>`, or
-            `<name of this maker>/<what it is>`.
-          shape: what a core holds of it: laid out as the program's layout says.
-          dtype: its dtype.
-          shard_dims: those of a gradient, for a variable of which each core has its own. On
-            another mesh the sum over the cores stays. Empty for one that all replicas share: each
-            has to compute the same new value.
-          start: what it begins with, in a new run and after a checkpoint that does not have it.
+          name: the full name, also in checkpoints: `<gradient's name>/<purpose>`, or
+            `<name of this maker>/<purpose>`.
+          shape: the shape without shard dims.
+          dtype: the dtype.
+          shard_dims: the shard dims of a gradient, for a variable with a value for each core. A
+            checkpoint restored on another mesh keeps the sum over the cores. Empty for a variable
+            that all replicas share: each has to compute the same new value.
+          start: the value in a new run, and after a checkpoint without the variable.
+          begins_anew: whether the variable is set to `start` after a checkpoint that has it in
+            another shape, in place of an error; for variables without shard dims.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.
@@ -63,7 +82,11 @@ class StateMaker(abc.ABC):
           ValueError: the graph has a variable of that name already.
         """
 
+    @abc.abstractmethod
+    def report(self, compression: Compression) -> None:
+        """Takes the bytes that are saved on the gradients; a strategy calls it once."""
 
-#: A NamedTuple, tuple, list or dict, nested as one likes, of variables or Nones; while a graph is
-#: lowered it holds `LaidOutTensor`s in their places.
+
+#: A nested structure (NamedTuple, tuple, list or dict) of variables or Nones; while a graph is
+#: lowered it holds `LaidOutTensor`s in place of variables.
 State = Any

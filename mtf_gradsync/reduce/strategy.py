@@ -1,4 +1,4 @@
-"""What a strategy is: sums of laid-out tensors over groups of processors."""
+"""The interface of reduction strategies."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
 
 class Strategy(abc.ABC):
-    """How sums cross the mesh. Strategies hold settings only and can be shared by wrappers.
+    """Sums tensors over groups of processors. Strategies can be shared by wrappers.
 
-    A strategy may have a way of its own for the gradients of an optimizer, and variables for them:
-    `GradientStrategy`.
+    A strategy with a special reduction for the gradients of an optimizer, or with variables for
+    them, is a `GradientStrategy`.
     """
 
     @abc.abstractmethod
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """Sums each tensor over each group of processors and leaves the sum on all of them.
+        """Sums each tensor over each group of processors; all of the group get the sum.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
-          values: `LaidOutTensor`s of any shapes and dtypes; one slice a processor (SIMD: one
-            slice that stands for all).
+          values: `LaidOutTensor`s of any shapes and dtypes, with one slice for each processor
+            (SIMD: one slice that stands for all).
           groups: the processors that sum with each other.
 
         Returns:
@@ -55,12 +55,12 @@ class Strategy(abc.ABC):
     ) -> list[Any]:
         """Sums each tensor over each group; each processor gets its part of the sum only.
 
-        A SIMD mesh has one way for all strategies that send the dtypes that it does. Elsewhere a
-        strategy without a way of its own sums whole tensors and cuts the sums: the same numbers.
+        A SIMD mesh has one reduce-scatter for all strategies that send the same dtypes. Otherwise
+        this method sums whole tensors and cuts the sums, with the same result.
 
         Args:
           mesh_impl: as for `all_reduce`.
-          values: likewise.
+          values: as for `all_reduce`.
           groups: the processors that sum with each other, along mesh axes.
           cuts: for each value how it is cut, along some of the axes of the groups.
 
@@ -85,18 +85,18 @@ class Strategy(abc.ABC):
 
     @property
     def reduces_gradients_apart(self) -> bool:
-        """Whether gradients of an optimizer go by `reduce_gradients`, apart from all other sums."""
+        """Whether gradients of an optimizer are reduced by `reduce_gradients`."""
         return False
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """Makes the variables that this strategy keeps for gradients; called as a step is built.
+        """Makes the variables that this strategy keeps for gradients, when a step is built.
 
         Args:
           gradients: gradients of one optimizer that are reduced over the same mesh axes.
           maker: makes variables.
 
         Returns:
-          The variables, as `State` has them; none here.
+          The variables, a `State`; none in this base class.
         """
         del gradients, maker
         return ()
@@ -104,45 +104,44 @@ class Strategy(abc.ABC):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces gradients of an optimizer, where `reduces_gradients_apart`.
+        """Reduces gradients of an optimizer, if `reduces_gradients_apart`.
 
-        The new state is written behind the gate of the step, only on steps that use the sums.
+        The new state is written after the gate of the step, only on steps that use the sums.
 
         Args:
           mesh_impl: as for `all_reduce`.
-          values: the cores' parts of the gradients that `gradient_state` was told of, in order;
-            in a narrower dtype where `CompressedAllReduce` stands around this strategy.
+          values: the cores' parts of the gradients that `gradient_state` was given, in order; in
+            a narrower dtype inside `CompressedAllReduce`.
           groups: the processors that sum with each other, along mesh axes; of one processor each
             on a mesh of one shard.
-          state: what `gradient_state` returned, with `LaidOutTensor`s in place of variables: what
-            each core holds, without shard dims.
+          state: the structure that `gradient_state` returned, with `LaidOutTensor`s of each core's
+            values, without shard dims, in place of variables.
 
         Returns:
           The sums, of the shapes and dtypes of values, the same on all processors of a group; and
-          the new state, in the form of the old one.
+          the new state, in the structure of the old one.
         """
         return self.all_reduce(mesh_impl, values, groups), state
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Checks, before anything is built, that this strategy can sum so.
+        """Checks, before anything is built, that this strategy can sum over groups.
 
         Args:
           mesh_impl: the mesh.
           groups: the processors that sum with each other.
 
         Raises:
-          TypeError: mesh_impl is no mesh, or groups are no `ProcessorGroups`.
-          ValueError: the groups are not those of the mesh, or what the strategy was told does
-            not fit the mesh.
+          TypeError: mesh_impl is not a mesh, or groups is not a `ProcessorGroups`.
+          ValueError: the groups are not of this mesh, or the strategy's settings do not fit it.
         """
         check_groups(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """The dtype in which values of a dtype cross the mesh, the narrowest where levels differ.
+        """Returns the dtype that values of a dtype are sent in, the narrowest if levels differ.
 
         Args:
           mesh_impl: the mesh.
-          dtype: of the values.
+          dtype: the dtype of the values.
           groups: the processors that sum with each other.
 
         Returns:
@@ -158,26 +157,26 @@ class Strategy(abc.ABC):
         destinations: Any,
         groups: ProcessorGroups | None = None,
     ) -> Any:
-        """Sums or averages one value over processors and puts the result where it is wanted.
+        """Sums or averages one value over processors and copies the result to destinations.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
           aggregation: `tf.VariableAggregation.SUM` or `.MEAN`. A mean is the sum, divided once
             by the number of processors in a group.
-          value: a `LaidOutTensor`: one slice a processor.
-          destinations: a `LaidOutTensor` on the mesh (any: it says that every processor gets the
-            result of its group); or devices: a device string, a list of them, or a tf variable,
-            whose device is taken. Devices need not be on the mesh.
-          groups: the processors that are summed; None for all in one group. Devices as
-            destinations take the result of one group, so that there must not be several.
+          value: a `LaidOutTensor` with one slice for each processor.
+          destinations: any `LaidOutTensor` on the mesh, to give every processor the result of its
+            group; or devices, which need not be on the mesh: a device string, a list of them, or a
+            tf variable, whose device is taken.
+          groups: the processors that are summed; None for all in one group. With devices as
+            destinations there must be one group.
 
         Returns:
-          A `LaidOutTensor` where destinations are one, else a dictionary from device to the
-          result there, in the order of destinations.
+          A `LaidOutTensor` if destinations is one, else a dictionary from device to the result
+          there, in the order of destinations.
 
         Raises:
-          TypeError: mesh_impl is no mesh, or groups are no `ProcessorGroups`.
-          ValueError: an argument is none of these, or a value is no dense tensor of numbers of
+          TypeError: mesh_impl is not a mesh, or groups is not a `ProcessorGroups`.
+          ValueError: an argument is anything else, or a value is not a dense numeric tensor of
             known shape.
 
         References:
@@ -193,7 +192,7 @@ class Strategy(abc.ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         groups: ProcessorGroups | None = None,
     ) -> list[Any]:
-        """Does what `reduce` does for several values, which cross the mesh together.
+        """Does what `reduce` does for several values, which are reduced together.
 
         Args:
           mesh_impl: an `mtf.MeshImpl`.
@@ -203,10 +202,10 @@ class Strategy(abc.ABC):
           groups: as for `reduce`.
 
         Returns:
-          A list of what `reduce` returns for each.
+          A list with the result of `reduce` for each pair.
 
         Raises:
-          ValueError: as for `reduce`, or value_destination_pairs are no such pairs.
+          ValueError: as for `reduce`, or value_destination_pairs is not such a list.
         """
         check_mesh(mesh_impl)
         pairs = check_pairs(value_destination_pairs)
@@ -241,11 +240,11 @@ class Strategy(abc.ABC):
           destinations: as for `reduce`.
 
         Returns:
-          A `LaidOutTensor` where destinations are one, else a dictionary from device to copy.
+          A `LaidOutTensor` if destinations is one, else a dictionary from device to copy.
 
         Raises:
-          TypeError: mesh_impl is no mesh.
-          ValueError: an argument is none of these.
+          TypeError: mesh_impl is not a mesh.
+          ValueError: an argument is anything else.
         """
         check_mesh(mesh_impl)
         if not isinstance(tensor, tf.Tensor):
@@ -265,7 +264,7 @@ def reduce_scatter_by(
     groups: ProcessorGroups,
     cuts: Sequence[Cuts],
 ) -> list[Any]:
-    """What `Strategy.reduce_scatter` returns, also by a strategy that has `all_reduce` alone."""
+    """Calls a strategy's `reduce_scatter`, or its `all_reduce` if it has no other method."""
     scatter = getattr(strategy, "reduce_scatter", None)
     if scatter is not None:
         return scatter(mesh_impl, values, groups, cuts)
@@ -274,9 +273,9 @@ def reduce_scatter_by(
 
 
 def check_strategy(reducer: Any) -> Any:
-    """Returns the strategy that an argument named reducer gave, or raises TypeError if it is none.
+    """Returns reducer; raises TypeError if it is not a strategy.
 
-    Anything that is no class and has a method `all_reduce` is taken for one.
+    Any object with a method `all_reduce` that is not a class counts as a strategy.
     """
     if isinstance(reducer, type) or not callable(getattr(reducer, "all_reduce", None)):
         raise TypeError(

@@ -1,1 +1,1 @@
-"""How a lowered step runs: on which devices, from which checkpoint, in which session."""
+"""Runs a lowered step: on which devices, from which checkpoint, in which session."""

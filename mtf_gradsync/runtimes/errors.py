@@ -1,4 +1,4 @@
-"""Errors that a user can act on."""
+"""Errors of a run that its user can act on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing.
+    """Returns an error's message in one line; its type where it has none.
 
     TensorFlow's sessions add where in the program an operation was made, in many lines; what they
     say first is in the error that they were handling.

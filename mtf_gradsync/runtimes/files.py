@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all."""
+"""Writes files in one step, so that no reader ever sees half of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def free_name(path: Path) -> Path:
-    """The path, or one like it that nothing has yet."""
+    """Returns the path, or a similar one if that exists."""
     number, free = 1, path
     while free.exists():
         number += 1
@@ -19,17 +19,17 @@ def free_name(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that a reader or a killed writer never leaves half of it."""
+    """Replaces a text file in one step, even if the process is killed meanwhile."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file, as `write_text` does."""
+    """Replaces a JSON file in one step; see `write_text`."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file, as `write_text` does."""
+    """Replaces a file in one step; see `write_text`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

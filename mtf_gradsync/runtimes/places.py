@@ -1,4 +1,4 @@
-"""Where steps run: devices of a placement mesh, CPU replicas, or XLA devices."""
+"""The runtimes: devices of a placement mesh, CPU replicas, and XLA devices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _STEPS_AHEAD = 2
 
 
 class OnDevices:
-    """A placement mesh: TensorFlow operations on devices.
+    """The runtime of a placement mesh: TensorFlow operations on devices.
 
     Attributes:
-      program: None, as there is none.
+      program: None: there is no SIMD program.
       steps_ahead: how many steps may be dispatched before the result of the first is asked for.
     """
 
@@ -31,38 +31,37 @@ class OnDevices:
     steps_ahead = 0
 
     def __init__(self, config: tf.ConfigProto | None = None, target: str = ""):
-        """Takes how its sessions run.
+        """Sets options of sessions.
 
         Args:
-          config: of the sessions; None has as many CPU devices as the graph names.
+          config: the sessions' config; None makes one with as many CPU devices as the graph names.
           target: the server to run on; "" is this process.
         """
         self._config, self._target = config, target
 
     def building(self) -> ContextManager[None]:
-        """Within it the step is built."""
+        """Returns a context manager in which to build the step."""
         return contextlib.nullcontext()
 
     def sessions(
         self, lowering: Any, scaffold: tf.train.Scaffold | None, start: Callable[[], Start]
     ) -> DeviceSessions:
-        """What opens sessions of the default graph; see `DeviceSessions`."""
+        """Returns a factory of sessions of the default graph; see `DeviceSessions`."""
         del lowering
         config = self._config or session_config(num_cpu_devices=_cpu_devices())
         return DeviceSessions(config, scaffold, start, self._target)
 
 
 class OnCores:
-    """A SIMD program: all that is built runs on each core.
+    """The runtime of a SIMD program: each core runs all that is built.
 
     Attributes:
       name: "cpu_replicas" or "xla".
-      program: what was built, once it was.
+      program: the program, once it is built.
       steps_ahead: how many steps may be dispatched before the result of the first is asked for.
     """
 
     def __init__(self, name: RuntimeName, mesh_shape: MeshShapeLike, layout: LayoutLike = ""):
-        """Takes what runs the program, and Mesh-TF's mesh shape and layout."""
         self.name = name
         self.program: simd.Program | None = None
         self.steps_ahead = _STEPS_AHEAD if name == "xla" else 0
@@ -70,7 +69,7 @@ class OnCores:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[simd.Program]:
-        """Within it the step is built; gives the program."""
+        """Opens the program in which to build the step, and yields it."""
         with simd.tpu_program(self._mesh_shape, self._layout) as program:
             self.program = program
             yield program
@@ -81,12 +80,9 @@ class OnCores:
         scaffold: tf.train.Scaffold | None,
         start: Callable[[], Start],
     ) -> ProgramSessions:
-        """What opens sessions on the program; see `ProgramSessions`.
+        """Returns a factory of sessions on the program; see `ProgramSessions`.
 
-        Args:
-          lowering: of the program, or a spec whose hooks know it.
-          scaffold: as there.
-          start: as there.
+        `lowering` may also be a spec whose hooks have it.
         """
         program = self.program
         assert program is not None  # it has been built
@@ -100,7 +96,7 @@ class OnCores:
 
 
 def _cpu_devices() -> int:
-    """How many CPU devices the default graph names, at least 1."""
+    """Returns how many CPU devices the default graph names, at least 1."""
     specs = {op.device for op in tf.get_default_graph().get_operations()}
     named = [tf.DeviceSpec.from_string(spec) for spec in specs if spec]
     return 1 + max((x.device_index or 0 for x in named if x.device_type == "CPU"), default=0)

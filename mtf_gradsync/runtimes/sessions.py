@@ -1,4 +1,4 @@
-"""Opens sessions on every runtime, for TensorFlow's monitored sessions and hooks, or without."""
+"""Opens sessions on every runtime, with or without TensorFlow's monitored sessions and hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class ProgramSession(_SessionInterface):
     """A session on the cores of a SIMD program, with the interface of a ``tf.Session``."""
 
     def __init__(self, graph: tf.Graph, session: ReplicaSession):
-        """Takes the graph of the program, and a session on CPU replicas or XLA devices."""
         self._graph = graph
         self._session = session
 
@@ -26,17 +25,22 @@ class ProgramSession(_SessionInterface):
         return self._graph
 
     @property
+    def session(self) -> ReplicaSession:
+        """The session underneath."""
+        return self._session
+
+    @property
     def sess_str(self) -> str:
-        """Where TensorFlow's part runs: in this process."""
+        """Target of the session for TensorFlow's part: this process."""
         return ""
 
     def run(
         self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
     ) -> Any:
-        """See ``tf.Session.run``. Options and metadata have no meaning here."""
+        """Runs a step; see ``tf.Session.run``. Options and metadata are ignored."""
         del options, run_metadata
         flat: list[Any] = []
-        rebuild = _taken_apart(fetches, flat)
+        rebuild = _flatten(fetches, flat)
         return rebuild(iter(self._session.run(flat, feed_dict)))
 
     def close(self) -> None:
@@ -44,18 +48,18 @@ class ProgramSession(_SessionInterface):
         self._session.close()
 
 
-def _taken_apart(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
-    """Appends single fetches to a list; returns what makes the structure of their values.
+def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
+    """Appends the single fetches of a structure to a list; returns a function that rebuilds it.
 
-    Hooks' fetches are by hook, which nothing can sort, as `tf.nest` would.
+    Fetches of hooks are in a dict by hook; `tf.nest` would sort its keys, which have no order.
     """
     if fetches is None:
         return lambda values: None
     if isinstance(fetches, dict):
-        parts = {key: _taken_apart(value, flat) for key, value in fetches.items()}
+        parts = {key: _flatten(value, flat) for key, value in fetches.items()}
         return lambda values: {key: part(values) for key, part in parts.items()}
     if isinstance(fetches, (list, tuple)):
-        each = [_taken_apart(value, flat) for value in fetches]
+        each = [_flatten(value, flat) for value in fetches]
         kind = type(fetches)
         if hasattr(fetches, "_fields"):
             return lambda values: kind(*(part(values) for part in each))
@@ -67,8 +71,8 @@ def _taken_apart(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
 class DeviceSessions(tf.train.SessionCreator):
     """Opens sessions on devices, from a checkpoint where there is one.
 
-    A monitored session opens another session where the first one lost a worker. TensorFlow's own
-    `ChiefSessionCreator` would begin that one, too, with the checkpoint that the first began with.
+    A monitored session opens a new session when a worker is lost. TensorFlow's own
+    `ChiefSessionCreator` would begin it with the checkpoint of the first session, not the newest.
     """
 
     def __init__(
@@ -78,12 +82,12 @@ class DeviceSessions(tf.train.SessionCreator):
         start: Callable[[], Start],
         target: str = "",
     ):
-        """Takes what a session of the default graph is made of.
+        """Takes the arguments of sessions of the default graph.
 
         Args:
-          config: of the sessions.
-          scaffold: of the graph, or None.
-          start: what a session begins with; asked for each.
+          config: the sessions' config.
+          scaffold: the graph's scaffold, or None.
+          start: returns where a session begins; called for each.
           target: the server to run on; "" is this process.
         """
         self._graph = tf.get_default_graph()
@@ -118,13 +122,13 @@ class ProgramSessions(tf.train.SessionCreator):
         scaffold: tf.train.Scaffold | None,
         start: Callable[[], Start],
     ):
-        """Takes what a session is made of.
+        """Takes the arguments of sessions.
 
         Args:
           graph: the program's graph.
           make: makes a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, variables initialized.
-          scaffold: of the graph, or None.
-          start: as for `DeviceSessions`.
+          scaffold: the graph's scaffold, or None.
+          start: see `DeviceSessions`.
         """
         self._graph = graph
         self._make = make
@@ -132,7 +136,7 @@ class ProgramSessions(tf.train.SessionCreator):
         self._start = start
 
     def create_session(self) -> ProgramSession:
-        """Opens a session; hooks copy the masters to the slices after it."""
+        """Opens a session; hooks copy the masters to the slices afterwards."""
         return ProgramSession(self._graph, self.open())
 
     def open(self) -> ReplicaSession:
@@ -167,6 +171,6 @@ class ProgramSessions(tf.train.SessionCreator):
 
 
 def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
-    """Lets a saver know of the checkpoints beside one, which it deletes when they are too many."""
+    """Tells a saver of a run's older checkpoints, so that it deletes those beyond its maximum."""
     if saver and start.kept:
         saver.recover_last_checkpoints(list(start.kept))

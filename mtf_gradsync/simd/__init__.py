@@ -1,4 +1,6 @@
-"""SIMD (TPU) programs without a TPU: run them, list what their cores exchange.
+"""SIMD (TPU) programs without a TPU: runs them, and lists what their cores exchange.
+
+See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
 
 See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
 """

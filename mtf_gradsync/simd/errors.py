@@ -1,24 +1,23 @@
-"""What can go wrong with a SIMD program, by name."""
+"""Errors of SIMD programs."""
 
 from __future__ import annotations
 
 from typing import Any, Sequence
 
+from mtf_gradsync._names import some_of
+
 
 class UnsupportedProgramError(ValueError):
-    """The program holds something that cannot run."""
+    """The program has something that cannot run here."""
 
     @classmethod
     def of(cls, node: Any, problem: str, remedy: str) -> UnsupportedProgramError:
-        """Builds the error for one operation.
+        """Returns the error for one operation; its message names the operation and its type.
 
         Args:
           node: a ``NodeDef``.
           problem: what is wrong with it, as in "it stands outside every TPU program".
-          remedy: what would do, as in "build it inside simd.tpu_program(...)".
-
-        Returns:
-          The error, whose message names the operation and its type.
+          remedy: what to do, as in "build it inside simd.tpu_program(...)".
         """
         return cls(
             f"Operation {node.name!r} of type {node.op} cannot run: {problem}. To go on, {remedy}."
@@ -26,7 +25,7 @@ class UnsupportedProgramError(ValueError):
 
 
 class BranchDivergenceError(RuntimeError):
-    """Cores that have to stay together went different ways; on a TPU they would wait forever.
+    """Cores that have to stay together took different branches; on a TPU they would wait forever.
 
     Attributes:
       predicate: name of the predicate tensor in the user's graph.
@@ -54,5 +53,4 @@ class BranchDivergenceError(RuntimeError):
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(n) for n in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return some_of([repr(n) for n in names])

@@ -1,4 +1,4 @@
-"""Finds the Mesh-TensorFlow lowerings of a program in what a user has at hand."""
+"""Finds the Mesh-TensorFlow lowerings of a program in a user's argument."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ _HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "predict
 
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
-    """The lowerings in what a user gave.
+    """Returns the lowerings in a `lowering` argument.
 
     Args:
       given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
         hooks restore a lowering, or None.
-
-    Returns:
-      The lowerings.
 
     Raises:
       TypeError: when it is something else.

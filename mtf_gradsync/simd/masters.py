@@ -1,4 +1,4 @@
-"""The operations that initialize, copy, read and save the variables of a program's graph."""
+"""Operations that initialize, copy, read and save the variables of a program's graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
 
 
 class MasterOps:
-    """Names of operations that a session needs; making one adds them to the graph.
+    """The names of operations that a session needs; the constructor adds them to the graph.
 
     Attributes:
       graph: the graph.
@@ -20,7 +20,7 @@ class MasterOps:
       to_slices: operations that copy Mesh-TF's masters into their slices.
       to_masters: operations that copy the slices back.
       masters: name of each global variable -> the tensor that holds its value.
-      saver_def: of a saver of the global variables; None where there are none.
+      saver_def: SaverDef of the global variables; None where there are none.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -41,7 +41,7 @@ class MasterOps:
             self.saver_def = saver.as_saver_def() if saver else None
 
     def check_has_variables(self) -> None:
-        """Checks that there is something to save or restore.
+        """Raises an error if there is nothing to save or restore.
 
         Raises:
           ValueError: when the graph has no variables.
@@ -50,7 +50,7 @@ class MasterOps:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """A saver of the global variables.
+        """Returns a saver of the global variables.
 
         Args:
           graph: a graph that holds the operations under their names.

@@ -1,4 +1,4 @@
-"""Opens a TPU program around a Mesh-TensorFlow model, so that it can run on CPU replicas."""
+"""Opens a TPU program around a Mesh-TensorFlow model, to run it on CPU replicas."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import forget_mesh
+from mtf_gradsync._refs import ref_variables_explained
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.simd import replicated
+from mtf_gradsync.simd.compiled_only import CompiledOnlyMeshImpl, mesh_class
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
+from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.lowerings import lowerings_in
 
 _Prepared = TypeVar("_Prepared")
 
 
 class Program:
-    """A TPU program under construction, and afterwards the way to run it.
+    """A TPU program: while it is being built, and then to make sessions of it.
 
     Attributes:
       graph: the ``tf.Graph`` that holds it.
@@ -34,7 +37,7 @@ class Program:
 
     @property
     def tpu_context(self) -> TPUContext:
-        """What to put into ``params["context"]`` of a model_fn that was written for TPUEstimator.
+        """The value for ``params["context"]`` of a model_fn that was written for TPUEstimator.
 
         Such a model_fn makes its own ``SimdMeshImpl``, in place of `mesh_impl`, which is then none
         of the meshes that wrappers find by themselves.
@@ -43,7 +46,7 @@ class Program:
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
-        """One tensor of the program that has another value on every core, as an infeed gives it.
+        """Returns a tensor of the program with another value on every core, as from an infeed.
 
         Args:
           tensors: one tensor per core in physical order, all of one dtype and shape, from outside
@@ -91,17 +94,12 @@ class Program:
         return CpuReplicaSession(self.emulated(lowering), config)
 
     def emulated(self, lowering: Any = None) -> PreparedGraph:
-        """Makes the graph that sessions on CPU replicas run, unless it is made.
+        """Returns the graph that sessions on CPU replicas run; see `session` for the argument.
 
-        Args:
-          lowering: as for `session`.
-
-        Returns:
-          The emulated graph; a new one where this program's graph has changed since.
+        The graph is made at the first call, and again if this program's graph has changed since.
 
         Raises:
-          UnsupportedProgramError: as for `session`.
-          TypeError: as for `session`.
+          UnsupportedProgramError: when the graph holds what cannot be emulated.
         """
         lowerings = lowerings_in(lowering)
         return self.prepared(
@@ -109,15 +107,20 @@ class Program:
         )
 
     def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
-        """What sessions of a runtime have in common.
+        """Returns what all sessions of a runtime share; makes it again if the graph has changed.
 
         Args:
-          key: says for whom it was made.
+          key: identifies the runtime and its arguments.
           make: makes it; the result's ``version`` is that of the graph it was made from.
 
-        Returns:
-          What was made for the key before, or anew where the graph has changed since.
+        Raises:
+          UnsupportedProgramError: when the program was built to be compiled only.
         """
+        if isinstance(self.mesh_impl, CompiledOnlyMeshImpl):
+            raise UnsupportedProgramError(
+                "The program was built to be compiled and not to run: its cores share variables. "
+                "Build it anew outside gs.plan."
+            )
         found = self._prepared.get(key)
         if found is None or found.version != self.graph.version:
             found = self._prepared[key] = make()
@@ -125,7 +128,7 @@ class Program:
 
 
 class TPUContext:
-    """What a ``TPUEstimator`` puts into ``params["context"]``, for a model_fn that asks for it.
+    """Replaces the object that ``TPUEstimator`` puts into ``params["context"]``.
 
     Attributes:
       device_assignment: a made-up ``DeviceAssignment``.
@@ -140,7 +143,7 @@ class TPUContext:
         self.num_replicas: int = device_assignment.num_replicas
 
     def tpu_host_placement_function(self, **kwargs: Any) -> str:
-        """The device of a host: this machine's CPU, whatever is asked."""
+        """Returns the device of a host: this machine's CPU, whatever is asked."""
         del kwargs
         return "/device:CPU:0"
 
@@ -175,15 +178,16 @@ def tpu_program(
 
     Raises:
       ValueError: when the arguments do not describe a mesh; nothing is created then.
+      NotImplementedError: the program writes a ref variable that was made outside of it.
     """
     shape = mtf.convert_to_shape(mesh_shape)
     if logical_to_physical is not None:
         logical_to_physical = list(logical_to_physical)
-    impl = mtf.simd_mesh_impl.SimdMeshImpl(
+    impl = mesh_class()(
         shape,
         mtf.convert_to_layout_rules(layout),
         device_assignment=replicated.made_up_device_assignment(shape.size),
         logical_to_physical=logical_to_physical,
     )
-    with replicated.replicated_program(shape.size) as name:
+    with ref_variables_explained(), replicated.replicated_program(shape.size) as name:
         yield Program(tf.get_default_graph(), impl, name)

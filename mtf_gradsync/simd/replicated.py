@@ -17,7 +17,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def made_up_device_assignment(num_replicas: int) -> Any:
-    """A ``DeviceAssignment`` for cores that do not exist.
+    """Returns a ``DeviceAssignment`` of cores that do not exist.
 
     It has the form of a TPU v2 or v3 slice: two cores on a chip, chips in a rectangle as square as
     it can be ([2, 2, 1, 2] for 8 cores). An odd number of cores gets one core on a chip.
@@ -40,16 +40,13 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """One tensor of the program that has another value on every core.
+    """Returns a tensor of the program with another value on every core.
 
     Args:
       tensors: one tensor per core, all of one dtype and shape.
       name: name of the operation.
-
-    Returns:
-      The tensor as the program sees it.
     """
-    # The operation has to stand outside the program, whose context marks all that is made in it.
+    # The operation belongs outside the program, whose context marks all that is made in it.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
 

@@ -1,4 +1,4 @@
-"""The interface of every session that runs a SIMD program, whatever runs it underneath."""
+"""ReplicaSession: the interface of every session that runs a SIMD program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.masters import MasterOps
 
@@ -43,12 +44,12 @@ class ReplicaSession(abc.ABC):
         self.close()
 
     def close(self) -> None:
-        """Frees the session; its variables are gone."""
+        """Closes the session; the values of its variables are lost."""
         self._session.close()
 
     @property
     def tf_session(self) -> tf.Session:
-        """The ``tf.Session`` underneath, on a graph that was made from the user's."""
+        """The ``tf.Session`` underneath, on a graph made from the user's."""
         return self._session
 
     @abc.abstractmethod
@@ -72,7 +73,7 @@ class ReplicaSession(abc.ABC):
         """
 
     def variables(self) -> dict[str, np.ndarray]:
-        """The values of all global variables, Mesh-TF's put together from their slices.
+        """Returns the values of all global variables, Mesh-TF's put together from their slices.
 
         Returns:
           name -> value. Variables that Mesh-TF stacked appear under their own names.
@@ -81,13 +82,10 @@ class ReplicaSession(abc.ABC):
         return self._session.run(self._ops.masters)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
-        """The value of one variable, put together from its slices.
+        """Returns the value of one variable, put together from its slices.
 
         Args:
           variable: the variable, or its name.
-
-        Returns:
-          Its value.
 
         Raises:
           ValueError: when there is no such global variable.
@@ -97,7 +95,7 @@ class ReplicaSession(abc.ABC):
         if name not in self._ops.masters:
             raise ValueError(
                 f"The graph has no global variable {name!r}. It has: "
-                f"{', '.join(sorted(self._ops.masters))}."
+                f"{counted(sorted(self._ops.masters), 'variable')}."
             )
         self._bring_masters_up_to_date()
         return self._session.run(self._ops.masters[name])
@@ -132,7 +130,7 @@ class ReplicaSession(abc.ABC):
         checkpoint is of another mesh.
 
         Args:
-          path: what `save`, or any ``tf.train.Saver`` over the same variables, returned.
+          path: a path returned by `save`, or by any ``tf.train.Saver`` of the same variables.
 
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
@@ -141,7 +139,7 @@ class ReplicaSession(abc.ABC):
         self._take_masters()
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes the masters as they are."""
+        """Writes the masters as they are, and returns the path."""
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
             path,
@@ -151,19 +149,19 @@ class ReplicaSession(abc.ABC):
         )
 
     def _read(self, path: str) -> None:
-        """Reads the masters."""
+        """Reads the masters from a checkpoint."""
         self._ops.restore(self._session, path)
 
     @abc.abstractmethod
     def _is_inside(self, name: str) -> bool:
-        """Whether an operation or tensor of the user's graph belongs to a program.
+        """Returns whether an operation or tensor of the user's graph belongs to a program.
 
         Raises:
           KeyError: when the graph had no such operation when the session was made.
         """
 
     def _feed(self, key: Any) -> str:
-        """The name of a tensor that can be fed."""
+        """Returns the name of a tensor to feed."""
         name = self._name_of(key)
         if self._is_inside(name):
             raise ValueError(
@@ -173,7 +171,7 @@ class ReplicaSession(abc.ABC):
         return name
 
     def _name_of(self, element: Any) -> str:
-        """The name of a tensor or operation; variables stand for their values."""
+        """Returns the name of a tensor or operation; for a variable, that of its value."""
         try:
             name = self._ops.graph.as_graph_element(element).name
             self._is_inside(name)

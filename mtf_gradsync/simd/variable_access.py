@@ -1,4 +1,4 @@
-"""Reads and sets variables of a session through operations that the variables made themselves."""
+"""Reads and sets variables of a session by operations that the variables made themselves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mtf_gradsync._private.libraries import tf
 
 
 class VariableAccess:
-    """For each variable of a graph, by the name of its ``VarHandleOp``: how to read and set it.
+    """Reads and sets the variables of a graph, by the name of their ``VarHandleOp``.
 
     Attributes:
       read: variable -> name of a tensor that holds its value.
     """
 
     def __init__(self, graph: tf.Graph):
-        """Looks through a graph.
+        """Finds the operations of a graph's variables.
 
         Args:
           graph: the graph, with variables made by TensorFlow's own functions.

@@ -1,4 +1,4 @@
-"""What variables hold after operations have written them."""
+"""The values of variables after operations have written them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from mtf_gradsync._private.mesh_tensorflow import give_outputs
 
 
 class _ValuesAfter(mtf.Operation):
-    """What variables hold once operations have run that may be part of a branch."""
+    """Reads variables once operations have run, which may belong to a branch.
+
+    Attributes:
+      reads: the variables, in the order of its outputs.
+    """
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")
@@ -20,18 +24,18 @@ class _ValuesAfter(mtf.Operation):
                 for index, v in enumerate(variables)
             ],
         )
-        self._variables, self._writes = list(variables), list(writes)
+        self.reads, self._writes = list(variables), list(writes)
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        # The operation of a branch is the whole conditional.
+        # An operation of a branch is lowered to the whole conditional.
         with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
-            for variable, output in zip(self._variables, self.outputs):
+            for variable, output in zip(self.reads, self.outputs):
                 lowering.set_tensor_lowering(output, _held(variable, lowering))
 
 
 def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
-    """What the slices of a variable hold; autostack may have stacked it with others."""
+    """Reads the slices of a variable, which autostack may have stacked with others."""
     number = None
     holder = variable
     if variable not in lowering.variables:
@@ -54,11 +58,11 @@ def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
 def values_after(
     variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]
 ) -> Sequence[mtf.Tensor]:
-    """What variables hold after operations, whether or not the branch that they are part of ran.
+    """Returns the values of variables after operations, whether or not their branch ran.
 
     Args:
       variables: mesh variables, at least one.
-      writes: what writes them; mtf operations that are lowered before.
+      writes: mtf operations that write them, lowered before.
 
     Returns:
       A tensor of each variable's shape, in the dtype that its slices have.

@@ -1,8 +1,8 @@
-"""A branch as one function call, so that skipping it skips one operation.
+"""Runs a branch as one function call, so that skipping it skips one operation.
 
-Operations of a branch that is not taken do not run, but each still passes through TensorFlow's
-executor as a dead one, and so does each value that is handed to the branch from another device. An
-update has tens of thousands of the former and thousands of the latter.
+TensorFlow's executor still handles each operation of a branch that is skipped as a dead one, and
+each value that the branch takes from another device. An update has tens of thousands of the former
+and thousands of the latter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NOT_INLINED = {"_noinline": True}
 def can_call(lowering: mtf.Lowering) -> bool:
     """Whether a branch can be a function over the devices of a mesh.
 
-    Elsewhere its operations stand in the graph themselves, which does the same, slower on the
-    steps that skip it: on SIMD meshes (a TPU program has no such calls), on meshes over several
-    processes, with ref variables, and on TensorFlow 2.12, which inlines every function.
+    It cannot be on SIMD meshes (a TPU program has no such calls), on meshes over several processes,
+    with ref variables, and on TensorFlow 2.12, which inlines every function. There its operations
+    are part of the graph itself, which is slower on the steps that skip it.
     """
     processes = set()
     for mesh_impl in lowering.mesh_to_impl.values():
@@ -50,7 +50,7 @@ def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
     """Runs a branch as one call of a function.
 
     Args:
-      run: makes the operations of the branch, and returns the one that follows all of them.
+      run: makes the operations of the branch, and returns the last one.
 
     Returns:
       The operation that calls the function.
@@ -62,8 +62,8 @@ def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
             return tf.constant(True)
 
     call = tf.function(body, autograph=False, experimental_attributes=_NOT_INLINED)().op
-    # The session's options have optimized the function already when it is called; a second time
-    # is start-up time, with options of its own that regroup sums.
+    # The session has optimized the function before it is called; a second time would take start-up
+    # time, and regroup sums by options of its own.
     options = tf.ConfigProto()
     options.graph_options.rewrite_options.disable_meta_optimizer = True
     set_attr(call, "config_proto", tf.AttrValue(s=options.SerializeToString()))
@@ -93,5 +93,5 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
 
 
 def _can_be_copied(op: tf.Operation) -> bool:
-    # A handle without a shared name is known by the name of its own operation.
+    # A handle without a shared name is identified by the name of its operation.
     return op.type == "Const" or (op.type == "VarHandleOp" and bool(op.get_attr("shared_name")))

@@ -1,10 +1,11 @@
-"""Work that a step does only when it is due: skipped otherwise, not masked out."""
+"""Operations that run only on steps where they are due, and are skipped on others."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Callable, Iterator, Sequence
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync._warn import warn_once
@@ -14,10 +15,10 @@ from mtf_gradsync.step.plan import Plan, takes_stack_apart
 
 
 class Branch:
-    """The operations that a function makes, to be run by a `Conditional`.
+    """The operations that a function makes, for a `Conditional` to run.
 
     Attributes:
-      plan: of their graph.
+      plan: the plan of their graph.
       updates: the assignments and other operations that the function returned.
     """
 
@@ -29,22 +30,21 @@ class Branch:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Gives the branch the operations that are made within; variables stay outside."""
+        """Adds operations that are made inside the block to the branch; variables stay outside."""
         with self.plan.collecting(self):
             yield
 
     def add(self, make: Callable[[], Sequence[mtf.Operation]]) -> None:
-        """Adds what a function makes, to run after the rest; before the graph is lowered."""
+        """Adds operations that a function makes; they run last. For graphs not lowered yet."""
         with self.opened():
             self.updates.extend(make())
 
 
 class Conditional(mtf.Operation):
-    """Runs a branch when it is due; the operations of the branch are its updates.
+    """Runs a branch on steps where a predicate holds.
 
-    All processors must decide alike: the predicate has the same value everywhere. The updates of
-    the branch, looked up in the lowering, are one tf operation, which runs the branch if it is
-    due.
+    The predicate must have the same value on all processors. In a lowering, each of the branch's
+    updates is the one tf operation that runs the branch if it is due.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Conditional(mtf.Operation):
         Args:
           predicate: a boolean mtf scalar.
           gate: the point of the step to wait for; None inside another branch, which waits.
-          branch: what to run where the predicate holds.
-          behind: operations of the step to wait for, too.
-          as_call: whether skipping the branch is to be cheap, by one call where that can be. A
-            call costs what it is handed on every step, so a branch that takes all gradients and
-            runs on most steps is better off without.
+          branch: what to run if the predicate holds.
+          behind: more operations of the step to wait for.
+          as_call: whether to make skipping cheap, by one function call where `can_call`. Its
+            arguments cost time on every step, so a branch that takes all gradients and runs on
+            most steps is faster without.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate
@@ -100,7 +100,7 @@ class Conditional(mtf.Operation):
             waited_for.append(self._gate.barrier(lowering))
         with tf.control_dependencies(waited_for), control_flow_v1():
             done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
-        # Those of branches inside this one, too: outside of it nothing else can be waited for.
+        # Those of inner branches, too: outside nothing can wait for these themselves.
         for op in [*lowering.operations]:
             if op not in before:
                 lowering.operations[op] = done.op
@@ -108,10 +108,10 @@ class Conditional(mtf.Operation):
 
 @contextlib.contextmanager
 def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
-    """Reads the variables that updates assign within a call, instead of handing the values in.
+    """Reads the variables that updates assign inside a call, instead of passing values to it.
 
-    Nothing else writes them in this step, and a value that is handed in from another device
-    costs a transfer even when the call is not made.
+    Nothing else writes them in this step, and a value from another device costs a transfer even
+    when the call is skipped.
     """
     before = dict(lowering.tensors)
     assigned = dict.fromkeys(
@@ -134,15 +134,15 @@ def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> It
 
 @contextlib.contextmanager
 def _no_summaries() -> Iterator[None]:
-    """Leaves out scalar summaries of a branch: on the steps that skip it they have no value."""
+    """Removes scalar summaries of a branch, which have no value on steps that skip it."""
     summaries = tf.get_collection_ref(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
     before = len(summaries)
     yield
     if summaries[before:]:
         warn_once(
             "summaries in a branch",
-            "The scalar summaries %s are made by an update that runs on some steps only; they are "
-            "left out.",
-            [name for name, _ in summaries[before:]],
+            "The scalar summaries %s are not written: an update makes them that some steps skip. "
+            "Make them outside of the optimizer.",
+            some_of([name for name, _ in summaries[before:]]),
         )
         del summaries[before:]

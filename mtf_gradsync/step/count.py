@@ -1,15 +1,17 @@
-"""Counting steps after an update."""
+"""Advances step counters after an update."""
 
 from __future__ import annotations
 
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._refs import ref_variables_explained
+from mtf_gradsync.step.later import built
 from mtf_gradsync.step.plan import Plan
 
 
 class AdvanceStep(mtf.Operation):
-    """Adds to a tf variable that counts steps, after the update."""
+    """Adds to a step counter that is a tf variable, after the update."""
 
     def __init__(
         self,
@@ -32,7 +34,8 @@ class AdvanceStep(mtf.Operation):
             if self.inputs:
                 amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
                 one = tf.cast(amount, dtype)
-            lowering.operations[self] = tf.assign_add(self._step, one).op
+            with ref_variables_explained():
+                lowering.operations[self] = tf.assign_add(self._step, one).op
 
 
 def advance_step(
@@ -42,17 +45,17 @@ def advance_step(
     name: str,
     amount: mtf.Tensor | None = None,
 ) -> mtf.Operation:
-    """An operation that adds one, or an amount, to a step counter once the update is done.
+    """Makes an operation that adds one, or an amount, to a step counter after an update.
 
     Args:
       mesh: the mesh of the update.
       step: an mtf variable (or its value), or a tf variable, of an integer or float type.
-      update: the operations of the update; the count follows all of them.
+      update: the operations of the update, which the count waits for.
       name: name of the operation.
-      amount: what to add in place of one: an integer mtf scalar, whole on every processor.
+      amount: an integer mtf scalar to add in place of one, the same on every processor.
 
     Returns:
-      An mtf operation that the lowering knows.
+      An mtf operation.
     """
     if isinstance(step, (mtf.Variable, mtf.Tensor)):
         value = step.value if isinstance(step, mtf.Variable) else step
@@ -69,5 +72,5 @@ def advance_step(
 
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
-    """Whether a step counter of TensorFlow's, made by `advance_step`, is among operations."""
-    return any(isinstance(op, AdvanceStep) for op in update)
+    """Whether one of some operations advances a tf step counter, made by `advance_step`."""
+    return any(isinstance(op, AdvanceStep) for op in built(update))

@@ -1,23 +1,24 @@
-"""An update writes only after all gradients exist and all variables are read."""
+"""Gates: an update writes only after all gradients exist and all variables are read."""
 
 from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._refs import CURE
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.step.plan import Plan
 
 
 class Gate:
-    """A point of a step that certain tensors and the single reads of all variables come before."""
+    """A point of a step, after certain tensors and the reads of all variables."""
 
     def __init__(self, plan: Plan, tensors: Sequence[mtf.Tensor]):
         """Describes the point.
 
         Args:
-          plan: of the graph.
-          tensors: what to wait for, at least one; of one mesh.
+          plan: the plan of the graph.
+          tensors: tensors of one mesh to wait for, at least one.
         """
         self._plan = plan
         self._tensors = list(tensors)
@@ -27,7 +28,7 @@ class Gate:
         self._plan.wait(operations, lambda lowering: [self.barrier(lowering)])
 
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
-        """The tf operation that runs when all are there; to be asked for outside of branches."""
+        """Returns the tf operation that follows the gate's tensors; for calls outside branches."""
         barriers = self._plan.lowered(lowering).barriers
         if self not in barriers:
             barriers[self] = self._make(lowering)
@@ -38,7 +39,7 @@ class Gate:
         lowered = self._plan.lowered(lowering)
         tensors = [*self._tensors, *lowered.reads.get(self._tensors[0].mesh, ())]
         slices = [x for t in tensors for x in _slices(lowering, t)]
-        # Gathering the operations of each device there first keeps the edges between devices few.
+        # One operation on each device first, so that there are few edges between devices.
         by_device: dict[str, list[tf.Operation]] = {}
         for op in dict.fromkeys(x.op for x in slices):
             by_device.setdefault(op.device, []).append(op)
@@ -62,10 +63,9 @@ def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
                 warn_once(
                     "ref variables",
                     "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
-                    "race on a mesh, and training can go wrong silently. Call "
-                    "tf.compat.v1.enable_resource_variables() at the start of the program, after "
-                    "tf.compat.v1.disable_v2_behavior(), which takes it back.",
+                    "race on a mesh, and training can go wrong silently. %s",
                     variable.name,
+                    CURE,
                 )
                 return
 
@@ -75,12 +75,12 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only after all gradients exist and all variables are read.
 
-    One inside another, or inside a branch, waits with what surrounds it.
+    Inside another update or a branch, it waits with that.
 
     Args:
       make_update: builds the update and returns its operations; they may create variables
         (slots).
-      grads: the gradients to wait for, mtf tensors; None is left out, at least one is not None.
+      grads: the gradients to wait for, mtf tensors or None; at least one is not None.
 
     Returns:
       The operations that make_update returned.

@@ -1,4 +1,4 @@
-"""The one hook into the lowering: operations that ask the plan of their graph how to be lowered."""
+"""The hook into the lowering: operations that let their graph's plan lower them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mtf_gradsync._private.mesh_tensorflow import loop_body, loop_condition
 
 
 class Planned:
-    """Mixed into the class of every operation of a graph that has a plan.
+    """A mixin for the class of every operation of a graph, which lets the plan lower it.
 
-    The object stays the same, so that Mesh-TF's rewriting (autostack, combined assignments) and
-    whoever holds it still find it. A copy of it, as `mtf.recompute_grad` makes, asks the plan too.
+    Operations stay the same objects for Mesh-TF's rewriting (autostack, combined assignments) and
+    for the program. Copies, as by `mtf.recompute_grad`, are lowered by the plan too.
     """
 
     graph: mtf.Graph
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """Asks the plan."""
+        """Lets the plan lower the operation."""
         vars(self.graph)[PLAN].lower(self, lowering)
 
     def lower_itself(self, lowering: mtf.Lowering) -> None:
-        """What the operation would do without a plan."""
+        """Lowers the operation as it would be lowered without a plan."""
         super().lower(lowering)  # type: ignore[misc]  # of the class that it is mixed into
 
 
@@ -43,7 +43,7 @@ def _planned(cls: type) -> type:
 
 
 def adopt(operation: mtf.Operation) -> bool:
-    """Makes an operation ask its graph's plan; returns whether it did not before."""
+    """Lets the plan of its graph lower an operation; returns False if it did already."""
     if isinstance(operation, Planned):
         return False
     operation.__class__ = _planned(operation.__class__)
@@ -51,7 +51,7 @@ def adopt(operation: mtf.Operation) -> bool:
 
 
 def flat(operations: list[Any]) -> Iterator[mtf.Operation]:
-    """Operations in the order in which they are lowered, those of a loop before the loop."""
+    """Gives operations in the order in which they are lowered, those of a loop before the loop."""
     for operation in operations:
         if isinstance(operation, mtf.WhileLoopOperation):
             yield from flat(loop_condition(operation).operations)

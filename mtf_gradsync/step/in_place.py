@@ -1,4 +1,4 @@
-"""Writes that Mesh-TensorFlow's own assignments cannot make: to the slices themselves."""
+"""Writes to the slices of variables, which Mesh-TensorFlow's own assignments cannot make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 class WriteInPlace(mtf.Operation):
-    """Writes variables slice by slice, each from the same processor's slice of a value."""
+    """Writes variables slice by slice, each from the same processor's slice of a value.
+
+    Attributes:
+      variables: the variables that it writes, in the order of its inputs.
+    """
 
     def __init__(
         self,
@@ -21,12 +25,12 @@ class WriteInPlace(mtf.Operation):
 
         Args:
           variables: mesh variables.
-          values: for each a tensor that is laid out like it.
-          write: from a variable of TensorFlow and a value to the assignment.
+          values: for each variable a tensor that is laid out like it.
+          write: makes the assignment of a value to a tf variable.
           name: name of the operation.
         """
         super().__init__(list(values), name=name)
-        self._variables, self._write = list(variables), write
+        self.variables, self._write = list(variables), write
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
@@ -38,6 +42,6 @@ class WriteInPlace(mtf.Operation):
             lowering.variables[variable].assign_to_slices(
                 write, lowering.tensors[value].to_laid_out_tensor().all_slices
             )
-            for variable, value in zip(self._variables, self.inputs)
+            for variable, value in zip(self.variables, self.inputs)
         ]
         lowering.operations[self] = tf.group(*writes)

@@ -1,4 +1,4 @@
-"""What a plan knows of one lowering of its graph."""
+"""The state of one lowering of a plan's graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, Iterator
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import kept_sum
+from mtf_gradsync._private.mesh_tensorflow import sum_made_by
 from mtf_gradsync.step.part import PartLowering
 
 
@@ -15,11 +15,11 @@ class Lowered:
 
     Attributes:
       scope: name scope that the lowering's operations are lowered in.
-      branch: the branch that is being lowered, None outside of any.
-      parts: what the plan's parts do in it.
+      branch: the branch that is being lowered; None outside of any.
+      parts: the lowering's objects of the plan's parts.
       early: operations that were lowered before their turn.
-      reads: mesh -> values of its variables that this step reads once.
-      barriers: gate -> the tf operation that comes after what the gate waits for.
+      reads: mesh -> values of its variables, which this step reads once.
+      barriers: gate -> the tf operation that waits for the gate's tensors.
     """
 
     def __init__(self, scope: str):
@@ -32,7 +32,7 @@ class Lowered:
 
     @contextlib.contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """The name scope that Mesh-TF's own walk would open for an operation of a name."""
+        """Opens the name scope that Mesh-TF would open for an operation of a name."""
         with tf.name_scope(self.scope + "/" if self.scope else None):
             with tf.name_scope(name):
                 yield
@@ -40,15 +40,11 @@ class Lowered:
 
 @contextlib.contextmanager
 def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
-    """Within it, Mesh-TF's pending sums are made whole for the inside alone.
-
-    A pending sum keeps what it has become; what was made in a branch has no value for readers
-    outside, or in the other branch.
-    """
+    """Forgets sums that Mesh-TF reduces inside the block, which have no value outside a branch."""
     before = {
         tensor: lazy
         for tensor, lazy in lowering.tensors.items()
-        if type(lazy) is mtf.LazyAllreduceSum and kept_sum(lazy) is None
+        if type(lazy) is mtf.LazyAllreduceSum and sum_made_by(lazy) is None
     }
     for tensor, lazy in before.items():
         lowering.tensors[tensor] = mtf.LazyAllreduceSum(
@@ -61,7 +57,7 @@ def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
 
 
 def scope_around(operation: mtf.Operation) -> str:
-    """The name scope around the one that Mesh-TF opened for an operation."""
+    """Returns the name scope around the one that Mesh-TF opened for an operation."""
     inner = tf.get_default_graph().get_name_scope().split("/")
-    # A name with slashes opens as many scopes, the last of which may be numbered.
+    # A name with slashes opens nested scopes, of which the last may have a number added.
     return "/".join(inner[: -(operation.name.count("/") + 1)])

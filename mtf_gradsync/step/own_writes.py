@@ -1,4 +1,4 @@
-"""A program's own assignments, ordered where it has its gradients reduced without a wrapper."""
+"""Orders a program's own assignments, where gradients are reduced without a wrapper."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mtf_gradsync.step.plan import ControlInputs, Plan
 
 
 class OwnWrites(Part):
-    """Holds assignments that nothing else orders behind all reads, and the sums made before them.
+    """Makes assignments without other order wait for all reads and for the sums before them.
 
-    Their variables are then read once, as those that a wrapper updates.
+    Their variables are read once, as those that a wrapper updates.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What else takes part in a step: something that lowers operations in a way of its own."""
+"""The interface of a plan's parts, which lower operations in their own way."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 class PartLowering:
-    """What a part does in one lowering. The base class does nothing.
+    """A part's work in one lowering; the base class does nothing.
 
     Attributes:
-      waits: operations of the graph that wait in this lowering, and what gives the tf operations
-        that each waits for.
+      waits: for operations that wait in this lowering, functions that return the tf operations to
+        wait for.
     """
 
     waits: Mapping[mtf.Operation, Callable[[mtf.Lowering], Sequence[tf.Operation]]] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:
-        """Lowers an operation, by its `lower_itself` or otherwise.
+        """Lowers an operation, or leaves that to the operation.
 
         Args:
           operation: an operation of the graph, or of a loop in it.
@@ -30,18 +30,30 @@ class PartLowering:
         del operation
         return False
 
+    def lower_variable(self, variable: mtf.Variable) -> bool:
+        """Lowers a variable, or leaves that to the variable.
+
+        Args:
+          variable: a variable of the graph.
+
+        Returns:
+          Whether it did; if not, the variable lowers itself.
+        """
+        del variable
+        return False
+
     def inside_branch(self) -> ContextManager[None]:
-        """Entered around the lowering of a branch, of which nothing may be used outside."""
+        """Surrounds the lowering of a branch, none of whose tensors may be used outside."""
         return contextlib.nullcontext()
 
 
 class Part:
-    """Something that a plan asks when a graph is lowered.
+    """A part of a plan, which can lower operations.
 
-    It keeps what wrappers want of it in attributes that are replaced rather than changed, so that
-    a shallow copy is enough for a plan to go back to what was wanted before an error.
+    Subclasses replace their attributes and do not change the values, so that a plan can undo
+    changes after an error by a shallow copy.
     """
 
     def begin(self, lowering: mtf.Lowering) -> PartLowering:
-        """Called at the beginning of each lowering, when the graph has all of its operations."""
+        """Begins a lowering; called when the graph has all of its operations."""
         raise NotImplementedError

@@ -1,22 +1,21 @@
-"""One plan for each mtf graph: it owns what a training step does to the graph's operations.
+"""The plan of an mtf graph, which decides how and in which order operations are lowered.
 
-Wrappers say what they want, in any order and as often as they like: what waits for what, which
-variables are written in place, what runs only when it is due. When the graph is lowered, every
-operation asks the plan (see `hook`). Nothing else replaces how operations are lowered, rearranges
-the graph's list of operations, or keeps registries by graph.
+Wrappers tell it, in any order, which operations wait for others, which variables are written in
+place, and which operations some steps skip. When the graph is lowered, the plan lowers every
+operation (see `hook`). Nothing else changes how operations are lowered, rearranges the graph's list
+of operations, or keeps registries by graph.
 
 The rules:
 
 1. All variables are lowered first, and each is read there, once for the whole step; all later
-   operations use that value. Two kinds keep Mesh-TF's way, a read wherever they are used: those
-   that a wrapper writes in place, and those that something outside of the plan assigns.
-2. An operation that was told to wait is lowered under the control dependencies of all that it was
-   told to wait for.
-3. The operations of a branch stay where they stand in the graph's list, and are passed over there:
-   the conditional of the branch lowers them, in order.
-4. Parts (`Part`) may lower operations in a way of their own.
-5. An error while wrappers build leaves graph and plan as they were. A lowering leaves no trace in
-   the plan, so that a graph can be lowered again.
+   operations use that value. Variables that a wrapper writes in place, and those that something
+   outside of the plan assigns, are read wherever they are used, as Mesh-TF does it.
+2. An operation that waits is lowered under control dependencies.
+3. The operations of a branch keep their places in the graph's list but are not lowered there: the
+   conditional of the branch lowers them, in order.
+4. Parts (`Part`) may lower operations in their own way.
+5. An error while wrappers build leaves graph and plan as they were. A lowering does not change the
+   plan, so that a graph can be lowered again.
 """
 
 from __future__ import annotations
@@ -33,19 +32,22 @@ from mtf_gradsync.step.part import Part
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
 _Part = TypeVar("_Part", bound=Part)
-# Where a lowering keeps what the plan knows of it.
+# The attribute of a lowering for its `Lowered`.
 _LOWERED = "mtf_gradsync_lowered"
 
 
 class Plan:
-    """What a training step does to an mtf graph.
+    """The plan of an mtf graph; see the module's docstring.
 
     Attributes:
       graph: the graph.
+      later: steps of the graph that are still to be built (see `later`).
     """
 
+    later: tuple[Any, ...] = ()
+
     def __init__(self, graph: mtf.Graph):
-        """For `Plan.of` alone."""
+        """Makes an empty plan; only `Plan.of` calls this."""
         self.graph = graph
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
         self._branch_of: dict[mtf.Operation, Any] = {}
@@ -57,11 +59,16 @@ class Plan:
 
     @classmethod
     def of(cls, graph: mtf.Graph) -> Plan:
-        """The plan of a graph, made when it is first asked for."""
-        plan = vars(graph).get(PLAN)
+        """Returns the plan of a graph, which the first call makes."""
+        plan = cls.of_graph(graph)
         if plan is None:
             plan = vars(graph)[PLAN] = cls(graph)
         return plan
+
+    @staticmethod
+    def of_graph(graph: mtf.Graph) -> Plan | None:
+        """Returns the plan of a graph; None if it has none yet."""
+        return vars(graph).get(PLAN)
 
     # What wrappers want.
 
@@ -70,37 +77,41 @@ class Plan:
 
         Args:
           operations: mtf operations that are not lowered yet.
-          control_inputs: called with the lowering when one of them is lowered; gives the tf
-            operations to wait for.
+          control_inputs: a function of the lowering that returns the tf operations to wait for,
+            called when one of `operations` is lowered.
         """
         self.adopt()
         for operation in operations:
             self._waits[operation] = (*self._waits.get(operation, ()), control_inputs)
 
     def write_in_place(self, variable: mtf.Variable) -> None:
-        """Leaves a variable out of the single reads: a wrapper writes it in place.
+        """Marks a variable as written in place, which is not read once at the start of a step.
 
         TensorFlow copies a variable that is added to while a value read from it is still in use.
-        What reads it has to order the read itself.
+        Readers have to order their reads themselves.
         """
         self._in_place[variable] = None
 
+    def is_in_place(self, variable: mtf.Variable) -> bool:
+        """Whether a wrapper writes a variable in place."""
+        return variable in self._in_place
+
     @property
     def is_in_branch(self) -> bool:
-        """Whether a branch is being built: what surrounds it waits, so its updates need not."""
+        """Whether a branch is being built; it waits, so that its updates need not."""
         return self._open_branch is not None
 
     @property
     def open_branch(self) -> Any:
-        """The branch that is being built, None outside of any."""
+        """The branch that is being built; None outside of any."""
         return self._open_branch
 
     @contextlib.contextmanager
     def collecting(self, branch: Any) -> Iterator[None]:
-        """Gives a branch the operations that are made within; variables stay outside.
+        """Adds operations that are made inside the block to a branch; variables stay outside.
 
         Args:
-          branch: what they belong to, any object.
+          branch: any object.
         """
         self.adopt()
         before = set(self.graph.operations)
@@ -113,18 +124,23 @@ class Plan:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
 
+    @property
+    def surroundings(self) -> tuple[Any, bool]:
+        """Returns a key for the branch and gate that are being built, to compare with later."""
+        return self._open_branch, self._is_gating
+
     def is_free(self, operation: mtf.Operation) -> bool:
-        """Whether an operation neither waits nor belongs to a branch, as far as wrappers want."""
+        """Whether no wrapper made an operation wait or part of a branch."""
         return operation not in self._waits and operation not in self._branch_of
 
     @property
     def is_held(self) -> bool:
-        """Whether what surrounds the operations that are being built makes them wait."""
+        """Whether operations that are being built wait with a branch or a gate around them."""
         return self.is_in_branch or self._is_gating
 
     @contextlib.contextmanager
     def gating(self) -> Iterator[None]:
-        """Within it, operations are built that a gate is to hold back."""
+        """Marks operations that are built inside the block as waiting for a gate."""
         outer, self._is_gating = self._is_gating, True
         try:
             yield
@@ -132,28 +148,28 @@ class Plan:
             self._is_gating = outer
 
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
-        """Moves operations to the end of the graph's list, in an order of the caller's.
+        """Moves operations to the end of the graph's list, in the given order.
 
         Args:
-          operations: mtf operations of which nothing else in the graph depends.
+          operations: mtf operations that nothing else in the graph depends on.
         """
         moved = set(operations)
         listed = self.graph.operations
         listed[:] = [op for op in listed if op not in moved] + list(operations)
 
     def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
-        """What a wrapper keeps in this graph, made at its first use.
+        """Returns a wrapper's state in this graph, which the first call makes.
 
         Args:
           owner: the wrapper.
-          name: its name, the prefix of what it creates.
+          name: the wrapper's name, the prefix of its variables.
           make: makes the state.
 
         Returns:
           The state.
 
         Raises:
-          ValueError: another wrapper of that name has its state here already.
+          ValueError: another wrapper of that name has state in this graph.
         """
         other, state = self._states.get(name, (lambda: None, None))
         if other() is owner:
@@ -168,17 +184,16 @@ class Plan:
         return state
 
     def part(self, kind: type[_Part]) -> _Part:
-        """The part of a kind, made when it is first asked for."""
+        """Returns the part of a class, which the first call makes."""
         if kind not in self._parts:
             self._parts[kind] = kind()
         return self._parts[kind]
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Takes back what was added to the graph and wanted of the plan when the block raises.
+        """Undoes changes of the mtf graph and the plan if the block raises.
 
-        TensorFlow's own graph cannot be taken back; what stands there without a mesh operation
-        does nothing.
+        Operations stay in the TensorFlow graph; without a mesh operation they do nothing.
         """
         graph = self.graph
         lists = (graph.operations, graph.all_variables, graph.trainable_variables)
@@ -199,14 +214,14 @@ class Plan:
             vars(self).update(wanted)
             raise
 
-    # What happens when the graph is lowered.
+    # The lowering.
 
     def adopt(self) -> list[mtf.Operation]:
-        """Makes all operations that the graph has by now ask this plan; returns the new ones."""
+        """Lets this plan lower all operations of the graph; returns those that are new to it."""
         return [operation for operation in flat(self.graph.operations) if adopt(operation)]
 
     def lowered(self, lowering: mtf.Lowering) -> Lowered:
-        """What is known of a lowering that has begun."""
+        """Returns the state of a lowering that has begun."""
         return vars(lowering)[_LOWERED]
 
     def members(self, branch: Any) -> list[mtf.Operation]:
@@ -214,7 +229,7 @@ class Plan:
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
 
     def lower(self, operation: mtf.Operation, lowering: mtf.Lowering) -> None:
-        """Lowers an operation as the plan has it; called by the operation itself."""
+        """Lowers an operation by the plan's rules; called by the operation itself."""
         if _LOWERED not in vars(lowering):
             self._begin(operation, lowering)
         lowered = self.lowered(lowering)
@@ -230,7 +245,7 @@ class Plan:
 
     @contextlib.contextmanager
     def inside_branch(self, branch: Any, lowering: mtf.Lowering) -> Iterator[None]:
-        """Within it, the operations of a branch are lowered where they ask to be."""
+        """Lets operations of a branch be lowered inside the block."""
         lowered = self.lowered(lowering)
         outer, lowered.branch = lowered.branch, branch
         try:
@@ -249,10 +264,9 @@ class Plan:
         self._lower_variables(lowering, lowered)
 
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
-        """Operations that autostack made belong to the branch whose updates they feed.
+        """Adds operations that autostack made to the branches whose updates they feed.
 
-        It puts the values that a stacked variable is assigned together right before the
-        assignment.
+        Autostack stacks the values for a stacked variable right before the assignment.
         """
         fresh = set(new)
         wanted: dict[mtf.Tensor, Any] = {}
@@ -275,7 +289,8 @@ class Plan:
             if operation not in lowering.variables:  # a stacked one may stand before all others
                 lowered.early.add(operation)
                 with lowered.name_scope(operation.name):
-                    operation.lower_itself(lowering)
+                    if not any(part.lower_variable(operation) for part in lowered.parts):
+                        operation.lower_itself(lowering)
             if isinstance(operation, mtf.StackedVariable) or operation in several_reads:
                 continue
             if is_variable:
@@ -284,7 +299,7 @@ class Plan:
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
-        """Variables that operations assign which do not wait for the plan's updates."""
+        """Variables that are assigned by operations outside of the plan's updates."""
         waiting = {operation for part in lowered.parts for operation in part.waits}
         return {
             variable
@@ -297,18 +312,17 @@ class Plan:
 
 
 def takes_stack_apart(operation: mtf.Operation) -> bool:
-    """Whether an operation of autostack makes the values of variables from a stacked one."""
+    """Whether an operation is autostack's unstacking of a stacked variable."""
     return isinstance(operation, mtf.UnstackOperation) and isinstance(
         operation.inputs[0].operation, mtf.StackedVariable
     )
 
 
 def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
-    """Replaces a lowered variable by one read of it, which all later operations share.
+    """Replaces a lowered variable by one read, which all later operations share.
 
-    Mesh-TF 0.1.21 lowers a variable to the variable object itself, so that each operation that
-    uses it reads it again, before or after its assignment (see docs/races.md). On a SIMD mesh the
-    value is a tensor already.
+    Mesh-TF 0.1.21 lowers a variable to the variable object, so that each operation reads it again,
+    before or after its assignment (see docs/races.md). On a SIMD mesh it is a tensor already.
     """
     lowered = lowering.tensors[variable.value].to_laid_out_tensor()
     if not all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):

@@ -1,7 +1,7 @@
-"""What a step cannot say itself: operations whose outcome a program asks for after the step.
+"""Operations whose outcome a program reads after the step.
 
-A TPU program can neither fail nor print by itself, and an error of TensorFlow's is known by its
-text only. A watched operation leaves what it found in variables, and a `Watch` reads them.
+A TPU program can neither fail nor print, and TensorFlow's errors can only be recognised by their
+text. A watched operation writes its findings to variables, and a `Watch` reads them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class Watch:
-    """Says of a session what its last step has come to.
-
-    Made by `Watched.watch`, while operations can still be added.
-    """
+    """Reads the outcome of a session's last step; made by `Watched.watch`."""
 
     def __init__(
         self, reads: Sequence[Sequence[tf.Tensor]], find: Callable[[Any, Sequence[Any]], Any]
@@ -28,13 +25,13 @@ class Watch:
         self._before: list[Any] = [None] * len(reads)
 
     def ask(self, session: Any) -> Any:
-        """What to raise or log after a step, or in place of the error that it failed with.
+        """Returns what to raise or log after a step, or in place of the error that it raised.
 
         Args:
-          session: what ran the step, a tf.Session or a session of `mtf_gradsync.simd`.
+          session: the session that ran the step, a tf.Session or one of `mtf_gradsync.simd`.
 
         Returns:
-          An exception, a line for the log, or None.
+          An exception to raise, a line to log, or None.
         """
         before, self._before = self._before, session.run(self._reads)
         found = [self._find(old, new) for old, new in zip(before, self._before)]
@@ -42,55 +39,52 @@ class Watch:
 
 
 class Watched(mtf.Operation):
-    """An operation whose outcome variables hold after the step.
+    """An operation that leaves its outcome in variables.
 
     Attributes:
-      takes_a_hook: whether it was lowered where the step does not say the outcome by itself.
+      takes_a_hook: whether the step does not print or raise the outcome itself, as lowered.
     """
 
     def __init__(self, inputs: Sequence[mtf.Tensor], variables: Sequence[mtf.Variable], name: str):
         """Adds the operation.
 
         Args:
-          inputs: what it takes.
-          variables: what `find` needs the values of; every processor holds them whole.
+          inputs: its inputs.
+          variables: the variables for `find`, not split over processors.
           name: name of the operation.
         """
         super().__init__(list(inputs), name=name)
         self.takes_a_hook = False
         self._variables = list(variables)
-        # Of each lowering, a slice of each variable.
+        # For each lowering a slice of each variable.
         self._slices: list[list[Any]] = []
 
     def note_lowering(self, lowering: mtf.Lowering) -> None:
-        """Remembers where a lowering has the variables; for `lower`."""
+        """Records a lowering's slices of the variables; `lower` calls it."""
         laid_out = [lowering.variables[v].laid_out_tensor for v in self._variables]
         self._slices.append([x.all_slices[0] for x in laid_out])
         self.takes_a_hook = is_simd(lowering.mesh_impl(self))
 
     def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> Any:
-        """What the variables say of a step.
+        """Returns what to raise or log, as `Watch.ask` does.
 
         Args:
-          before: their values when they were read last; None at the first time.
-          now: their values.
-
-        Returns:
-          As `Watch.ask`.
+          before: the variables' values when they were last read; None at the first time.
+          now: their values after the step.
         """
         raise NotImplementedError
 
     def watch(self) -> Watch:
-        """Adds to the default graph what reads the variables."""
+        """Adds operations that read the variables to the default graph."""
         with tf.control_dependencies(None):
             return Watch([[x.read_value() for x in some] for some in self._slices], self.find)
 
 
 class WatchHook(tf.train.SessionRunHook):
-    """Asks a watched operation after each run of a session, where the step says nothing itself."""
+    """Raises or logs the outcome of a watched operation after each run of a session."""
 
     def __init__(self, find_watched: Callable[[], Watched | None]):
-        """Remembers how to find the operation, None for none, once the session begins."""
+        """Sets the function that finds the operation, or None, once the session begins."""
         self._find_watched = find_watched
         self._watch: Watch | None = None
 
@@ -106,7 +100,7 @@ class WatchHook(tf.train.SessionRunHook):
             self._watch.ask(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Raises what is an error, and logs a line; see `tf.train.SessionRunHook.after_run`."""
+        """Raises an error, or logs a line; see `tf.train.SessionRunHook.after_run`."""
         del run_values
         found = self._watch.ask(run_context.session) if self._watch else None
         if isinstance(found, Exception):

@@ -1,1 +1,1 @@
-"""The main job: a training loop over transformers that gin describes, and the command line."""
+"""Trains transformers that gin describes, as a function and as a command."""

@@ -1,4 +1,4 @@
-"""The files that commands leave behind: each is there whole, or not at all."""
+"""Writes the files of commands, and reports what keeps them from being written."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Makes errors of the file system in a run's directory errors that a user can act on.
+    """Turns errors of the file system in a run's directory into errors that a user can act on.
 
     Args:
-      directory: the run's.
+      directory: the run's directory.
 
     Raises:
       TrainingError: if the block raised OSError: a full disk, one that turned read-only, a quota.
     """
     try:
         yield
-    except BrokenPipeError:  # of who reads what is printed
+    except BrokenPipeError:  # raised when the reader of the output has gone
         raise
     except OSError as error:
         first = error
-        # Gin hands errors on in copies, which know neither number nor file.
+        # Gin re-raises errors as copies, which have neither number nor file.
         while first.errno is None and isinstance(first.__context__, OSError):
             first = first.__context__
         name = Path(first.filename).absolute() if first.filename else directory.absolute()
         is_here = directory.absolute() in (name, *name.parents)
         if first.errno not in _NO_ROOM and not is_here:
-            # Of a function of the config: it reads its data, or talks to somebody.
+            # A function of the config raised it, while it read its data or used the network.
             raise TrainingError(f"{type(error).__name__}: {error}") from error
         raise TrainingError(
             f"{first.filename or directory} cannot be written: {first.strerror or first}. The "
@@ -47,11 +47,11 @@ def writing_to(directory: Path) -> Iterator[None]:
 
 
 def check_installed(library: str, work: str) -> None:
-    """Checks that a library of the train extra is there, without the time that importing it takes.
+    """Raises an error if a library of the train extra is missing, without importing the library.
 
     Args:
-      library: its name.
-      work: what it is needed for.
+      library: the library's name.
+      work: the work that needs it, for the error.
 
     Raises:
       ConfigError: if it is not installed.
@@ -61,7 +61,7 @@ def check_installed(library: str, work: str) -> None:
 
 
 def check_drawing() -> None:
-    """Checks that pictures can be drawn: imports what draws them.
+    """Raises an error if pictures cannot be drawn, after importing what draws them.
 
     Raises:
       ConfigError: if matplotlib is not installed.
@@ -70,12 +70,12 @@ def check_drawing() -> None:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            f'drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
+            f'Drawing pictures needs matplotlib ({error}): pip install "mtf-gradsync[train]"'
         ) from error
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure.
+    """Returns an empty matplotlib figure.
 
     Args:
       width: in inches.
@@ -95,7 +95,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_figure(path: Path, figure: Any) -> None:
-    """Writes a figure as a PNG file, as `write_text` does."""
+    """Writes a figure as a PNG file in one step."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
     write_bytes(path, content.getvalue())

@@ -1,4 +1,4 @@
-"""Reads gin files and bindings, and says which one is wrong."""
+"""Reads gin files and bindings, and reports which one is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"
 def load(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> list[str]:
-    """Replaces gin's configuration by that of files and bindings.
+    """Replaces gin's configuration by the content of files and bindings.
 
     Files are looked for as named, then in search_paths, then among the files that come with the
     package. What a file binds on ``utils.run`` (T5's way) and nobody binds on ``train.run`` goes
@@ -43,7 +43,7 @@ def load(
       ConfigError: if a file is missing or a binding cannot be read or names nothing.
     """
     if not gin_files and not gin_params:
-        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
     gin.clear_config()
@@ -66,7 +66,7 @@ def load(
 
 
 def run_config() -> RunConfig:
-    """What gin's configuration binds on ``train.run``.
+    """Returns what gin's configuration binds on ``train.run``.
 
     Raises:
       ConfigError: if a binding is missing.
@@ -74,19 +74,19 @@ def run_config() -> RunConfig:
     required = [f.name for f in dataclasses.fields(RunConfig) if f.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if not _is_bound(f"{_RUN}.{name}")]
     if missing:
-        raise ConfigError(f"missing in the config: {', '.join(missing)}")
+        raise ConfigError(f"Missing in the config: {', '.join(missing)}")
     return RunConfig()
 
 
 def explain(error: BaseException) -> str:
-    """Returns one readable message for an error that came out of a gin configurable.
+    """Returns one readable message for an error that a gin configurable raised.
 
     Gin adds the configurable's name to the message of any exception that passes through it.
     """
     text = _one_line(error)
-    # Without its address and path the function says nothing that its name does not.
+    # The address and path of a function say no more than its name.
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
-    # Proxy classes of gin are named after the class that they stand for.
+    # Proxy classes of gin have the name of their original class.
     return f"the config cannot be run: {type(error).__name__}: {text} (--verbosity=1 shows where)"
 
 

@@ -1,4 +1,4 @@
-"""What a config asks to be trained: checked, and ready to be built on any kind of mesh."""
+"""TrainingJob: the checked settings of a training step, which can be built on any kind of mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtf_gradsync.train.transformer import transformer_utils
 
 
 class TrainingJob(NamedTuple):
-    """The part of a run's settings that says what a training step is.
+    """The settings of a run that define its training step.
 
     Attributes:
       model: the model, its mesh and its batch.
@@ -32,7 +32,7 @@ class TrainingJob(NamedTuple):
       optimizer: called with ``learning_rate=``.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: which variables train.
-      reports: whether the step tells what its optimizers report.
+      reports: whether the step returns what its optimizers report.
       noise_scale: whether it estimates the gradient noise scale.
     """
 
@@ -50,7 +50,7 @@ class TrainingJob(NamedTuple):
         return self.model.batch_size * self.model.sequence_length["targets"]
 
     def dataset(self) -> tf.data.Dataset:
-        """The training examples."""
+        """Returns the training examples."""
         return self.train_dataset_fn(
             sequence_length=self.model.sequence_length,
             vocabulary=self.model.vocabulary,
@@ -58,7 +58,7 @@ class TrainingJob(NamedTuple):
         )
 
     def batches(self) -> TrainingBatches:
-        """The training batches, in a graph of their own.
+        """Returns the training batches, in a graph of their own.
 
         Raises:
           ConfigError: if the data set cannot be trained on, as far as can be known.
@@ -94,7 +94,7 @@ class TrainingJob(NamedTuple):
 
 
 def resolve_job(config: RunConfig) -> TrainingJob:
-    """Checks what a config says of the training step.
+    """Checks the settings of a config that define the training step, and returns them as a job.
 
     Args:
       config: the run that was asked for.
@@ -140,13 +140,13 @@ def resolve_job(config: RunConfig) -> TrainingJob:
 def build_on(
     place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
 ) -> TrainGraph:
-    """Adds a job's training step to the default graph, for the place where it will run.
+    """Adds a job's training step to the default graph, for a runtime.
 
     The step counter stands outside a program.
 
     Args:
       place: devices of the job's placement mesh, or cores of its mesh.
-      job: what to build.
+      job: the step to build.
       features: int tensors ``[batch_size, length]`` by feature name; None for placeholders.
 
     Returns:
@@ -165,7 +165,7 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
     """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
 
     Args:
-      job: what to build; its features are placeholders.
+      job: the step to build; its features are placeholders.
 
     Returns:
       The graph's handles and the program.

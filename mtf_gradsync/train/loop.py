@@ -1,4 +1,4 @@
-"""The training loop: a session, steps, checkpoints, and a stop between two steps."""
+"""The training loop: makes steps and checkpoints, and stops between two steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
-from mtf_gradsync.train.runners.runner import Runner, leaves_out_not_finite
+from mtf_gradsync.train.runners.runner import Runner, stack_skips_not_finite
 
-# What a step may raise: TensorFlow's, jax's, and a hook's.
+# Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (
     tf.errors.OpError,
     ArithmeticError,
@@ -28,16 +29,18 @@ _OF_A_STEP = (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
+# The first steps fill caches.
+_STEPS_BEFORE_TIMELINE = 5
 
 
 class StopSignal:
-    """Turns SIGINT and SIGTERM into a wish to stop, as long as it is entered.
+    """Turns SIGINT and SIGTERM into a request to stop, while it is entered.
 
-    A second signal, more than a moment later, is a KeyboardInterrupt: who presses Ctrl-C
+    A second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C
     twice does not want to wait for a checkpoint.
 
     Attributes:
-      received: the number of the signal that came, or None.
+      received: the number of the received signal, or None.
     """
 
     def __init__(self) -> None:
@@ -66,23 +69,25 @@ class StopSignal:
 
 
 class LoopSettings(NamedTuple):
-    """How long to train, and what to leave behind on the way.
+    """How long to train, and how often to save and log.
 
     Attributes:
       train_steps: stop after this step.
       save_checkpoints_steps: a checkpoint every this many steps, and at the end.
       log_steps: a line in the metrics file every this many steps.
       tokens_per_step: tokens in a global batch.
+      timeline_steps: record where the time of this many steps goes; 0 for none.
     """
 
     train_steps: int
     save_checkpoints_steps: int
     log_steps: int
     tokens_per_step: int
+    timeline_steps: int = 0
 
 
 class LoopResult(NamedTuple):
-    """How the loop ended.
+    """The result of a training loop.
 
     Attributes:
       step: steps made, in all.
@@ -104,37 +109,52 @@ def train_loop(
     recorder: Recorder,
     on_checkpoint: Callable[[str, int, Progress], None],
     on_first_step: Callable[[], None] = lambda: None,
+    on_timeline: Callable[[Timeline], None] = lambda timeline: None,
 ) -> LoopResult:
-    """Trains from the newest checkpoint to train_steps, or to a signal.
+    """Trains from the newest checkpoint to train_steps, or until a signal.
 
     Args:
       runner: makes steps and checkpoints; it is entered here.
       optimizers: the optimizer and those inside it.
-      settings: how long, and what to leave behind.
-      recorder: takes what was measured every log_steps.
+      settings: how long to train, and how often to save and log.
+      recorder: called with measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
-      on_first_step: called once, when the first step of this call has been shown: for what the run
-        needs later.
+      on_first_step: called once, when the first step of this call has been shown: for work that can
+        wait until then.
+      on_timeline: called once with the recorded steps, if settings ask for some.
 
     Returns:
-      How it ended.
+      The step that was reached, and why it ended.
 
     Raises:
       TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
-        no longer a finite number; where the optimizer leaves out gradients that are not finite,
-        only if no update comes any more; or the learning rate is no number to train with; or a
-        step, or a hook, raises an error of its own. Nothing is saved then.
+        not finite (where the optimizer skips gradients that are not finite, only if updates have
+        stopped), or the learning rate is not finite or negative, or a step or a hook raises an
+        error of its own. Nothing is saved then.
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
         loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint, on_first_step)
-        try:
-            stopped_by = None
-            while loop.step < settings.train_steps and not runner.should_stop():
+
+        def train_to(last: int) -> int | None:
+            """Makes steps; returns the signal that all stop by, if there is one."""
+            while loop.step < last and not runner.should_stop():
                 stopped_by = runner.agreed_stop(stop.received)
                 if stopped_by is not None:
-                    break
+                    return stopped_by
                 loop.one_step()
+            return None
+
+        try:
+            begin = runner.first_step + _STEPS_BEFORE_TIMELINE
+            end = begin + settings.timeline_steps
+            stopped_by = None
+            if begin < end <= settings.train_steps:
+                stopped_by = train_to(begin)
+                if stopped_by is None:
+                    stopped_by = loop.recorded(lambda: train_to(end), on_timeline)
+            if stopped_by is None:
+                stopped_by = train_to(settings.train_steps)
             loop.save()
         except (TrainingError, ConfigError):
             raise
@@ -171,13 +191,15 @@ class _Loop:
         self._patience = Patience(optimizers)
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
         self.step = self._saved_at = runner.first_step
-        # Steps that an optimizer has left out.
+        # Updates made by the end of each step, where the optimizers count them.
+        self._updates: list[int] = []
+        # Steps that an optimizer has skipped.
         self._skipped = 0
         self.seconds = 0.0
         self.progress = Progress(self.step, settings.train_steps, settings.tokens_per_step)
 
     def one_step(self) -> None:
-        """Dispatches a step, and looks at the results of those that were dispatched before."""
+        """Dispatches a step, and reads the results of steps that were dispatched before."""
         began = time.monotonic()
         try:
             self._pending.append(self._runner.dispatch())
@@ -188,7 +210,7 @@ class _Loop:
             kept = f" The newest checkpoint is of step {self._saved_at}." if self._saved_at else ""
             raise DataError(f"{error}{kept}") from error
         self.step += 1
-        # Of the first step one wants to know at once.
+        # The user wants to see the first step at once.
         ahead = self._runner.steps_ahead if self._on_first_step is None else 0
         while len(self._pending) > ahead:
             self._look_at_oldest()
@@ -196,20 +218,41 @@ class _Loop:
         if self.step % self._settings.save_checkpoints_steps == 0:
             self.save()
 
+    def recorded(
+        self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline], None]
+    ) -> int | None:
+        """Makes steps, and records where their time goes; a run goes on where that fails."""
+        self._look_at_all()
+        timeline = self._runner.timeline()
+        result = None
+        before = len(self._updates)
+        try:
+            with timeline:
+                result = steps()
+                self._look_at_all()
+            timeline.mark_updates(self._updates[before - 1 :] if before else ())
+            on_timeline(timeline)
+        except TimelineError as error:
+            self.progress.message(f"no timeline: {error}")
+        return result
+
+    def _look_at_all(self) -> None:
+        while self._pending:
+            self._look_at_oldest()
+
     def failure(self, error: BaseException) -> TrainingError:
-        """What a user is told of an error that a step has raised."""
+        """Returns the error to show the user for an error that a step has raised."""
         if isinstance(error, tf.errors.InvalidArgumentError):
             self._check_waits()
         return TrainingError(
-            f"a step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
+            f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
             f"The newest checkpoint is of step {self._saved_at}."
         )
 
     def save(self) -> None:
         """Saves a checkpoint of the last step, unless there is one."""
         began = time.monotonic()
-        while self._pending:
-            self._look_at_oldest()
+        self._look_at_all()
         self.seconds += time.monotonic() - began
         if self.step == self._saved_at:
             return
@@ -226,25 +269,27 @@ class _Loop:
         rate = values["reported"].get("learning_rate")
         if rate is not None and not 0 <= rate < math.inf:
             raise TrainingError(
-                f"the learning rate of step {step} is {float(rate):g}, by "
+                f"The learning rate of step {step} is {float(rate):g}, by "
                 "train.run.learning_rate_schedule; it must be a finite number, not negative. The "
                 f"newest checkpoint is of step {self._saved_at}."
             )
         if not self._patience.goes_on(loss, values.get("update_step")):
             raise TrainingError(
-                f"the loss of step {step} is {loss}{self._patience.since()}; the newest "
+                f"The loss of step {step} is {loss}{self._patience.since()}; the newest "
                 f"checkpoint is of step {self._saved_at}. Lower "
                 "train.run.learning_rate_schedule, or look at the data."
             )
+        if self._settings.timeline_steps and values.get("update_step") is not None:
+            self._updates.append(int(values["update_step"]))
         self.progress.update(step, loss, values["fields"])
         skipped = int(values["fields"].get("left out", 0))
         if skipped > self._skipped:
-            line = self._runner.left_out()
+            line = self._runner.skip_reason()
             if line:
                 self.progress.message(line)
         self._skipped = skipped
         if step % settings.log_steps == 0 or step == settings.train_steps:
-            # XLA leaves out the assertion by which a step on a placement mesh ends.
+            # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_waits()
             rate = round(self.progress.tokens_per_second(), 1)
             measured = {"loss": loss, "tokens_per_second": rate, **values["reported"]}
@@ -257,7 +302,7 @@ class _Loop:
             self.seconds -= time.monotonic() - began  # `seconds` is of steps
 
     def _check_waits(self) -> None:
-        """Raises TrainingError if an optimizer waits too long for its replicas."""
+        """Raises TrainingError if an optimizer has waited too long for its replicas."""
         error = self._runner.waits_too_long()
         if error:
             raise TrainingError(
@@ -267,10 +312,10 @@ class _Loop:
 
 
 class Patience:
-    """How long a loss may be no finite number.
+    """Decides how long a loss may be not finite.
 
-    Not at all, as a rule. Where an optimizer of the stack leaves out gradients that are not
-    finite, updates go on without them, and training is over only when none comes any more.
+    As a rule not at all. If an optimizer of the stack skips gradients that are not finite, training
+    goes on while it still makes updates.
     """
 
     _STEPS = 100
@@ -281,15 +326,15 @@ class Patience:
         Args:
           optimizers: the optimizer and those inside it.
         """
-        self._most = self._STEPS if leaves_out_not_finite(optimizers) else 0
+        self._most = self._STEPS if stack_skips_not_finite(optimizers) else 0
         self._bad = 0
         self._update_step: int | None = None
 
     def goes_on(self, loss: float, update_step: int | None) -> bool:
-        """Whether to go on after a step.
+        """Returns whether to go on after a step.
 
         Args:
-          loss: of the step.
+          loss: the step's loss.
           update_step: updates made with it; None where the optimizers do not count.
         """
         if math.isfinite(loss) or update_step != self._update_step:
@@ -300,5 +345,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """What an error says of the steps before."""
+        """Returns what an error says about the steps before; empty if there is nothing to say."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

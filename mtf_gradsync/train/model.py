@@ -1,4 +1,4 @@
-"""A transformer of mesh_tensorflow.transformer on a mesh, as gin describes its layers."""
+"""Builds a transformer of mesh_tensorflow.transformer on a mesh, with the layers that gin says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL_TYPES = get_args(ModelType)
 
 
 class ModelSettings(NamedTuple):
-    """What the graphs of a run, for training and for scoring, are built from.
+    """The settings that a run's graphs, for training and for scoring, are built from.
 
     Attributes:
       model_type: one of `MODEL_TYPES`.
@@ -24,7 +24,7 @@ class ModelSettings(NamedTuple):
       outer_batch_size: size of the "outer_batch" dimension, 0 for none.
       sequence_length: length of every feature.
       autostack: whether Mesh-TensorFlow stacks variables of equal shape.
-      seed: of the initial values.
+      seed: seed of the initial values.
     """
 
     model_type: ModelType
@@ -37,18 +37,18 @@ class ModelSettings(NamedTuple):
     seed: int
 
     def feature_length(self, name: str) -> int:
-        """The length of a feature's vectors."""
+        """Returns the length of a feature's vectors."""
         # "targets_position" is as long as "targets".
-        whole = name.split("_")[0]
-        if whole not in self.sequence_length:
+        feature = name.split("_")[0]
+        if feature not in self.sequence_length:
             raise ConfigError(
-                f"the data set has {name!r}, but train.run.sequence_length = "
-                f"{self.sequence_length} gives no length for {whole!r}"
+                f"The data set has {name!r}, but train.run.sequence_length = "
+                f"{self.sequence_length} gives no length for {feature!r}"
             )
-        return self.sequence_length[whole]
+        return self.sequence_length[feature]
 
     def reads(self, name: str) -> bool:
-        """Whether the model reads a feature of the data."""
+        """Returns whether the model reads a feature of the data."""
         return self.model_type != "lm" or not name.startswith("inputs")
 
 
@@ -56,7 +56,7 @@ class MeshModel:
     """A model in an mtf graph of its own; calling it adds operations there.
 
     Attributes:
-      settings: what it was built from.
+      settings: its settings.
       graph: the mtf graph.
       mesh: the mesh of the graph.
     """
@@ -91,7 +91,7 @@ class MeshModel:
         self.mesh = mtf.Mesh(self.graph, "mesh")
 
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
-        """Brings a batch onto the mesh.
+        """Imports a batch into the mtf graph.
 
         Args:
           features: int tensors ``[batch_size, length]`` by feature name.
@@ -108,7 +108,7 @@ class MeshModel:
         missing = [name for name in needed if name not in features]
         if missing:
             raise ConfigError(
-                f"the data set has the features {sorted(features)}; train.run.model_type = "
+                f"The data set has the features {sorted(features)}; train.run.model_type = "
                 f'"{settings.model_type}" also needs {missing}'
             )
         batch_dims = [mtf.Dimension("batch", settings.batch_size)]
@@ -125,7 +125,7 @@ class MeshModel:
             length = settings.feature_length(name)
             if not x.shape.is_compatible_with([settings.batch_size, length]):
                 raise ConfigError(
-                    f"the data set gives {name!r} the shape {x.shape} in batches; "
+                    f"The data set gives {name!r} the shape {x.shape} in batches; "
                     f"train.run.sequence_length wants {[settings.batch_size, length]}"
                 )
             shape = mtf.Shape([*batch_dims, mtf.Dimension("length", length)])
@@ -139,7 +139,7 @@ class MeshModel:
         Args:
           features: from `import_features`.
           mode: "train" or "eval".
-          num_microbatches: of how many parts of the batch this is one.
+          num_microbatches: into how many microbatches the batch is split.
 
         Returns:
           Logits ``[batch..., length, vocab]`` and the loss, a scalar: mtf tensors.
@@ -175,6 +175,6 @@ class MeshModel:
         )
 
     def lower(self) -> mtf.Lowering:
-        """Adds what the mtf graph holds to the default graph."""
+        """Lowers the mtf graph into the default graph."""
         meshes = {self.mesh: self._mesh_impl}
         return mtf.Lowering(self.graph, meshes, autostack=self.settings.autostack)

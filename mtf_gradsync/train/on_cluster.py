@@ -1,9 +1,9 @@
-"""The main job on a mesh over the tasks of a ``tf.train.Server`` cluster."""
+"""Runs a training job on a mesh over the tasks of a ``tf.train.Server`` cluster."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.cluster import Task, join_cluster
@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -26,8 +26,9 @@ def run_on_cluster(
     silence: float = 20.0,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-) -> RunResult | None:
-    """What `run` does, on the devices of all tasks. Every task calls it.
+    work: Callable[..., Any] = run,
+) -> Any:
+    """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
 
@@ -35,14 +36,15 @@ def run_on_cluster(
       config: what to train. Without ``mesh_devices`` each task has as many CPU devices.
       model_dir: directory of everything that the chief writes.
       task: the cluster, and which task this process is.
-      watch_port: as for `mtf_gradsync.join_cluster`.
-      timeout: as for `mtf_gradsync.join_cluster`.
-      silence: as for `mtf_gradsync.join_cluster`.
-      say: takes each line that tells how the run goes.
-      accepted: as for `run`.
+      watch_port: see `mtf_gradsync.join_cluster`.
+      timeout: see `mtf_gradsync.join_cluster`.
+      silence: see `mtf_gradsync.join_cluster`.
+      say: called with each line about the run's progress.
+      accepted: see `run`.
+      work: called like `run` in each process that makes steps.
 
     Returns:
-      On the chief what the run came to, on the others None.
+      The result of `work` on the chief, None on the others.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -50,7 +52,7 @@ def run_on_cluster(
       MissingProcessesError: if tasks do not come.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
-    config, num_cpu_devices = _placed(config, task)
+    config, num_cpu_devices = _with_devices(config, task)
     try:
         cluster = join_cluster(
             task.jobs,
@@ -67,13 +69,13 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return run(config, model_dir, say, accepted, Part(target=cluster.target))
+            return work(config, model_dir, say, accepted, Part(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 
 
-def _placed(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """The config with its mesh on devices of the tasks, and how many CPU devices each has."""
+def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
+    """Returns the config with its mesh on the tasks' devices, and how many CPU devices each has."""
     tasks = task.all_tasks
     mesh = resolve_mesh(
         config.mesh_shape, config.layout_rules, config.mesh_devices, config.mesh_impl

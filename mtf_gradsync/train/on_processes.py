@@ -1,4 +1,4 @@
-"""The main job on the XLA devices of several processes."""
+"""Runs a training job on the XLA devices of several processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, RunResult, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
 from mtf_gradsync.train.runtime import choose_runtime
 
 
@@ -27,24 +27,26 @@ def run_on_processes(
     silence: float = 20.0,
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
-) -> RunResult:
-    """What `run` does, on the XLA devices of all processes. Every process calls it.
+    work: Callable[..., Any] = run,
+) -> Any:
+    """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes.
 
     Args:
       config: what to train.
       model_dir: directory of everything that process 0 writes, which the others can read.
-      coordinator: as for `mtf_gradsync.xla.start_processes`.
-      num_processes: as for `mtf_gradsync.xla.start_processes`.
-      process_id: as for `mtf_gradsync.xla.start_processes`.
-      timeout: as for `mtf_gradsync.xla.start_processes`.
-      silence: as for `mtf_gradsync.xla.start_processes`.
-      say: takes each line that tells how the run goes.
-      accepted: as for `run`.
+      coordinator: see `mtf_gradsync.xla.start_processes`.
+      num_processes: see `mtf_gradsync.xla.start_processes`.
+      process_id: see `mtf_gradsync.xla.start_processes`.
+      timeout: see `mtf_gradsync.xla.start_processes`.
+      silence: see `mtf_gradsync.xla.start_processes`.
+      say: called with each line about the run's progress.
+      accepted: see `run`.
+      work: called like `run` in each process.
 
     Returns:
-      What the run came to; scores are process 0's.
+      The result of `work`; scores are process 0's.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -77,13 +79,13 @@ def run_on_processes(
         ) as processes:
             part = Part(in_turn=processes.in_turn)
             if process_id == 0:
-                return run(config, model_dir, say, accepted, part)
+                return work(config, model_dir, say, accepted, part)
             say(f"process 0 evaluates, and writes to {model_dir}")
             part = part._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
-            # What it writes is what process 0 writes.
+            # Process 0 writes the same files.
             with tempfile.TemporaryDirectory() as own:
-                return run(config, own, _say_nothing, accepted, part)
+                return work(config, own, _say_nothing, accepted, part)
     except MissingProcessesError:
         raise
     except (ProcessesError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a run shows while it trains."""
+"""Shows the progress of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# Of a field with one number for each replica, say.
+# For example of a field with one number for each replica.
 _MOST_NUMBERS = 16
 
 
 class Progress:
-    """A progress bar on a terminal, now and then a plain line anywhere else."""
+    """A progress bar on a terminal; anywhere else a line now and then."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Progress:
           first_step: steps already made.
           train_steps: steps that the run will have at its end.
           tokens_per_step: tokens in a global batch.
-          stream: where to write; None is standard error.
+          stream: the stream to write to; None is standard error.
           seconds_between_lines: the least time between plain lines.
         """
         self._stream = stream or sys.stderr
@@ -47,7 +47,7 @@ class Progress:
                 unit="step",
                 file=self._stream,
                 **_bar_width(self._stream),
-                # Steps are what is counted here; the rate that matters is tokens, in the postfix.
+                # tqdm counts steps; the rate that matters is tokens, in the postfix.
                 bar_format="{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} "
                 "[{elapsed}<{remaining}{postfix}]",
             )
@@ -88,7 +88,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def pause(self) -> None:
-        """Leaves the time until the next step out of the rate (an evaluation, a checkpoint)."""
+        """Excludes the time until the next step (an evaluation, a checkpoint) from the rate."""
         self._rate.pause()
 
     def close(self) -> None:
@@ -99,10 +99,10 @@ class Progress:
 
 
 class _Rate:
-    """How fast a run goes.
+    """Measures how fast a run goes.
 
-    In tokens per second it is smoothed over the last seconds, without pauses; the time that is left
-    follows from all steps but the first, which may have been compiled, and pauses take part in it.
+    Tokens per second are smoothed over the last seconds, without pauses. The time that is left is
+    computed from all steps but the first, which may have been compiled, and includes pauses.
     """
 
     _SECONDS = 5.0
@@ -136,7 +136,7 @@ class _Rate:
         return self._steps * self._tokens_per_step / self._seconds if self._seconds else 0.0
 
     def time_left(self, steps: int) -> str:
-        """How long some more steps take, as in "02:05"; "-" where that is not known yet."""
+        """Returns how long more steps will take, such as "02:05"; "-" where it is not known yet."""
         if self._began is None or self._step == self._began[1] or self._last is None:
             return "-"
         began, first = self._began
@@ -144,7 +144,7 @@ class _Rate:
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:
-    """A bar as wide as the terminal, or 80 columns where the terminal says it has none."""
+    """Returns a bar as wide as the terminal, or 80 columns where the terminal says it has none."""
     try:
         known = os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A field as text: numbers short, a few numbers all, many as their range."""
+    """Returns a field as text: numbers short, a few numbers all, many as their range."""
     shape = getattr(value, "shape", ())
     if shape:
         if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":

@@ -1,4 +1,4 @@
-"""The main job: train a transformer that gin describes, then say what it has learned."""
+"""Trains a transformer that gin describes, then reports what it has learned."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, latest_checkpoint
-from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, described
+from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, describe
 from mtf_gradsync.runtimes.checkpoints.initial import initialize_from
 from mtf_gradsync.runtimes.checkpoints.leftovers import only_run_in, remove_leftovers
 from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.runtimes.files import write_text
 from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.session import session_config
+from mtf_gradsync.timelines import Table, Timeline, TimelineError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
@@ -43,10 +44,12 @@ from mtf_gradsync.train.runtime import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph
 
 CONFIG_FILE = "operative_config.gin"
+TIMELINE_FILE = "timeline.json"
+TRACE_FILE = "timeline.trace.json.gz"
 
 
 class RunResult(NamedTuple):
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       step: training steps made.
@@ -62,11 +65,11 @@ class RunResult(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a user says that a run may go on from.
+    """Exceptional checkpoints that a user allows a run to go on from.
 
     Attributes:
-      differences: a checkpoint of another configuration; what only one of them has is dropped, or
-        begins as in a new run.
+      differences: a checkpoint of another configuration; variables that only one of them has are
+        dropped, or begin as in a new run.
       damage: an older checkpoint, where the newest is damaged.
     """
 
@@ -78,12 +81,12 @@ NOTHING = Accepted()
 
 
 class Part(NamedTuple):
-    """What this process has of a run that several processes make.
+    """This process's part of a run of several processes.
 
     Attributes:
       target: the server of a cluster's chief, which builds and writes for all; "" for none.
       checkpoint_dir: where checkpoints are, when another process writes them; None for model_dir.
-      in_turn: does something on the process that writes, then on the others.
+      in_turn: calls a function on the process that writes, then on the others.
     """
 
     target: str = ""
@@ -108,14 +111,14 @@ def run(
     that was not.
 
     Args:
-      config: what to train; ``RunConfig()`` is what gin says of it.
+      config: what to train; ``RunConfig()`` is gin's configuration.
       model_dir: directory of everything that the run writes.
-      say: takes each line that tells how the run goes.
+      say: called with each line about the run's progress.
       accepted: which checkpoints it may go on from, besides its own.
       part: of several processes, this one's; see `run_on_cluster` and `run_on_processes`.
 
     Returns:
-      What the run came to.
+      The run's result.
 
     Raises:
       ConfigError: if a setting cannot work, another run writes to the directory, or its newest
@@ -133,7 +136,7 @@ def run(
     here = job.model._replace(mesh=job.model.mesh.on_one_process()) if part.target else job.model
     evaluation = HeldOut(here, directory, session, say, config.evaluate_with_averages)
     checkpoint_dir = part.checkpoint_dir or model_dir
-    asked = _Asked(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
+    checked = _CheckedRun(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
         start = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
@@ -142,15 +145,15 @@ def run(
                 config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps
             )
         try:
-            result = _train(asked, start, accepted.differences)
+            result = _train(checked, start, accepted.differences)
         except (TrainingError, OSError) as error:
-            # Perhaps nothing can be written any more.
+            # The report fails, too, where nothing can be written any more.
             with contextlib.suppress(OSError):
-                _write_report(asked, None, f"ended by an error, {error}")
+                _write_report(checked, None, f"ended by an error: {error}")
             raise
         if result.stopped_by is not None:
             evaluation.plot()
-            _write_report(asked, result.step, "stopped early")
+            _write_report(checked, result.step, "stopped early")
             say(
                 f"stopped after step {result.step} of {config.train_steps}, with a checkpoint; "
                 "the same command goes on from there"
@@ -162,22 +165,22 @@ def run(
             speed = {"seconds": round(result.seconds, 1), "tokens_per_second": round(rate, 1)}
             say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
         held_out = evaluation.finish(latest_checkpoint(checkpoint_dir), step=result.step, **speed)
-        _write_report(asked, result.step, "finished")
+        _write_report(checked, result.step, "finished")
     return RunResult(result.step, None, held_out, evaluation.unigram)
 
 
-class _Asked(NamedTuple):
-    """A run as it was asked for, checked.
+class _CheckedRun(NamedTuple):
+    """The checked settings of a run.
 
     Attributes:
-      config: what was asked for.
+      config: the settings as given.
       job: the training step.
-      runtime: what runs it.
-      directory: of everything that this process writes.
-      checkpoint_dir: where the run's checkpoints are.
+      runtime: the runtime of the steps.
+      directory: directory of everything that this process writes.
+      checkpoint_dir: directory of the run's checkpoints.
       session: configuration of sessions.
-      evaluation: the held-out side.
-      say: takes each line that tells how the run goes.
+      evaluation: evaluates on held-out data.
+      say: called with each line about the run's progress.
     """
 
     config: RunConfig
@@ -190,9 +193,9 @@ class _Asked(NamedTuple):
     say: Callable[[str], None]
 
 
-def _write_report(asked: _Asked, step: int | None, how: str) -> None:
-    """Leaves the page behind; step None takes the newest that was logged."""
-    directory, evaluation = asked.directory, asked.evaluation
+def _write_report(checked: _CheckedRun, step: int | None, how: str) -> None:
+    """Writes the page; step None takes the newest that was logged."""
+    directory, evaluation = checked.directory, checked.evaluation
     rows = read_metrics(directory / METRICS_FILE)
     if step is None:
         step = max((row["step"] for row in rows), default=0)
@@ -200,21 +203,33 @@ def _write_report(asked: _Asked, step: int | None, how: str) -> None:
     path = write_page(
         directory,
         rows,
-        Ended(step, asked.config.train_steps, how, evaluation.result),
+        Ended(step, checked.config.train_steps, how, evaluation.result),
         read_facts(directory),
         unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
         samples=evaluation.samples,
         config=operative.read_text(encoding="utf-8") if operative.exists() else "",
+        timeline=_read_timeline(directory / TIMELINE_FILE),
     )
-    asked.say(f"report: {path}")
+    checked.say(f"report: {path}")
+
+
+def _read_timeline(path: Path) -> Table | None:
+    """The table that a session of the run has left; None where there is none."""
+    try:
+        return Table.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, TimelineError):
+        return None
 
 
 def _check_schedule(config: RunConfig) -> None:
-    """Checks what `resolve_job` does not."""
+    """Checks the settings that `resolve_job` does not check."""
     check_count("save_checkpoints_steps", config.save_checkpoints_steps)
     check_count("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
     check_count("perplexity_eval_steps", config.perplexity_eval_steps)
     check_count("log_steps", config.log_steps)
+    steps = config.timeline_steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"train.run.timeline_steps must be a whole number from 0; got {steps!r}")
     check_callable("eval_dataset_fn", config.eval_dataset_fn, "@python_topics", optional=True)
     for hook in config.hooks if isinstance(config.hooks, (list, tuple)) else [config.hooks]:
         check_callable("hooks", hook, "[@MyHook]")
@@ -227,23 +242,23 @@ def _check_averages_kept() -> None:
         raise ConfigError(str(error)) from error
 
 
-def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
-    """Makes the steps that are missing after a checkpoint's, or all where there is none."""
-    config, job, directory, say = asked.config, asked.job, asked.directory, asked.say
+def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
+    """Makes the steps that follow a checkpoint's, or all of them where there is no checkpoint."""
+    config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
     step = start.step
     if step >= config.train_steps:
         say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
         return LoopResult(step, None, 0.0, 0)
-    say(f"steps run on {asked.runtime}")
+    say(f"steps run on {checked.runtime}")
     began = time.monotonic()
     with tf.Graph().as_default(), job.batches() as batches:
-        graph, program, make_runner = _training_graph(job, batches, asked.runtime)
+        graph, program, make_runner = training_graph(job, batches, checked.runtime)
         if config.evaluate_with_averages:
             _check_averages_kept()
         if start.path:
             found = check_configuration(start.path, tf.global_variables(), accept_differences)
             if any(found):
-                say(f"going on from {start.path}, of another configuration:\n{described(found)}")
+                say(f"going on from {start.path}, of another configuration:\n{describe(found)}")
             new = (name for name in found.new if name not in found.adapted)
             start = start._replace(new=tuple(new))
         elif config.init_checkpoint:
@@ -258,7 +273,7 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
         facts = Facts(
             mesh=mesh_text(job.model.mesh.shape),
             layout=str(config.layout_rules),
-            runtime=str(asked.runtime),
+            runtime=str(checked.runtime),
             optimizers=[type(opt).__name__ for opt in graph.optimizers],
             parameters=graph.num_parameters,
             tokens_per_step=job.tokens_per_step,
@@ -269,41 +284,47 @@ def _train(asked: _Asked, start: Start, accept_differences: bool) -> LoopResult:
         with Recorder(directory, METRICS_FILE, step) as recorder:
 
             def on_first_step() -> None:
-                """What the run needs later, and nobody shall wait for at its start."""
+                """Does work that a run needs later, and that should not delay its start."""
                 if config.reports:
                     traffic = list_traffic(graph, program)
                     write_facts(directory, facts._replace(traffic=traffic))
                     recorder.write_once(step + 1, traffic.scalars if traffic else {})
-                asked.evaluation.build()
-                # With what evaluation alone takes from gin, too.
+                checked.evaluation.build()
+                # Includes the parameters that evaluation alone takes from gin.
                 write_text(directory / CONFIG_FILE, gin.operative_config_str())
                 check_drawing()
 
             def on_checkpoint(saved: str, at: int, progress: Progress) -> None:
-                asked.evaluation.point(saved, at, recorder, progress)
+                checked.evaluation.point(saved, at, recorder, progress)
                 recorder.flush()
 
+            def on_timeline(timeline: Timeline) -> None:
+                timeline.save(directory / TRACE_FILE)
+                write_text(directory / TIMELINE_FILE, timeline.table().to_json() + "\n")
+
             return train_loop(
-                make_runner(asked.checkpoint_dir, start, config, asked.session),
+                make_runner(checked.checkpoint_dir, start, config, checked.session),
                 graph.optimizers,
                 LoopSettings(
                     train_steps=config.train_steps,
                     save_checkpoints_steps=config.save_checkpoints_steps,
                     log_steps=config.log_steps,
                     tokens_per_step=job.tokens_per_step,
+                    timeline_steps=config.timeline_steps,
                 ),
                 recorder,
                 on_checkpoint,
                 on_first_step,
+                on_timeline,
             )
 
 
-def _training_graph(
+def training_graph(
     job: TrainingJob, batches: TrainingBatches, runtime: Runtime
 ) -> tuple[
     TrainGraph, simd.Program | None, Callable[[str, Start, RunConfig, tf.ConfigProto], Runner]
 ]:
-    """Builds the training step for a runtime; returns it, its program, what makes the runner."""
+    """Builds the training step for a runtime; returns it, its program and a runner factory."""
     features = batches.placeholders()
     cores = None
     if runtime.name != "placement_mesh":

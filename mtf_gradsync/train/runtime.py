@@ -1,4 +1,4 @@
-"""Chooses what runs the training steps."""
+"""Chooses the runtime of the training steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WORDS = {
     "cpu_replicas": "CPU replicas of the SIMD program",
     "placement_mesh": "a placement mesh",
 }
-# Bindings that only mean something on a placement mesh.
+# Bindings that have no effect except on a placement mesh.
 _OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
 
 
 class Runtime(NamedTuple):
-    """What runs the training steps.
+    """The runtime of the training steps.
 
     Attributes:
       name: "xla", "cpu_replicas" or "placement_mesh".
@@ -38,14 +38,11 @@ class Runtime(NamedTuple):
 
 
 def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
-    """What a config asks for, or the fastest that this environment has.
+    """Returns the runtime that a config names, or the fastest that this environment has.
 
     Args:
-      config: the run.
+      config: the run's settings.
       target: the server of a cluster's chief where the run's mesh is over its tasks.
-
-    Returns:
-      The runtime.
 
     Raises:
       ConfigError: when there is no such runtime, or a binding does not go with it.
@@ -72,7 +69,7 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     if bound and asked != "placement_mesh":
         raise ConfigError(
             f"train.run.{bound[0]} is for placement meshes, and train.run.runtime is "
-            f'"{asked}". Leave one of them out.'
+            f'"{asked}". Remove one of them.'
         )
     if asked == "xla" and xla.why_no_xla():
         raise ConfigError(f'train.run.runtime = "xla": {xla.why_no_xla()}')

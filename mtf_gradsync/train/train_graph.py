@@ -21,7 +21,7 @@ from mtf_gradsync.train.transformer import transformer_utils
 
 
 class TrainGraph(NamedTuple):
-    """A graph whose step trains.
+    """The graph of a training step.
 
     Attributes:
       lowering: the mtf.Lowering.
@@ -29,14 +29,14 @@ class TrainGraph(NamedTuple):
       updates: operations that assign the new values; the program's own, unlike `step`.
       step: int64 scalar tensor; fetching it makes a training step and returns the number of
         steps made.
-      fields: tensors by the name that they are shown under, which the optimizers want shown.
-      reported: tensors by name, for summaries: the learning rate where the config has one, and what
-        the optimizers report (`mtf_gradsync.reported`).
+      fields: tensors that the optimizers want shown, by the name to show them under.
+      reported: tensors by name, for summaries: the learning rate where the config has one, and the
+        optimizers' reports (`mtf_gradsync.reported`).
       update_step: int scalar tensor, updates made, with the step that it is fetched with; None
-        where every step is an update, as far as the optimizers tell.
-      num_parameters: trainable parameters.
+        where every step is an update, as far as the optimizers say.
+      num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
-      optimizers: the optimizer that was made and those inside it, from the outside in.
+      optimizers: the optimizer that was made and those inside it, outermost first.
     """
 
     lowering: Any
@@ -76,7 +76,7 @@ def build_train_graph(
       mesh_block: makes a context manager that gives the mesh to lower on; the program is built
         inside it, the step counter outside, as a TPU program wants it. Where it gives None, that
         is the placement mesh of the settings.
-      reports: whether to ask the optimizers what they report.
+      reports: whether to fetch the optimizers' reports.
       noise_scale: whether to estimate the gradient noise scale, in sequences.
 
     Returns:
@@ -86,7 +86,7 @@ def build_train_graph(
       ConfigError: if the optimizer has no apply_grads, or nothing is left to train.
     """
     global_step = tf.train.get_or_create_global_step()
-    # One read, before anything is assigned: the schedule and the increment see the same step.
+    # Read once, before anything is assigned: the schedule and the increment use the same step.
     step_now = tf.identity(global_step.read_value())
     with mesh_block() as mesh_impl:
         model = MeshModel(settings, mesh_impl)
@@ -102,15 +102,15 @@ def build_train_graph(
         opt = _make_optimizer(optimizer, rate)
         update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
-        # Asked for before lowering, because answering may add mtf operations.
+        # Called before lowering, because it may add mtf operations.
         fields, update_step = _facts(stack)
-        told = reported(opt) if reports or noise_scale else {}
+        reports_by_name = reported(opt) if reports or noise_scale else {}
         if noise_scale:
             value, more = _noise_scale(opt, settings.batch_size)
             update_ops += more
-            fields["noise scale"] = told["gradient_noise_scale"] = value
-            if "gradient_norm/of_shards" in told:
-                fields["norms of shards"] = told["gradient_norm/of_shards"]
+            fields["noise scale"] = reports_by_name["gradient_noise_scale"] = value
+            if "gradient_norm/of_shards" in reports_by_name:
+                fields["norms of shards"] = reports_by_name["gradient_norm/of_shards"]
 
         lowering = model.lower()
 
@@ -120,7 +120,7 @@ def build_train_graph(
         updates = [lowering.lowered_operation(op) for op in update_ops]
         tf_loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
         tf_fields = {name: exported(x) for name, x in fields.items()}
-        tf_reported = {name: exported(x) for name, x in told.items()}
+        tf_reported = {name: exported(x) for name, x in reports_by_name.items()}
         if rate is not None:
             tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
         tf_update_step = exported(update_step)
@@ -141,7 +141,7 @@ def build_train_graph(
 
 
 def _noise_scale(opt: Any, batch_size: int) -> Any:
-    """The noise scale, counted in sequences."""
+    """Returns the noise scale in sequences."""
     stack = opt._wrappers() if isinstance(opt, Wrapper) else []
     for one in stack:
         if isinstance(one, GradientAccumulationOptimizer) and one.accumulate == "local":
@@ -159,7 +159,7 @@ def _noise_scale(opt: Any, batch_size: int) -> Any:
 
 
 def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:
-    """The loss and its gradients, by all trainable variables; in microbatches if gin says so."""
+    """Returns the loss and its gradients, computed in microbatches if gin says so."""
     settings = model.settings
     mtf_features = model.import_features(features)
     batch_dim = mtf_features["targets"].shape.dims[-2]
@@ -195,7 +195,7 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
 
 
 def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """What optimizers want shown, and the count of updates, None where none of them counts."""
+    """Returns what optimizers want shown, and their count of updates, None where none counts."""
     fields: dict[str, Any] = {}
     update_step = None
     # An outer optimizer's fields replace those of the same name.

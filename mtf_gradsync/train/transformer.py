@@ -1,4 +1,4 @@
-"""The door to ``mesh_tensorflow.transformer``, which needs an extra."""
+"""Imports ``mesh_tensorflow.transformer``, which needs an extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SIMD (TPU) programs through XLA: run on the devices that jax has, or compiled without them.
+"""SIMD (TPU) programs through XLA: runs them on jax's devices, or compiles them without devices.
+
+See ``docs/xla.md`` and ``docs/tpu.md``.
 
 See ``docs/xla.md`` and ``docs/tpu.md``.
 """

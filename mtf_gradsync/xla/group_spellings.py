@@ -1,8 +1,8 @@
 """Reads groups of cores in the spellings of every version of XLA.
 
-Versions of XLA since 2024 say who takes part in a collective in fields that TensorFlow's own copy
-of ``HloInstructionProto`` may be too old to know. Protocol buffers keep such fields as they came;
-the messages here hold those fields alone, under the numbers that XLA gave them.
+Versions of XLA since 2024 list the cores of a collective in fields that TensorFlow's own copy of
+``HloInstructionProto`` may be too old to know. Protocol buffers keep unknown fields as received;
+the messages here have those fields alone, under the numbers that XLA gave them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PACKAGE = "mtf_gradsync.xla"
 _INT64 = descriptor_pb2.FieldDescriptorProto.TYPE_INT64
 _BYTES = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
 
-# Message -> its fields: name, number, type or message, whether it is repeated.
+# Message -> its fields: name, number, type or message, and whether it is repeated.
 _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
     "Group": [("replica_ids", 1, _INT64, True)],
     "Iota": [
@@ -38,7 +38,7 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 
 
 def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective.
+    """Returns the groups of a collective.
 
     Args:
       instruction: a serialized ``HloInstructionProto``.
@@ -47,7 +47,7 @@ def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
       Groups of cores; empty for one group of all.
 
     Raises:
-      ValueError: when they are spelled by the axes of a mesh.
+      ValueError: when they are given by the axes of a mesh.
     """
     read = _instruction_class().FromString(instruction)
     for groups, iota in ((read.groups, read.iota), (read.devices.groups, read.devices.iota)):
@@ -56,12 +56,12 @@ def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
         if iota.num_groups:
             return _iota_groups(iota)
     if read.HasField("mesh_axes"):
-        raise ValueError("groups that are named by the axes of a mesh cannot be read")
+        raise ValueError(f"Groups that are named by mesh axes cannot be read: {read.mesh_axes!r}")
     return ()
 
 
 def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
-    """The groups in numbers that count up through a reshaped and transposed array."""
+    """Returns groups spelled as a range of numbers, reshaped and transposed."""
     sizes: Sequence[int] = iota.reshape_dims
     cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.transpose_perm)
     return tuple(map(tuple, cores.reshape(iota.num_groups, iota.group_size).tolist()))

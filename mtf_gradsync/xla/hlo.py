@@ -1,4 +1,4 @@
-"""Reads programs of XLA: their computations, the sizes of values, groups of cores and aliases."""
+"""Reads XLA's programs: computations, sizes of values, groups of cores and aliases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import hlo_module, xla_element_types
 from mtf_gradsync.xla.group_spellings import groups_in
 
-# Bits of an element -> the types that have them, in XLA's names.
+# Bits of an element -> XLA's names of the types of that size.
 _TYPES = {
     0: ("TOKEN", "OPAQUE_TYPE"),
     1: ("S1", "U1"),
@@ -29,13 +29,10 @@ _BITS = {name: bits for bits, names in _TYPES.items() for name in names}
 
 
 def read_module(serialized: bytes) -> Any:
-    """Reads a program.
+    """Parses a program into an ``HloModuleProto``.
 
     Args:
       serialized: a serialized ``HloModuleProto``.
-
-    Returns:
-      The ``HloModuleProto``.
 
     Raises:
       ValueError: when it is something else, or a module without an entry computation.
@@ -46,14 +43,14 @@ def read_module(serialized: bytes) -> Any:
         raise ValueError(f"Give a serialized HloModuleProto; this is none: {error}") from error
     if not any(c.id == module.entry_computation_id for c in module.computations):
         raise ValueError(
-            "The HloModuleProto holds no entry computation; give a whole module, as XLA "
-            "serializes it."
+            f"The HloModuleProto {module.name!r} has no entry computation; give a whole module, "
+            "as XLA serializes it."
         )
     return module
 
 
 def instructions_of(module: Any, computation: Any) -> list[Any]:
-    """A computation's instructions, in the order in which they run where the module says it.
+    """Returns a computation's instructions, in the order of execution if the module has one.
 
     Args:
       module: the ``HloModuleProto``.
@@ -69,7 +66,7 @@ def instructions_of(module: Any, computation: Any) -> list[Any]:
 
 
 def aliases_of(module: Any) -> dict[int, int]:
-    """Which results of a module are written over which parameters.
+    """Returns the results of a module that are written over parameters.
 
     Args:
       module: a ``HloModuleProto`` whose parameters are arrays, and whose result is a tuple of them.
@@ -89,19 +86,16 @@ def aliases_of(module: Any) -> dict[int, int]:
 
 
 def is_predicate(shape: Any) -> bool:
-    """Whether a ``ShapeProto`` is of truth values."""
+    """Returns whether a ``ShapeProto`` is of booleans."""
     return _type_name(shape) == "PRED"
 
 
 def shape_bytes(shape: Any) -> int:
-    """Bytes of a value, without the padding of a device's memory layout.
+    """Returns the bytes of a value, without the padding of a device's memory layout.
 
     Args:
-      shape: its ``ShapeProto``; a tuple has the bytes of all its parts, and a dimension whose size
-        is known only later that of its bound.
-
-    Returns:
-      The bytes.
+      shape: the value's ``ShapeProto``; a tuple has the bytes of all its parts, and a dimension
+        whose size is known only later that of its bound.
 
     Raises:
       ValueError: when the size of its elements is not known.
@@ -118,7 +112,7 @@ def shape_bytes(shape: Any) -> int:
 
 
 def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """The cores that exchange data in a collective, group by group.
+    """Returns the cores that exchange data in a collective, group by group.
 
     Args:
       instruction: its ``HloInstructionProto``.
@@ -127,7 +121,7 @@ def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
       Groups of cores, or pairs of source and target; empty for one group of all cores.
 
     Raises:
-      ValueError: when the groups are spelled by the axes of a mesh.
+      ValueError: when the groups are given by the axes of a mesh.
     """
     if instruction.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
@@ -138,7 +132,7 @@ def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _type_name(shape: Any) -> str:
-    """XLA's name of the type of a value's elements; "" where this TensorFlow has none."""
+    """Returns XLA's name of a value's element type; "" where this TensorFlow has none."""
     return _type_names().get(shape.element_type, "")
 
 

@@ -1,4 +1,4 @@
-"""What has to be installed for XLA."""
+"""Checks what has to be installed for XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _OLDEST_JAX = "0.4.30"
-# The newest that the tests have run on. A newer one is tried before it is used.
+# The newest version that was tested. A newer one is tried in a process of its own first.
 _NEWEST_KNOWN_JAX = "0.12.0.1"
 _TRIAL = str(Path(__file__).with_name("trial.py"))
 _TRIAL_SECONDS = 120
@@ -22,25 +22,23 @@ class XlaMissingError(ImportError):
 
 
 def why_no_xla() -> str:
-    """Why programs cannot run on XLA devices here.
+    """Returns why programs cannot run on XLA devices here, and what would help.
 
-    Returns:
-      The reason with what would help, or "" where they can.
+    It is "" where they can.
     """
     return _reason("jax", "jaxlib")
 
 
 def why_no_tpu_compiler() -> str:
-    """Why programs cannot be compiled for a TPU here.
+    """Returns why programs cannot be compiled for a TPU here, and what would help.
 
-    Returns:
-      The reason with what would help, or "" where they can.
+    It is "" where they can.
     """
     return _reason("jax", "jaxlib", "libtpu")
 
 
 def check_installed(*modules: str) -> None:
-    """Checks that modules can be imported, without importing them.
+    """Raises an error if modules cannot be imported, without importing them.
 
     Args:
       modules: their names.
@@ -75,7 +73,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=None)
 def _why_unfit(jax: str, jaxlib: str) -> str:
-    """What a small program says of versions that nobody has tested, in a process of its own."""
+    """Runs a small program with untested versions, and returns why it failed; "" if it did not.
+
+    It runs in a process of its own.
+    """
     trial = [sys.executable, _TRIAL]
     try:
         done = subprocess.run(
@@ -100,6 +101,6 @@ def _why_unfit(jax: str, jaxlib: str) -> str:
 
 
 def _error_in(stderr: str) -> str:
-    """The error that ends a traceback, in one line without its details."""
+    """Returns the error that ends a traceback, in one line without its details."""
     errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
     return errors[-1][:200].rstrip(".: ") if errors else ""

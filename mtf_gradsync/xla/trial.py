@@ -1,7 +1,7 @@
 """Runs a small program on two CPU devices, in the way this package hands programs to jax.
 
-It runs as a script, without TensorFlow, beside the runner: an exit code of 0 says that this jax can
-be used; otherwise the last line says what it ended in.
+It runs as a script, without TensorFlow, beside the runner. Exit code 0 says that this jax can be
+used; otherwise the last line of stderr is the error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ func.func public @main(%x: tensor<4xf32>, %y: tensor<4xi64>) -> (tensor<4xf32>, 
 
 
 def main() -> None:
-    """Compiles the program, runs it, keeps it as bytes, and runs these.
+    """Compiles the program, runs it, serializes it, and runs the deserialized one.
 
     Raises:
-      Exception: whatever this jax cannot do.
+      Exception: whatever error this jax raises.
     """
     import jax
     from runner import devices as device_tools  # type: ignore[import-not-found]  # beside this file
@@ -39,11 +39,11 @@ def main() -> None:
         program = programs.LoadedProgram(each, devices)
         x = device_tools.put([np.ones(4, np.float32)] * 2, devices)
         y = device_tools.put([np.full(4, 1 << 40)] * 2, devices)
-        for power in range(1, 4):  # the first time results come in another way
+        for power in range(1, 4):  # results of the first call take another path
             x, y = program.run([x, y])
             for array, expected in ((x, 2**power), (y, 1 << 40)):
                 if not all(np.all(np.asarray(a) == expected) for a in array.arrays):
-                    raise ValueError(f"step {power} gave {array.arrays} in place of {expected}")
+                    raise ValueError(f"Step {power} gave {array.arrays} in place of {expected}")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,10 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         made[f"train {name}"] = lambda name=name: cross(STRATEGIES[name])
     made["accumulate collective"] = lambda: accumulate(STRATEGIES["collective"])
     made["mesh collective"] = lambda: cross(STRATEGIES["collective"])
+    # The rows are the processes: each is an island.
+    made["outer fused"] = lambda: gs.OuterOptimizer(
+        models.OPTIMIZERS["momentum"](), K, outer_momentum=0.5, mesh_shape=MESH, layout=LAYOUT
+    )
     return made
 
 

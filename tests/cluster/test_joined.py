@@ -91,7 +91,7 @@ def test_tasks_meet_at_a_port_that_none_of_them_has():
         (({}, "worker", 0), "must be like .*got {}"),
         (({"worker": "a:1"}, "worker", 0), "must list addresses.*got 'a:1'"),
         (({"worker": ["a"]}, "worker", 0), "like \"host:2222\"; the job 'worker' has 'a'"),
-        (({"worker": ["a:1", "a:1"]}, "worker", 0), "two tasks .* same address 'a:1'"),
+        (({"worker": ["a:1", "a:1"]}, "worker", 0), "Two tasks .* same address 'a:1'"),
         (({"ps": ["a:1"]}, "ps", 0), 'must have a job "chief" or "worker"'),
         (({"chief": ["a:1", "b:1"]}, "chief", 0), "has one chief; got 2"),
         ((SPEC, "evaluator", 0), "the jobs worker, ps, and not 'evaluator': the chief evaluates"),

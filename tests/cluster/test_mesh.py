@@ -11,12 +11,14 @@ from mtf_gradsync._private.libraries import mtf
 from tests import models, reference
 from tests.cluster import mesh_program as program
 from tests.cluster.processes import Processes
+from tests.optimizers.outer import outer_reference
 from tests.reduce import on_mesh
 
 pytestmark = pytest.mark.cluster
 EPS = np.finfo(np.float32).eps
 # A few ulp of values around 1 a step, as for every trajectory.
 TOLERANCE = program.STEPS * 16 * EPS
+OUTER = "outer fused"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def one_process():
     }
 
 
-@pytest.mark.parametrize("case", sorted(program.optimizers()))
+@pytest.mark.parametrize("case", sorted(set(program.optimizers()) - {OUTER}))
 def test_trains_as_one_process_and_as_numpy(values, one_process, case):
     update = reference.Momentum()
     if case.startswith("accumulate"):
@@ -65,6 +67,26 @@ def test_trains_as_one_process_and_as_numpy(values, one_process, case):
         np.testing.assert_allclose(
             values[case][name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
         )
+
+
+@pytest.mark.parametrize("where", ["on a cluster", "in shared memory"])
+def test_islands_are_processes_or_share_their_memory(values, where):
+    if where == "on a cluster":
+        found = values[OUTER]
+    else:
+        devices = [f"/device:CPU:{i}" for i in range(len(program.DEVICES))]
+        mesh_impl, config = (
+            program.placement("mesh fused", devices),
+            session_config(num_cpu_devices=len(devices)),
+        )
+        found = program.train(OUTER, mesh_impl, "", config)
+    feeds = models.mlp_batches(program.STEPS)
+    turns = [list(models.mlp_values())]
+    expected = outer_reference.train("momentum", feeds, 2, program.K, 0.7, 0.5, True, turns)
+    for name, value in expected.outer.items():
+        np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+        islands = np.stack([island[name] for island in expected.islands])
+        np.testing.assert_allclose(found[f"{name}/island"], islands, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("strategy", program.STRATEGIES)
@@ -82,7 +104,7 @@ def test_sums_equal_float64(values, strategy):
 
 
 @pytest.mark.parametrize("strategy", program.STRATEGIES)
-def test_what_crosses_is_counted_as_tensorflow_sends_it(values, strategy):
+def test_messages_between_processes_are_counted_as_tensorflow_sends_them(values, strategy):
     sent = values[f"sent {strategy}"]
     np.testing.assert_array_equal(sent["counted"], sent["real"])
 
@@ -104,6 +126,8 @@ def test_strategies_that_exist_are_here():
     tried = {type(make()) for make in program.STRATEGIES.values()}
     # Another strategy's messages, made smaller; tests/reduce/test_tasks.py has it.
     smaller = {reduce.CompressedAllReduce}
+    # Of gradients alone; tests/cluster/test_compressed.py has them.
+    smaller |= {reduce.QuantizedAllReduce, reduce.LowRankAllReduce}
     assert classes - tried == {reduce.Strategy, reduce.GradientStrategy} | smaller
 
 

@@ -271,15 +271,15 @@ def test_arguments_that_do_not_fit_are_refused(arguments, error, words):
         gs.GradientAccumulationOptimizer(tf.train.AdamOptimizer(0.1), **arguments)
 
 
-def test_sync_replicas_adds_up_itself():
+def test_sync_replicas_and_accumulation_refuse_each_other():
     adam = tf.train.AdamOptimizer(0.1)
     sync = gs.SyncReplicasOptimizer(adam, 2)
     for inner in (sync, gs.CrossShardOptimizer(sync)):
-        with pytest.raises(ValueError, match="replicas_to_aggregate times as many"):
+        with pytest.raises(ValueError, match="replicas_to_aggregate multiplied by 2"):
             gs.GradientAccumulationOptimizer(inner, 2)
     for inner in (adam, gs.CrossShardOptimizer(adam)):
         inner = gs.GradientAccumulationOptimizer(inner, 2)
-        with pytest.raises(ValueError, match="replicas_to_aggregate times as many"):
+        with pytest.raises(ValueError, match="multiply replicas_to_aggregate by"):
             gs.SyncReplicasOptimizer(inner, 2)
 
 
@@ -316,7 +316,7 @@ def test_a_schedule_of_the_global_step_gets_a_hint(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="mtf_gradsync"):
             gs.GradientAccumulationOptimizer(opt, 2)
-        assert "counts micro steps" in caplog.text
+        assert "counts microbatch steps" in caplog.text
 
 
 def test_a_mesh_optimizer_takes_no_allreduce_function():

@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "averaged": lambda variables: gs.SyncReplicasOptimizer(
         adam(), 2, variable_averages=0.9, variables_to_average=variables
     ),
+    "outer": lambda _: gs.OuterOptimizer(adam(), 2),
     "average": lambda _: gs.AverageOptimizer(gs.CrossShardOptimizer(adam()), 0.5),
     "momentum": lambda _: gs.CrossShardOptimizer(mtf.optimize.MomentumOptimizer(0.1, 0.9)),
 }

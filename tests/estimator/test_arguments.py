@@ -30,7 +30,7 @@ def test_no_such_runtime(given, message, tmp_path):
         ours(tmp_path, **given)
 
 
-def test_model_dir_is_said_once(tmp_path):
+def test_model_dir_is_given_once(tmp_path):
     with pytest.raises(ValueError, match="give it once"):
         estimator.Estimator(digits.model_fn, "one", config(model_dir="other"))
     assert ours(tmp_path).model_dir == str(tmp_path)

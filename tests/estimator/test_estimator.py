@@ -201,6 +201,23 @@ def test_a_run_in_two_pieces_is_the_same_run(runtime, tmp_path):
         np.testing.assert_array_equal(value, two[name], err_msg=name)
 
 
+def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_path):
+    whole = train(ours(tmp_path / "whole", "outer"), 4)
+    runs = ours(tmp_path / "pieces", "outer")
+    pieces = train(runs, 3)
+    values = variables(tmp_path / "pieces")
+    images, labels = zip(*batches(digits.input_fn("eval")))
+    losses = [cross_entropy(forward(values, x), y) for x, y in zip(images, labels)]
+    found = runs.evaluate(digits.input_fn)["loss"]
+    np.testing.assert_allclose(found, np.mean(losses), rtol=TOLERANCE)
+    assert np.abs(values["logits/kernel/island"] - values["logits/kernel"]).max() > 0
+    assert pieces + train(runs, 1, digits.skipping(3)) == whole
+    one, two = variables(tmp_path / "whole"), variables(tmp_path / "pieces")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, two[name], err_msg=name)
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_averages_stand_in_place_of_the_variables(runtime, tmp_path):
     losses = train(ours(tmp_path / "without", "average", runtime), 3)

@@ -9,8 +9,10 @@ import re
 import pytest
 
 import mtf_gradsync
+from benchmarks import page as benchmarks_page
 from mtf_gradsync import compat_v1, estimator, reduce, simd, xla
 from tests import documents
+from tests.cluster.processes import Processes
 from tests.documents import DOCUMENTS, ROOT
 
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
@@ -23,11 +25,15 @@ APART = {
     "docs/sync_replicas.md",
     "docs/xla.md",
 }
-RUN = [name for name in NAMES if name not in APART and documents.blocks(name)]
+# Run as a reader's program, in a process with the switches of the page alone.
+PASTED = ["docs/guides/no_optimizer.md", "docs/guides/v1_optimizer.md"]
+RUN = [name for name in NAMES if name not in {*APART, *PASTED} and documents.blocks(name)]
 MISSING = {
     "docs/tpu.md": xla.why_no_tpu_compiler,
     "docs/guides/tpu_proof.md": xla.why_no_xla,
 }
+# Warnings of a page that it does not explain yet.
+UNEXPLAINED = {"docs/tpu.md": ["Using default tf glorot_uniform_initializer"]}
 OUTSIDE = "https?:|mailto:"
 
 
@@ -40,7 +46,19 @@ def marked(name):
 def test_code_runs(name):
     if name in MISSING and MISSING[name]():
         pytest.skip(MISSING[name]())
-    documents.run(name)
+    documents.run(name, unexplained=UNEXPLAINED.get(name, ()))
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_blocks_pasted_into_one_file_run_without_warnings(name, tmp_path):
+    blocks = documents.blocks(name)
+    script = tmp_path / "pasted.py"
+    script.write_text("\n\n".join(block.code for block in blocks), encoding="utf-8")
+    with Processes(time_limit=300) as processes:
+        process = processes.fork(script)
+        printed = processes.wait(process)
+        assert "WARNING" not in process.errors(), process.errors()
+    assert printed.split() == "".join(block.printed or "" for block in blocks).split()
 
 
 def slugs(path):
@@ -70,8 +88,12 @@ def test_the_site_s_navigation_has_every_page():
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
     assert len(listed) == len(set(listed))
     # Pages that docs/site/pages.py makes of files outside docs/.
-    made = {"overview.md", "examples.md", "changelog.md", "license.md"}
+    made = {"overview.md", "examples.md", "changelog.md", "contributing.md", "license.md"}
     assert set(listed) - made == {n[len("docs/") :] for n in NAMES if n.startswith("docs/")}
+
+
+def test_the_page_of_benchmarks_is_made_from_results():
+    assert benchmarks_page.PAGE.read_text(encoding="utf-8") == benchmarks_page.page()
 
 
 def found(dotted):

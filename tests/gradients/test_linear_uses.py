@@ -1,4 +1,4 @@
-"""What each shard contributed can be told apart, however the model uses a variable."""
+"""Per-shard gradients are recoverable, however the model uses a variable."""
 
 import numpy as np
 import pytest
@@ -101,16 +101,16 @@ MESH = {"simd": "4x2", "placement": "2x2"}
 
 
 @pytest.mark.parametrize("group", list(GROUPS))
-def test_shards_of_many_uses_are_told_apart(mesh_kind, group):
+def test_shards_of_many_uses_are_recoverable(mesh_kind, group):
     check_shards(mesh_kind, MESH[mesh_kind], *together(GROUPS[group]))
 
 
 @pytest.mark.parametrize("use", ALONE)
-def test_shards_of_a_step_of_its_own_are_told_apart(mesh_kind, use):
+def test_shards_of_a_step_of_its_own_are_recoverable(mesh_kind, use):
     check_shards(mesh_kind, MESH[mesh_kind], uses.ALL[use])
 
 
-def test_shards_of_two_axes_are_told_apart(mesh_kind):
+def test_shards_of_two_axes_are_recoverable(mesh_kind):
     several = {use: uses.ALL[use] for use in ON_TWO_AXES if use not in ALONE}
     check_shards(mesh_kind, "2x2x2", *together(several))
     check_shards(mesh_kind, "2x2x2", uses.ALL["microbatches"])
@@ -193,17 +193,17 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
 @pytest.mark.parametrize(
     ("kind", "group"), [("placement", "layers"), *(("simd", group) for group in GROUPS)]
 )
-def test_replicas_that_are_left_out_have_no_part_in_the_update(kind, group):
+def test_replicas_that_are_skipped_have_no_part_in_the_update(kind, group):
     model, eps_of = together(GROUPS[group])
     check_replicas(kind, "2x2", model, eps_of=eps_of)
 
 
 @pytest.mark.parametrize("use", ALONE)
-def test_replicas_that_are_left_out_of_a_step_of_its_own(mesh_kind, use):
+def test_replicas_that_skip_a_step_of_its_own(mesh_kind, use):
     check_replicas(mesh_kind, MESH[mesh_kind], uses.ALL[use])
 
 
-def test_replicas_of_two_axes_that_are_left_out():
+def test_replicas_of_two_axes_that_are_skipped():
     model, eps_of = together({use: uses.ALL[use] for use in ON_TWO_AXES[:4]})
     check_replicas("simd", "2x2x2", model, eps_of=eps_of)
 

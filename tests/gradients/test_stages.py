@@ -151,7 +151,7 @@ def test_gradient_that_is_scaled_between_two_replica_axes(mesh_kind):
     close(out["sum0"], x.sum((0, 1), dtype=float) / 2)
 
 
-def test_tied_variable_adds_up_before_it_crosses_the_mesh(mesh_kind):
+def test_tied_variable_adds_up_before_it_is_reduced(mesh_kind):
     x = data(B, D)
     out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t) + pending(mesh, 2 * t)], x)
     close(out["shard0"], 3 * per_shard_reference(x))

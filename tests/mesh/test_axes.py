@@ -48,7 +48,7 @@ def test_one_processor_and_unsplit_batches_have_one_shard():
     assert ReplicaAxes("model:8", "heads:model", batch_dims=()).num_shards == 1
 
 
-def test_free_shard_dims_leave_out_axes_that_a_tensor_is_split_over():
+def test_free_shard_dims_skip_axes_that_split_the_tensor():
     axes = ReplicaAxes("a:2;b:4", "outer:a;batch:b;experts:b", ("outer", "batch"))
     shape = mtf.Shape([mtf.Dimension("experts", 8), mtf.Dimension("d", 3)])
     assert axes.free_shard_dims(shape) == (mtf.Dimension("outer", 2),)

@@ -75,7 +75,7 @@ def test_sums(target, strategy, unit, mesh_shape):
                 assert len({y[p].tobytes() for p in group}) == 1
 
 
-def test_overflow_is_said_once_for_both_tasks(target, capfd):
+def test_overflow_is_warned_of_once_for_both_tasks(target, capfd):
     x = np.full([8, 3], 3e4, "f")
 
     def make(impl, values):

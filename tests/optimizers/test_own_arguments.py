@@ -86,8 +86,12 @@ def expected(every, share, clips):
     return values
 
 
-@pytest.mark.parametrize("name", sorted(WRAPPERS))
-def test_an_update_uses_the_argument_of_its_step(mesh_kind, name):
+CASES = [(kind, name) for kind in ("placement", "simd") for name in sorted(WRAPPERS)]
+CASES.append(pytest.param("xla", "loss_scale", marks=pytest.mark.xla))
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_an_update_uses_the_argument_of_its_step(kind, name):
     wrap, every, share, form = WRAPPERS[name]
 
     def build(mesh, inputs):
@@ -101,8 +105,8 @@ def test_an_update_uses_the_argument_of_its_step(mesh_kind, name):
         {**feed, "weights": np.full(models.BATCH, factor / models.BATCH, "f")}
         for feed, factor in zip(models.mlp_batches(len(FACTORS)), FACTORS)
     ]
-    made = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
-    assert mesh_kind == "simd" or not made.races()
+    made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
+    assert kind != "placement" or not made.races()
     found = made.run(feeds).variables
     for variable, value in expected(every, share, name == "clip").items():
         np.testing.assert_allclose(
@@ -136,7 +140,9 @@ def test_arguments_by_position_and_by_name_in_every_call(name):
     assert inner.got == (2.0, 3.0)
     with tf.Graph().as_default():
         _, grads, variables = parts()
-        wrap(inner).apply_grad(grads[0], variables[0], 4.0)
+        optimizer = wrap(inner)
+        optimizer.apply_grad(grads[0], variables[0], 4.0)
+        assert optimizer.step is not None  # what the pairs so far come to
     assert inner.got == (4.0, 0.1)
     with tf.Graph().as_default():
         mesh, grads, variables = parts()
@@ -189,7 +195,7 @@ def test_the_wrapper_s_own_loss_scale_is_refused_as_an_argument():
     opt = gs.LossScaleOptimizer(Keeps())
     pairs = opt.compute_gradients(mtf.reduce_sum(mtf.square(variables[0].value)))
     with pytest.raises(
-        ValueError, match=r"grad_scale .* is made of the scale of LossScaleOptimizer"
+        ValueError, match=r"grad_scale .* is computed from the scale of LossScaleOptimizer"
     ):
         opt.apply_gradients(pairs, grad_scale=1.0 / opt.scale.value)
     # A norm of gradients is theirs, though the scale was in them.

@@ -143,7 +143,7 @@ def test_a_model_that_is_split_too(mesh_kind):
 
 
 @pytest.mark.parametrize(("split", "expected"), [("", True), (";hidden:cols", False)])
-def test_shards_that_take_sums_of_the_size_of_gradients_are_left_out(split, expected):
+def test_shards_that_take_sums_of_the_size_of_gradients_are_not_reported(split, expected):
     """The gradient of a factor of what is split over `cols` is a sum over `cols`, too."""
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     batch, hidden = mtf.Dimension("batch", 4), mtf.Dimension("hidden", 4)

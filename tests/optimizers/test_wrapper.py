@@ -147,7 +147,7 @@ def test_the_live_list_of_trainable_variables_and_a_single_pair(wrapper):
         (lambda o, g, v: o.apply_grads([3], v[:1]), TypeError, r"grads\[0\] is 3"),
         (lambda o, g, v: o.apply_grads([g], [3]), TypeError, r"variables\[0\] is 3"),
         (lambda o, g, v: o.apply_grads([g], v[0]), TypeError, "variables must be a list"),
-        (lambda o, g, v: o.apply_grads([g, g], [v[0]] * 2), ValueError, "'w' stands twice"),
+        (lambda o, g, v: o.apply_grads([g, g], [v[0]] * 2), ValueError, "'w' is twice"),
         (lambda o, g, v: o.apply_grads([mtf.reduce_sum(g)], v[:1]), ValueError, "'w' has shape"),
         (lambda o, g, v: o.apply_gradients(None), ValueError, "grads_and_vars.*None"),
         (lambda o, g, v: o.apply_gradients([]), ValueError, "grads_and_vars"),

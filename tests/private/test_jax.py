@@ -154,6 +154,25 @@ def test_a_compiled_program_says_its_memory_and_its_text():
     assert {"all-reduce", "parameter"} <= set(out["opcodes"])
 
 
+def test_a_profile_has_the_operations_of_a_program_and_no_frames_of_python():
+    out = run_fresh("""
+        from mtf_gradsync._private.tensorflow import profile_space
+        profiler = private.Profiler()
+        double = jax.jit(lambda x: jax.numpy.sin(x) * 2)
+        double(1.0)
+        profiler.start()
+        double(2.0).block_until_ready()
+        space = profile_space(profiler.stop())
+        out["planes"] = [plane.name for plane in space.planes]
+        (host,) = [plane for plane in space.planes if plane.name == "/host:CPU"]
+        out["stats"] = sorted(value.name for value in host.stat_metadata.values())
+        out["events"] = sorted(value.name for value in host.event_metadata.values())
+    """)
+    assert "Task Environment" in out["planes"]
+    assert {"hlo_op", "hlo_module"} <= set(out["stats"])
+    assert not [name for name in out["events"] if name.startswith("$")]
+
+
 def test_a_program_is_compiled_for_a_tpu_that_is_only_described():
     out = run_fresh("""
         from jax.experimental import topologies

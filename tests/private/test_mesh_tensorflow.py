@@ -7,6 +7,7 @@ import pytest
 
 from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import Later, Plan
 
 ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
 
@@ -37,9 +38,9 @@ def test_a_pending_sum_keeps_what_it_has_become(mesh, x):
     total = mtf.reduce_sum(x, reduced_dim=ROWS)
     lazy = lower(mesh).tensors[total]
     assert isinstance(lazy, mtf.LazyAllreduceSum)
-    assert private.kept_sum(lazy) is None
+    assert private.sum_made_by(lazy) is None
     reduced = lazy.to_laid_out_tensor()
-    assert private.kept_sum(lazy) is reduced
+    assert private.sum_made_by(lazy) is reduced
     np.testing.assert_array_equal(run(reduced.tensor_list), [[12, 16]] * 2)
 
 
@@ -164,7 +165,7 @@ def test_operations_that_are_taken_out_of_a_body_do_not_run(mesh, x):
 
     def body(n, y):
         doubled = y * 2.0
-        mtf.scalar_summary("left_out", mtf.reduce_sum(doubled))
+        mtf.scalar_summary("unused", mtf.reduce_sum(doubled))
         return [n + 1, doubled]
 
     (_, last) = mtf.while_loop(lambda n, y: mtf.less(n, 3), body, [number, x])
@@ -337,3 +338,26 @@ def test_masks_stay_finite(dtype, scalar, expected):
     value = mtf.Lowering(mesh.graph, {mesh: mesh_impl}).export_to_tf_tensor(product)
     with tf.Session() as session:
         assert session.run(value).tolist() == [0.0, expected]
+
+
+@pytest.mark.parametrize("autostack", [True, False])
+def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    added = []
+
+    class Added(Later):
+        def make(self):
+            w = mtf.get_variable(mesh, f"w{len(added)}", [mtf.Dimension("d", 2)])
+            added.append(mtf.assign(w.operation, w * 2.0))
+            return added[-1:]
+
+    first = Added(Plan.of(mesh.graph))
+    if not autostack:
+        mesh.graph.rewrite_stack_variables()
+        assert len(added) == 1
+        assert len(mesh.graph.all_variables) == 1
+    second = Added(Plan.of(mesh.graph))
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
+    lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl}, autostack=autostack)
+    assert [*first.build(), *second.build()] == added
+    assert all(op in lowering.operations for op in added)

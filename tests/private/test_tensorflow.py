@@ -11,6 +11,7 @@ from mtf_gradsync._private.tensorflow import (
     add_saving_listeners,
     collective_sum,
     control_flow_context,
+    control_flow_v1,
     create_slots,
     cross_replica_gather,
     cross_replica_scatter,
@@ -88,6 +89,15 @@ def test_a_function_takes_what_stands_in_for_a_capture():
     assert [x for x in result.op.inputs if x is replaced] == []
     assert len([x for x in result.op.inputs if x is captured]) == 1
     np.testing.assert_array_equal(run(result), [116.0])
+
+
+def test_control_flow_v1_inside_a_function_leaves_the_switch_as_it_was():
+    def body(x):
+        with control_flow_v1():
+            return x + 1
+
+    tf.function(body, autograph=False)(tf.constant(1.0))
+    assert not tf.control_flow_v2_enabled()
 
 
 def test_a_traced_function_adds_nothing_to_the_graph(fresh_graph):

@@ -74,7 +74,7 @@ def test_a_custom_call_goes_through_the_bridge_and_what_has_no_kernel_is_named()
     """In a process that has switched TensorFlow 2's behaviour off."""
 
     def body(x):
-        return xla_custom_call(x, "some_target", "some settings", [3])
+        return xla_custom_call(x, "some_target", "some settings", [3], "some_name")
 
     with eager_mode():
         assert tf2.executing_eagerly()
@@ -85,6 +85,7 @@ def test_a_custom_call_goes_through_the_bridge_and_what_has_no_kernel_is_named()
         ]
         assert call.custom_call_target == "some_target"
         assert call.backend_config == b"some settings"
+        assert call.metadata.op_name.startswith("some_name")
         assert list(call.shape.dimensions) == [3]
         text = tf.wrap_function(lambda x: tf.strings.as_string(x), specs)
         with pytest.raises(BridgeError, match="AsString"):

@@ -59,6 +59,6 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
             return start(*given, **named)
 
         monkeypatch.setattr(subprocess, "Popen", start_late)
-        with watchdog.spoken_for():
+        with watchdog.beating_by_proxy():
             thread.join(10)
             assert not thread.is_alive()

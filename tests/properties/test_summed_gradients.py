@@ -1,4 +1,4 @@
-"""Gradients in which shards cannot be told apart are an error, or accepted by who says so."""
+"""Gradients in which shards are not recoverable are an error, or accepted by who says so."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def refused(change, take):
     inputs = {k: tf.constant(v) for k, v in small_models.batches(1)[0].items()}
     grads, variables, operations = changed(mesh, inputs, change)
     before = len(mesh.graph.operations), len(mesh.graph.all_variables)
-    with pytest.raises(ValueError, match="cannot be told apart") as error:
+    with pytest.raises(ValueError, match="are not recoverable") as error:
         take(grads, variables)
     assert (len(mesh.graph.operations), len(mesh.graph.all_variables)) == before
     return str(error.value), operations

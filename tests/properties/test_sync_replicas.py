@@ -153,7 +153,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
-def test_a_replica_that_is_left_out_costs_nothing_to_the_others(kind):
+def test_a_replica_that_is_skipped_costs_nothing_to_the_others(kind):
     setup = Setup(kind, "4", 2, "adafactor", pending=False)
     masked = Schedule(setup.shard_sizes, 2, 4, **WAYS["masked"])
     with program(setup) as running:

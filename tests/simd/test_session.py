@@ -51,7 +51,7 @@ def test_reads_variables_by_name_and_object(program):
         session.run(program.update, {"value:0": 1})
         for key in ("w", program.variable, tf.global_variables()[0]):
             np.testing.assert_array_equal(session.read(key), [1, 1, 1, 1])
-        with pytest.raises(ValueError, match=r"no global variable 'v'.*: w"):
+        with pytest.raises(ValueError, match=r"no global variable 'v'.*: variable w"):
             session.read("v")
 
 

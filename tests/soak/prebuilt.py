@@ -67,7 +67,7 @@ def _built(binding: str, devices: tuple[str, ...], config: str) -> Callable[[], 
             # The server's port is known later.
             chosen = choose_runtime(asked, "grpc://later" if devices else "")
             later = types.SimpleNamespace(**chosen._asdict())
-            made, simd_program, make_runner = run_module._training_graph(job, batches, later)
+            made, simd_program, make_runner = run_module.training_graph(job, batches, later)
             if chosen.name == "cpu_replicas":
                 # What it runs is made from the graph with all that the runner adds.
                 make_runner = _LaterRunner(make_runner, asked)
@@ -81,7 +81,7 @@ def _built(binding: str, devices: tuple[str, ...], config: str) -> Callable[[], 
         return made, simd_program, make_runner
 
     def use() -> None:
-        run_module._training_graph = take
+        run_module.training_graph = take
         run_module.tf = _WithGraph(graph)
 
     return use

@@ -102,7 +102,7 @@ def test_a_branch_in_a_branch(mesh_kind):
     assert result.variables["inner"] == 2
 
 
-def test_summaries_of_a_branch_are_left_out_with_a_warning(caplog):
+def test_summaries_of_a_branch_are_removed_with_a_warning(caplog):
     def make(mesh, due):
         w = scalar(mesh, "w")
         plan = Plan.of(mesh.graph)

@@ -65,14 +65,18 @@ def expected():
     return fetched, values
 
 
-@pytest.mark.parametrize("autostack", [True, False])
-def test_it_trains_as_numpy_does_in_one_group_of_sums(mesh_kind, autostack, names, monkeypatch):
+CASES = [(kind, autostack) for kind in ("placement", "simd") for autostack in (True, False)]
+CASES.append(pytest.param("xla", True, marks=pytest.mark.xla))
+
+
+@pytest.mark.parametrize(("kind", "autostack"), CASES)
+def test_it_trains_as_numpy_does_in_one_group_of_sums(kind, autostack, names, monkeypatch):
     counted = Counted()
     monkeypatch.setattr("mtf_gradsync.gradients.stages.FusedAllReduce", lambda: counted)
-    made = harness.built(mesh_kind, SHAPE, LAYOUT, build(names), feeds()[0], autostack)
+    made = harness.built(kind, SHAPE, LAYOUT, build(names), feeds()[0], autostack)
     assert counted.calls == [((0,), 4)]  # all four gradients, over the axis of the batch
     assert not made.races()
-    results = made.runs(feeds(), 2) if mesh_kind == "placement" else [made.run(feeds())]
+    results = made.runs(feeds(), 2) if kind == "placement" else [made.run(feeds())]
     steps, variables = expected()
     for result in results:
         for got, want in zip(result.fetched, steps):

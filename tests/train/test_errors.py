@@ -36,7 +36,7 @@ def test_an_error_of_a_hook_is_one_of_the_step(tmp_path, capsys):
     error = capsys.readouterr().err
     # Not the code that says that nothing was begun.
     assert code == cli.EXIT_FAILED
-    assert "a step after step 7 failed: ValueError: no answer from the tracker." in error
+    assert "A step after step 7 failed: ValueError: no answer from the tracker." in error
     assert "The newest checkpoint is of step 6." in error
     assert "Traceback" not in error
 

@@ -37,10 +37,13 @@ class Ahead(Runner):
     def save(self, step):
         return f"checkpoint-{step}"
 
+    def timeline(self):
+        raise NotImplementedError
+
     def waits_too_long(self):
         return None
 
-    def left_out(self):
+    def skip_reason(self):
         return None
 
 
@@ -75,7 +78,7 @@ def test_held_out_data_that_the_model_cannot_read_are_named_after_the_first_step
     assert "step 1/2  loss " in capsys.readouterr().err
 
 
-def test_a_missing_library_is_told_before_the_run():
+def test_a_missing_library_is_reported_before_the_run():
     check_installed("json", "reading")
     with pytest.raises(ConfigError, match=r"drawing needs no_such_library: pip install"):
         check_installed("no_such_library", "drawing")

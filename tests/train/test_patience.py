@@ -22,14 +22,14 @@ def stack(opt):
 @pytest.mark.parametrize(
     "opt", [mtf.optimize.SgdOptimizer(0.1), optimizer(None), optimizer(lambda grads: grads)]
 )
-def test_at_once_where_nothing_is_left_out(opt):
+def test_ends_at_once_where_nothing_is_skipped(opt):
     patience = Patience(stack(opt))
     assert patience.goes_on(1.0, 0)
     assert not patience.goes_on(NAN, 1)
 
 
 @pytest.mark.parametrize("skip_fn", [gs.skip_not_finite, gs.skip_large_updates(1.0)])
-def test_after_steps_without_an_update_where_something_is(skip_fn):
+def test_ends_after_steps_without_an_update_where_some_are_skipped(skip_fn):
     patience = Patience(stack(optimizer(skip_fn)))
     assert all(patience.goes_on(NAN, step) for step in range(300))
     assert all(patience.goes_on(float("inf"), 299) for _ in range(99))

@@ -94,7 +94,7 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert [row["step"] for row in points] == [6, 12, 18, 24, 30, 36, 40]
     page = (directory / REPORT_FILE).read_text()
     assert "40 of 40 steps: finished." in page
-    assert page.count("<svg") == 6  # nothing is left out here
+    assert page.count("<svg") == 6  # nothing is skipped here
     assert f"report: {directory / REPORT_FILE}" in text
 
     again, _, said = train(four, "train.run.train_steps = 40", ATTENTION)
@@ -248,16 +248,16 @@ def test_initial_values_come_from_another_run(train, plain):
 
 
 def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):
-    with pytest.raises(TrainingError, match=r"the loss of step \d+ is nan"):
+    with pytest.raises(TrainingError, match=r"The loss of step \d+ is nan"):
         train(NO_EVAL, "train.run.learning_rate_schedule = 1e30")
-    assert "ended by an error, the loss of step" in (tmp_path / "run" / REPORT_FILE).read_text()
+    assert "ended by an error: The loss of step" in (tmp_path / "run" / REPORT_FILE).read_text()
 
 
 class LeavesOut(mtf.optimize.SgdOptimizer):
-    leaves_out_not_finite = True
+    stack_skips_not_finite = True
 
 
-def test_loss_that_is_not_finite_is_borne_for_a_while_where_the_optimizer_leaves_it_out(train):
+def test_loss_that_is_not_finite_is_accepted_for_a_while_where_the_optimizer_skips_it(train):
     gin.external_configurable(LeavesOut, "LeavesOut")
     bindings = [
         NO_EVAL,

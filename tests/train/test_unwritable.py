@@ -44,7 +44,7 @@ def test_checkpoint_that_cannot_be_written(train, after_step, tmp_path, capsys):
     code = cli.main(["train", f"--gin_file={TINY}", f"--model_dir={directory}", *bindings])
     assert code == cli.EXIT_FAILED
     error = capsys.readouterr().err
-    assert re.search(r"error: the checkpoint of step 12 cannot be written to .*/run: .", error)
+    assert re.search(r"error: The checkpoint of step 12 cannot be written to .*/run: .", error)
     assert "Traceback" not in error
     assert choose_checkpoint(str(directory), False, pytest.fail).step == 6
     assert not list(directory.glob("*tempstate*"))

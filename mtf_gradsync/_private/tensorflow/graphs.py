@@ -17,7 +17,7 @@ def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
 
 
 def control_flow_context(graph: tf.Graph) -> Any:
-    """The branch or loop of control flow v1 that is being built, None outside of any.
+    """Returns the branch or loop of control flow v1 that is being built, None outside of any.
 
     Read on TensorFlow 2.12 to 2.21.
     """
@@ -31,7 +31,11 @@ def control_flow_v1() -> Iterator[None]:
     Where TensorFlow 2's control flow is on, a branch is a graph of its own, and what it makes is of
     no use to the lowering outside.
     """
-    if not tf.control_flow_v2_enabled():
+    # Inside of a tf.function it is on in any case: asked there, TensorFlow does not say what the
+    # switch is at.
+    with tf.Graph().as_default():
+        is_on = tf.control_flow_v2_enabled()
+    if not is_on:
         yield
         return
     tf.disable_control_flow_v2()
@@ -42,7 +46,7 @@ def control_flow_v1() -> Iterator[None]:
 
 
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
-    """Puts something else into a function where it would capture a tensor from outside.
+    """Replaces tensors from outside that a function would otherwise capture.
 
     Read on TensorFlow 2.12 to 2.21: ``FuncGraph`` hands every tensor that an operation uses to its
     method ``capture``.
@@ -71,7 +75,7 @@ class TracedFunction(NamedTuple):
       inputs: the placeholder of each argument.
       captures: pairs of a tensor of the graph outside that the function uses, and the placeholder
         that stands for it.
-      outputs: what the function returned, flattened; each may be a placeholder.
+      outputs: the function's results, flattened; each may be a placeholder.
     """
 
     operations: list[tf.Operation]

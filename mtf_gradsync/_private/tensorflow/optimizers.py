@@ -1,4 +1,4 @@
-"""Optimizers of tf.compat.v1, moving averages, and the shards that they know of."""
+"""Private state of tf.compat.v1 optimizers and moving averages, and the shards of TPU programs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mtf_gradsync._private.libraries import tf
 
 
 class MovingAverageSettings(NamedTuple):
-    """How a `tf.train.ExponentialMovingAverage` was made.
+    """The arguments of a `tf.train.ExponentialMovingAverage`.
 
     Attributes:
       decay: a number, or a tensor.
-      num_updates: what the decay is bounded by, None for nothing.
+      num_updates: the number that bounds the decay, None for no bound.
       zero_debias: whether averages start at zero and are corrected for that.
     """
 
@@ -24,14 +24,14 @@ class MovingAverageSettings(NamedTuple):
 def moving_average_settings(
     average: tf.train.ExponentialMovingAverage,
 ) -> MovingAverageSettings:
-    """The arguments of a moving average.
+    """Returns the arguments of a moving average.
 
     Read on TensorFlow 2.12 to 2.21.
     """
     return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
 
 
-# What each of them was made with, by the attribute that holds it.
+# The constructor's arguments of each, by the attributes that hold them.
 _HYPERPARAMETERS = {
     "GradientDescentOptimizer": {"learning_rate": "_learning_rate"},
     "MomentumOptimizer": {
@@ -72,13 +72,13 @@ _HYPERPARAMETERS = {
 
 
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
-    """What an optimizer of ``tf.compat.v1.train`` was made with.
+    """Returns the constructor's arguments of an optimizer of ``tf.compat.v1.train``.
 
     Read on TensorFlow 2.12 to 2.21.
 
     Args:
-      optimizer: of one of the seven classes itself, not of a class of a user's.
-      call: whether functions are called; else they are in the result.
+      optimizer: an optimizer of one of the seven classes, not of a user's subclass.
+      call: whether to call arguments that are functions.
 
     Returns:
       Values (numbers, tensors, names or None) by the names of arguments.
@@ -89,9 +89,9 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
-    """An optimizer of ``tf.compat.v1`` and those that it hands gradients on to, outermost first.
+    """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first.
 
-    Read on TensorFlow 2.12 to 2.21: wrappers keep the one inside as ``_opt`` or ``_optimizer``.
+    Read on TensorFlow 2.12 to 2.21: wrappers have the inner one as ``_opt`` or ``_optimizer``.
     """
     found: list[Any] = []
     while optimizer is not None and optimizer not in found:
@@ -101,13 +101,13 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
-    """Makes the slots of an optimizer, which it makes else when gradients are applied first.
+    """Makes the slots of an optimizer, which otherwise makes them when it first applies gradients.
 
     Read on TensorFlow 2.12 to 2.21.
 
     Args:
-      optimizer: of ``tf.compat.v1.train``; one that hands gradients on to another has no own.
-      variables: what it is going to update.
+      optimizer: an optimizer of ``tf.compat.v1.train``; a wrapper has no slots of its own.
+      variables: the variables that it is going to update.
     """
     for inside in optimizers_inside(optimizer):
         with tf.init_scope():
@@ -115,7 +115,7 @@ def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> Non
 
 
 def number_of_tpu_shards() -> int | None:
-    """How many shards the TPU program has that is being built; None outside of any.
+    """Returns how many shards the TPU program has that is being built; None outside of any.
 
     Read on TensorFlow 2.12 to 2.21.
     """

@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def session_interface() -> type:
-    """The class that savers and hooks take sessions for.
+    """Returns the class by which savers and hooks recognise sessions.
 
     Read on TensorFlow 2.12 to 2.21.
     """
@@ -20,7 +20,7 @@ def session_interface() -> type:
 def singular_monitored_session(
     creator: tf.train.SessionCreator, hooks: Sequence[Any]
 ) -> tf.train.SingularMonitoredSession:
-    """A ``tf.train.SingularMonitoredSession``, which does not begin again, of a creator's session.
+    """Returns a monitored session of a creator's session that does not restart itself.
 
     Read on TensorFlow 2.12 to 2.21: its own constructor takes what its creator is made of.
     """
@@ -35,9 +35,10 @@ def singular_monitored_session(
 
 
 def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
-    """The operations that open a graph's writers of version 2 summaries; input 0 is the writer.
+    """Returns the operations that open a graph's writers of version 2 summaries.
 
-    Read on TensorFlow 2.12 to 2.21: ``summary_ops_v2`` keeps them in a collection.
+    Input 0 of each is the writer. Read on TensorFlow 2.12 to 2.21: ``summary_ops_v2`` keeps them
+    in a collection.
     """
     return graph.get_collection("_SUMMARY_WRITER_V2")
 

@@ -1,4 +1,4 @@
-"""Sums of TensorFlow, and the devices that make them."""
+"""TensorFlow's sums, and the devices that compute them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,17 @@ def write_to_own_memory(operation: tf.Operation) -> None:
 def collective_sum(
     tensor: tf.Tensor, group_size: int, group_key: int, instance_key: int, timeout_seconds: float
 ) -> tf.Tensor:
-    """One member's part in a sum over a group: the operation that TensorFlow's strategies use.
+    """Returns a sum over a group of which this is one member, by TensorFlow's own operation.
 
     Read on TensorFlow 2.12 to 2.21.
 
     Args:
-      tensor: what this member adds, of one shape and dtype in the group: float32, float64, int32
+      tensor: this member's summand, of one shape and dtype in the group: float32, float64, int32
         or int64.
       group_size: how many members there are.
-      group_key: names the group's devices, the same for all its collectives.
-      instance_key: names this sum, the same for its members and for no other sum.
+      group_key: identifies the group's devices, the same for all its collectives.
+      instance_key: identifies this sum, the same for its members and for no other sum.
       timeout_seconds: how long to wait for the others before it is an error; 0 is for ever.
-
-    Returns:
-      The sum.
     """
     from tensorflow.python.ops import collective_ops
 
@@ -49,9 +46,9 @@ def collective_sum(
 
 
 def local_devices() -> Sequence[Any]:
-    """TensorFlow's `DeviceAttributes` of the devices that this process has.
+    """Returns TensorFlow's `DeviceAttributes` of this process's devices.
 
-    Read on TensorFlow 2.12 to 2.21; the public names leave out links between devices.
+    Read on TensorFlow 2.12 to 2.21; the public names lack the links between devices.
     """
     from tensorflow.python.client import device_lib
 

@@ -57,7 +57,7 @@ def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> 
 
 
 def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
-    """The operation that says how many cores run the TPU program around it.
+    """Returns the operation that says how many cores run the TPU program around it.
 
     Read on TensorFlow 2.12 to 2.21.
     """
@@ -77,7 +77,7 @@ def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
 
 
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
-    """One tensor of a TPU program that has another value on every core.
+    """Returns one tensor of a TPU program that has another value on every core.
 
     Read on TensorFlow 2.12 to 2.21.
 
@@ -95,7 +95,7 @@ def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=None)
 def kernel_devices(op_type: str) -> frozenset[str]:
-    """The kinds of devices that TensorFlow can run a type of operation on.
+    """Returns the kinds of devices that TensorFlow can run a type of operation on.
 
     Kept, because TensorFlow looks through thousands of kernels for each answer. Read on
     TensorFlow 2.12 to 2.21.

@@ -1,4 +1,4 @@
-"""TensorFlow's bridge to XLA, and operations of its own."""
+"""TensorFlow's bridge to XLA, and operations of XLA."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ def eager_mode() -> ContextManager[None]:
 
 
 def xla_custom_call(
-    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int]
+    operand: tf.Tensor, target: str, settings: str, shape: Sequence[int], name: str
 ) -> tf.Tensor:
-    """An operation that TensorFlow's bridge turns into a custom call of XLA.
+    """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
     Read on TensorFlow 2.12 to 2.21.
 
     Args:
       operand: its input.
-      target: what is called.
+      target: name of the called function.
       settings: the call's ``backend_config``.
-      shape: of its result, which has the input's dtype.
-
-    Returns:
-      The result.
+      shape: shape of its result, which has the input's dtype.
+      name: name of the operation.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -45,6 +43,7 @@ def xla_custom_call(
         has_side_effect=False,
         result_dtypes=[operand.dtype],
         result_shapes=[tf.TensorShape(shape)],
+        name=name,
     )
     return result
 
@@ -52,17 +51,14 @@ def xla_custom_call(
 def cross_replica_scatter(
     tensor: tf.Tensor, groups: Sequence[Sequence[int]], dimension: int
 ) -> tf.Tensor:
-    """A sum over groups of the cores of a TPU program, of which each core gets its own part.
+    """Returns this core's part of a sum over groups of the cores of a TPU program.
 
     ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
 
     Args:
-      tensor: what this core adds.
+      tensor: this core's summand.
       groups: lists of physical core numbers; the member at a position gets the part there.
-      dimension: the dimension that is cut, which the size of a group divides.
-
-    Returns:
-      The part of the sum.
+      dimension: the dimension to split, which the size of a group divides.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -74,12 +70,35 @@ def cross_replica_scatter(
     )
 
 
+def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
+    """Each core of a group of a TPU program hands a row to each.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      rows: ``[size of a group, ...]``; the member at a position gets the row there.
+      groups: lists of physical core numbers.
+
+    Returns:
+      Of the same shape: the row at a position is from the member there.
+    """
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    return tpu_ops.all_to_all(
+        rows,
+        concat_dimension=0,
+        split_dimension=0,
+        split_count=len(groups[0]),
+        group_assignment=[list(group) for group in groups],
+    )
+
+
 # On an AllToAll in which each core sends the same to all.
 GATHERS = "_mtf_gradsync_gathers"
 
 
 def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
-    """The parts of all cores of a group of a TPU program, put together on each of them.
+    """Returns the parts of all cores of a group of a TPU program, put together on each of them.
 
     TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
     which is the same number of bytes. The operation says by an attribute that it is one.
@@ -108,7 +127,7 @@ def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis:
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:
-    """The same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
+    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
 
     Read on TensorFlow 2.12 to 2.21.
     """
@@ -123,14 +142,14 @@ class BridgeError(RuntimeError):
 
 
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
-    """What TensorFlow's bridge to XLA makes of a function, before any optimization.
+    """Returns the HLO that TensorFlow's bridge to XLA makes of a function, before optimization.
 
     Read on TensorFlow 2.12 to 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
     calls. It needs eager execution.
 
     Args:
       function: a concrete function.
-      input_specs: of its arguments, without what it captures.
+      input_specs: specs of its arguments, without what it captures.
 
     Returns:
       A serialized ``HloModuleProto``. Its results are the function's, then the new values of the
@@ -149,6 +168,22 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
         raise BridgeError(" ".join(text.split())[:600]) from error
 
 
+def profile_space(serialized: bytes) -> Any:
+    """Reads a profile.
+
+    Read on TensorFlow 2.12 to 2.21.
+
+    Args:
+      serialized: a serialized ``XSpace``, as the profilers of TensorFlow and jax write them.
+
+    Returns:
+      The ``XSpace``.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace.FromString(serialized)
+
+
 def hlo_module(serialized: bytes) -> Any:
     """Reads a program of XLA.
 
@@ -157,9 +192,6 @@ def hlo_module(serialized: bytes) -> Any:
 
     Args:
       serialized: a serialized ``HloModuleProto``; empty for a module to fill.
-
-    Returns:
-      The ``HloModuleProto``.
 
     Raises:
       google.protobuf.message.DecodeError: when it is something else.
@@ -170,7 +202,7 @@ def hlo_module(serialized: bytes) -> Any:
 
 
 def xla_element_types() -> dict[str, int]:
-    """Name of each element type of XLA, as in "F32" -> its number in an ``HloModuleProto``.
+    """Returns XLA's element types, such as "F32", with their numbers in an ``HloModuleProto``.
 
     Read on TensorFlow 2.12 to 2.21.
     """

@@ -1,4 +1,4 @@
-"""Sums over the mesh that stay pending from the batch to the gradients, and are made together."""
+"""Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
 from mtf_gradsync.gradients.pending.batch import check_batch_dims
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing

@@ -1,4 +1,4 @@
-"""Which mesh axes a batch is split over, where its dimensions may have any name."""
+"""Finds the mesh axes that a batch is split over, whatever names its dimensions have."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.step.hook import flat
 
 AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
-# Operations that make something of nothing, and bring no data.
+# Operations without inputs that bring no data.
 _MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
-# Give dimensions that data do not have.
+# Their outputs have dimensions that data do not have.
 _WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, StageOperation)
-# On the way from what each example loses to the loss.
+# Operations on the way from each example's loss to the loss.
 _TO_LOSS = (
     mtf.AddOperation,
     mtf.ReduceOperation,
@@ -29,12 +29,12 @@ _TO_LOSS = (
 
 
 class Split(NamedTuple):
-    """What inputs and losses are split along.
+    """The dimensions that inputs and losses are split along.
 
     Attributes:
-      dims: names of dimensions by the mesh axis that they are split over.
-      is_of_weights: whether variables have all of these dimensions, too, so that the axes may be
-        those of a model's parts.
+      dims: for each mesh axis the name of the dimension that is split over it.
+      is_of_weights: whether variables have all of these dimensions, too: then the axes may be
+        those of model parallelism.
     """
 
     dims: dict[int, str]
@@ -48,19 +48,19 @@ def used_axes(
     targets: Sequence[mtf.Tensor],
     names: Iterable[Sequence[str] | None],
 ) -> Axes:
-    """The mesh axes that the batch of a program is split over.
+    """Finds the mesh axes that the batch of a program is split over.
 
     Args:
       graph: the graph.
-      mesh: a mesh of it.
+      mesh: a mesh of the graph.
       axis_of: as for `Layout`.
       targets: gradients.
-      names: what the batch's dimensions were said to be, by any number of wrappers; None of one
-        that does not know.
+      names: names of the batch's dimensions, as given by each wrapper; None from a wrapper that
+        was given none.
 
     Returns:
-      Those of the names that the graph has. Where it lacks one, and where nobody has said any,
-      those that inputs and losses are split over.
+      The axes of the names. If the graph lacks one of them, or none were given, the axes that
+      inputs and losses are split over.
     """
     names = list(names)
     said = list(dict.fromkeys(name for some in names for name in some or ()))
@@ -78,9 +78,8 @@ def used_axes(
     if missing and others and not found.is_of_weights:
         warn_once(
             f"batch dims {missing}",
-            "Nothing in the graph has the dimensions %s of batch_dims, and its inputs are split "
-            "along %s: the mesh axes of those are taken for the replica axes. Give "
-            "batch_dims=%s.",
+            "No tensor of the graph has the dimensions %s of batch_dims, and its inputs are split "
+            "along %s: the mesh axes of these are taken as replica axes. Give batch_dims=%s.",
             missing,
             sorted(others.values()),
             _better(said, missing, others),
@@ -89,15 +88,15 @@ def used_axes(
 
 
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
-    """Checks that the batch is split over replica axes that were given.
+    """Checks that the batch is split over the given replica axes.
 
     Args:
       targets: gradients of one graph, at least one.
       axes: the replica axes, of the mesh that the program will be lowered on.
 
     Raises:
-      ValueError: nothing in the graph has a dimension of `batch_dims`, and its inputs are split
-        along another one, over another mesh axis.
+      ValueError: no tensor has a dimension of `batch_dims`, and inputs are split along another
+        dimension, over another mesh axis.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     missing = missing_names(graph, mesh, axes.batch_dims)
@@ -107,8 +106,8 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
     if others and not found.is_of_weights:
         raise ValueError(
-            f"Nothing in the graph has the dimensions {missing} of batch_dims, and its inputs are "
-            f"split along {sorted(others.values())}, which {axes!r} does not know: its shards "
+            f"No tensor of the graph has the dimensions {missing} of batch_dims, and its inputs "
+            f"are split along {sorted(others.values())}, which {axes!r} does not have: its shards "
             "would not be those of the batch. Give "
             f"batch_dims={_better(axes.batch_dims, missing, others)}."
         )
@@ -119,7 +118,7 @@ def _better(said: Sequence[str], missing: Sequence[str], others: dict[int, str])
 
 
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> list[str]:
-    """Names of dimensions that no tensor of a mesh has."""
+    """Returns those of some names that no dimension of a mesh's tensors has."""
     known = {
         dim.name
         for operation in flat(graph.operations)
@@ -133,18 +132,18 @@ def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> lis
 def split_of_inputs(
     graph: mtf.Graph, mesh: mtf.Mesh, axis_of: AxisOf, targets: Sequence[mtf.Tensor]
 ) -> Split:
-    """What the inputs and the losses of gradients are split along.
+    """Finds the dimensions that the inputs and the losses of gradients are split along.
 
-    A dimension that a variable has, too, is taken for one of the model, if there are others.
+    A dimension that a variable also has counts as one of the model, unless there is no other.
 
     Args:
       graph: the graph.
-      mesh: a mesh of it.
+      mesh: a mesh of the graph.
       axis_of: as for `Layout`.
       targets: gradients.
 
     Returns:
-      The dimensions; those of axes that both inputs and losses are split over, if there are any.
+      The dimensions: those of mesh axes that both inputs and losses are split over, if any.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims
@@ -171,7 +170,7 @@ def split_of_inputs(
 
 
 def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """What a program brings to the mesh for gradients, in the shapes that it gives it at once."""
+    """Finds the tensors that bring a program's data to the mesh for gradients."""
     needed = _before(targets)
     found: dict[mtf.Tensor, None] = {}
     for operation in flat(graph.operations):
@@ -184,7 +183,7 @@ def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
-    """Losses, and what they are sums of."""
+    """Finds losses, and the tensors that they are sums of."""
     found: dict[mtf.Tensor, None] = {}
     todo = [loss for call in gradients_calls(graph) for loss in call.losses]
     while todo:
@@ -199,7 +198,7 @@ def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
 
 
 def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
-    """All operations that tensors come from."""
+    """Finds all operations that tensors are computed by."""
     found: set[mtf.Operation] = set()
     todo = list(targets)
     while todo:

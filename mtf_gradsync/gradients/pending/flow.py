@@ -1,8 +1,8 @@
-"""Which sums over the mesh may stay pending, from the batch to the gradients.
+"""Finds the sums over the mesh that may stay pending, from the batch to the gradients.
 
-A gradient is summed over the batch where the backward pass first leaves the batch. From there to
-the variable everything is linear in what is summed, in an ordinary model, with factors that all
-shards share. So it can run on each processor's partial sum, and the sum can wait.
+A gradient is summed over the batch where the backward pass first leaves the batch. In an ordinary
+model all operations from there to the variable are linear in that sum, with factors that all
+shards share. So they can run on each processor's partial sum, and the reduction can wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mtf_gradsync.step.hook import flat
 
 
 class Use(NamedTuple):
-    """How an operation carries pending sums on.
+    """How an operation keeps sums pending.
 
     Attributes:
       positions: the inputs that it is linear in together; the others are factors.
-      axes: the mesh axes that its terms are pending over, all of them.
-      first: mesh axes that pending inputs have to be summed over first, because a factor or the
-        result is split over them; none of them is a replica axis.
+      axes: all mesh axes that its linear inputs are pending over.
+      first: mesh axes, no replica axes, that pending inputs have to be reduced over first, because
+        a factor or the result is split over them.
       own_axes: the mesh axes that the operation itself sums over.
     """
 
@@ -41,27 +41,27 @@ class Use(NamedTuple):
 
     @property
     def is_new_sum(self) -> bool:
-        """Whether its results are best summed by themselves, over its own axes as well."""
+        """Whether its results are best reduced themselves, over its own axes as well."""
         return bool(self.own_axes) and not self.first
 
 
 class Cause(enum.Enum):
-    """Why a tensor is no sum of parts of which each shard has its own."""
+    """Why a tensor is not a sum of terms of one shard each."""
 
     #: An operation needs the sum over the shards and is not linear in it.
     NEEDS_SUM = enum.auto()
-    #: An operation gathers what the shards hold, in another way than by a sum.
+    #: An operation gathers values of all shards without a sum.
     GATHERS = enum.auto()
-    #: An operation on slices drops a dimension that shards split, and nobody sums over it.
+    #: An operation on slices drops a dimension that the shards split, and nothing sums over it.
     DROPS_SUM = enum.auto()
 
 
 class Mixing(NamedTuple):
-    """An operation after which shards' parts are not recoverable.
+    """An operation after which per-shard gradients are not recoverable.
 
     Attributes:
       operation: the operation.
-      cause: what it does.
+      cause: how it mixes shards.
     """
 
     operation: mtf.Operation
@@ -74,22 +74,22 @@ class Mixing(NamedTuple):
 
 
 class Flow:
-    """What becomes of pending sums on their way to some tensors.
+    """Foresees which operations on the way to target tensors keep sums pending.
 
-    What stands between the batch and these tensors is followed: operations that these come from,
-    back to where the shards' parts differ; and what else is made of pending sums on the way, so
-    that it does not need them whole unless somebody needs it. (Mesh-TF makes the gradients of all
-    inputs of an operation, wanted or not.)
+    It follows the operations that compute the targets, back to where shards hold different data,
+    and operations whose outputs are made of pending sums on the way, so that these need no
+    reduction unless their results are used. (Mesh-TF makes the gradients of all inputs of an
+    operation, used or not.)
 
     Attributes:
-      operations: those operations.
+      operations: the operations that are followed.
       axes: tensor -> the mesh axes that it is pending over, for pending ones.
-      uses: the operations that carry pending sums on by being linear.
-      forced: operation -> inputs that are pending, which it has to have whole.
+      uses: the operations that keep sums pending, because they are linear.
+      forced: operation -> pending inputs that it needs reduced.
       reduced: operation -> the mesh axes that it sums over where the sum cannot stay pending,
-        because a loop carries it, or what is made of it is split over them.
-      broadcast: einsums whose sum, of which all processors have a part, is broadcast afterwards.
-      carried: what loops carry into their next turn, which has to be whole.
+        because a loop carries it, or its result is split over them.
+      broadcast: einsums whose sum is broadcast afterwards.
+      carried: tensors that loops carry into their next iteration, which have to be reduced.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Flow:
 
         Args:
           graph: the graph.
-          targets: tensors of it, gradients as a rule.
+          targets: tensors of the graph, usually gradients.
           layout: where tensors lie.
-          sums: more targets, which are sums themselves, also where the shards' parts differ.
+          sums: more targets, which are sums themselves even if the shards hold different data.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
@@ -122,10 +122,10 @@ class Flow:
                 self.operations.add(operation)
                 self._follow(operation)
 
-    # What tensors come from.
+    # The operations that tensors are computed by.
 
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
-        """What a tensor is made of, one step back; nothing where shards' parts differ."""
+        """The inputs that a tensor is computed from; none if shards hold different data of it."""
         operation = tensor.operation
         if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
             return []
@@ -140,7 +140,7 @@ class Flow:
         return operation.inputs
 
     def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
-        """A tensor and what it comes from, back to where shards' parts differ."""
+        """A tensor and what it is computed from, back to where shards hold different data."""
         seen, found, pending = {target}, [], [target]
         while pending:
             tensor = pending.pop()
@@ -154,7 +154,7 @@ class Flow:
         return found
 
     def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
-        """The operations that a tensor comes from, back to where shards' parts differ."""
+        """The operations that compute a tensor, back to where shards hold different data."""
         return list(dict.fromkeys(t.operation for t in self._tensors_before(target)))
 
     def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
@@ -162,12 +162,12 @@ class Flow:
             self._layout.of_shards(t) for t in operation.outputs
         )
 
-    # What becomes of sums.
+    # Which sums stay pending.
 
     def _follow(self, operation: mtf.Operation) -> None:
         outputs = operation.outputs
         if isinstance(operation, mtf.WhileLoopOperation):
-            # Sums over the turns of a loop stay pending (Mesh-TF's accumulators).
+            # Sums over the iterations of a loop stay pending (Mesh-TF's accumulators).
             self._give(outputs, loop_body(operation).outputs)
             return
         own = self._own_axes(operation)
@@ -227,37 +227,37 @@ class Flow:
     def _use(self, operation: mtf.Operation, pending: dict[int, Axes], own: Axes) -> Use | None:
         axes = Axes().union(*pending.values())
         tensors = [*operation.inputs, *operation.outputs]
-        # Where something is split along an axis, processors along it need the whole sum.
+        # Where something is split along an axis, processors along it need the reduced sum.
         first = axes & Axes().union(*[self._layout.split(t) for t in tensors])
         if first & self._layout.replica_axes(operation.mesh):
             return None
         positions = linear_positions(operation, pending) if axes - first or own else None
-        # Whole numbers cannot be shared out.
+        # Integers cannot be divided into equal shares.
         if positions is None or any(operation.inputs[i].dtype.is_integer for i in positions):
             return None
         return Use(positions, axes - first, first, own)
 
-    # What follows for tensors.
+    # What this means for tensors.
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
-        """Whether a pending tensor is made of others that may become whole in its place."""
+        """Whether a pending tensor is made of others that may be reduced in its place."""
         use = self.uses.get(tensor.operation)
         is_made_of_others = use is not None and not use.is_new_sum
         return is_made_of_others or tensor.operation in self.broadcast
 
-    def sums_behind(self, targets: Iterable[mtf.Tensor], whole: bool) -> list[mtf.Tensor]:
-        """The pending sums that have to be made whole for some tensors, as Mesh-TF would.
+    def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
+        """Finds the pending sums that have to be reduced for some tensors.
 
         Args:
           targets: the tensors.
-          whole: whether they are wanted whole themselves, or as each processor's part.
+          reduced: whether the tensors themselves are to be reduced, or stay pending.
 
         Returns:
           Pending tensors, each once.
         """
         found: dict[mtf.Tensor, None] = {}
         seen: set[tuple[mtf.Tensor, bool]] = set()
-        todo = [(t, whole) for t in targets]
+        todo = [(t, reduced) for t in targets]
         while todo:
             tensor, needed = todo.pop()
             if (tensor, needed) in seen or tensor.operation not in self.operations:
@@ -278,11 +278,11 @@ class Flow:
     def mixes_shards(
         self, target: mtf.Tensor, causes: Collection[Cause] = frozenset(Cause)
     ) -> Mixing | None:
-        """An operation through which a tensor knows of several shards' parts but their sum.
+        """Finds an operation that mixes shards other than by a sum on the way to a tensor.
 
         Args:
           target: the tensor.
-          causes: which operations to look for.
+          causes: the causes to look for.
         """
         replica_axes = self._layout.replica_axes(target.mesh)
         for tensor in self._tensors_before(target):
@@ -299,11 +299,11 @@ class Flow:
 
     @property
     def any_gathers(self) -> bool:
-        """Whether one of the operations may take what shards hold together, but for sums."""
+        """Whether one of the operations may gather values of all shards without a sum."""
         return any(self._gathers(t) for operation in self.operations for t in operation.outputs)
 
     def _gathers(self, tensor: mtf.Tensor) -> bool:
-        """Whether a tensor is made of what shards hold of something, but for sums."""
+        """Whether a tensor is made of gathered values of all shards, without a sum."""
         operation = tensor.operation
         if passes_on(operation) or is_product_or_sum(operation):
             return False
@@ -314,7 +314,7 @@ class Flow:
 
 
 def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
-    """What loops carry into their next turn, which has to be whole."""
+    """Finds the tensors that loops carry into their next iteration, which have to be reduced."""
     return {
         tensor
         for operation in operations
@@ -324,7 +324,7 @@ def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
 
 
 def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
-    """The inputs that the outputs of an operation that passes tensors on are."""
+    """The inputs that the outputs of an operation are the same objects as."""
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)
     return operation.inputs

@@ -1,4 +1,4 @@
-"""Whether a Python function of TensorFlow tensors is linear in some of its arguments."""
+"""Finds out whether a Python function of TensorFlow tensors is linear in its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtf_gradsync._private.tensorflow import trace_function
 
 _logger = logging.getLogger("mtf_gradsync")
 
-# Linear in their first input; what other inputs they have are shapes, axes and the like.
+# Linear in their first input; other inputs are shapes, axes and the like.
 _FIRST = frozenset({
     "BroadcastTo", "Conj", "Cumsum", "ExpandDims", "GatherNd", "GatherV2", "Identity",
     "MatrixDiagV3", "Mean", "MirrorPad", "Neg", "Pad", "Reshape", "ReverseV2", "Roll", "Slice",
@@ -29,12 +29,12 @@ _PRODUCTS = frozenset({
 _QUOTIENTS = frozenset({"Div", "DivNoNan", "RealDiv"})
 _CHOICES = frozenset({"Select", "SelectV2"})
 _SPLITS = {"Split": 1, "SplitV": 0}
-# Stateful to TensorFlow; all processors get the same of them.
+# Stateful for TensorFlow, but with the same result on all processors.
 _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Term(enum.Enum):
-    """What is known of a tensor: a factor that all parts share, linear, or zero."""
+    """How a tensor depends on the arguments: not (a shared factor), linearly, or as zero."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()
@@ -46,10 +46,10 @@ def linear_arguments(
     specs: Sequence[tuple[Sequence[int], tf.DType]],
     arguments: Sequence[int],
 ) -> bool:
-    """Whether all results of a function are linear in some of its arguments together.
+    """Finds out whether a function is linear in some of its arguments together.
 
-    The function is run once, in a graph of its own. It may be linear and not be known to be: only
-    TensorFlow's plainest operations are followed.
+    The function is run once, in a graph of its own. Only TensorFlow's simplest operations are
+    followed, so that some linear functions are not recognised.
 
     Args:
       fn: from tf tensors to one tensor or a tuple of them.
@@ -57,12 +57,12 @@ def linear_arguments(
       arguments: positions.
 
     Returns:
-      Whether it is known to be linear.
+      Whether all results are known to be linear.
     """
     try:
         traced = trace_function(fn, [tf.TensorSpec(shape, dtype) for shape, dtype in specs])
-    except Exception as error:  # a user's function, which wants its own surroundings
-        _logger.debug("%r cannot be looked into: %s", fn, error)
+    except Exception as error:  # a user's function, which may not run in another graph
+        _logger.debug("%r could not be traced, and counts as not linear: %s", fn, error)
         return False
     terms: dict[str, _Term | None] = {
         x.name: _Term.LINEAR if i in arguments else _Term.SHARED
@@ -78,7 +78,7 @@ def linear_arguments(
 
 
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
-    """What is known of an operation's results; None for nothing."""
+    """How an operation's results depend on the arguments; None if not known."""
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own
     if op.type == "ZerosLike" or (

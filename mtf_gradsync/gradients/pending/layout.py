@@ -1,4 +1,4 @@
-"""Where tensors lie on a mesh, and which of its axes the batch is split over."""
+"""The layout of tensors on a mesh, and the axes that the batch is split over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Axes = frozenset
 
 
 class Layout(NamedTuple):
-    """Where tensors lie, before or while a graph is lowered.
+    """The layout of tensors, before or while a graph is lowered.
 
     Attributes:
       axis_of: the mesh axis that a dimension of a tensor of a mesh is split over, or None.
@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, axes: ReplicaAxes) -> Layout:
-        """Where tensors will lie, before the graph is lowered on the mesh of some replica axes."""
+        """Makes the layout of a graph that is to be lowered on the mesh of replica axes."""
 
         def axis_of(mesh: mtf.Mesh, dim: mtf.Dimension) -> int | None:
             del mesh
@@ -41,12 +41,12 @@ class Layout(NamedTuple):
         return self.split(tensor) & self.replica_axes(tensor.mesh)
 
     def of_shards(self, tensor: mtf.Tensor) -> bool:
-        """Whether each shard holds a part of a tensor that is its own."""
+        """Whether each shard holds its own part of a tensor."""
         replica_axes = self.replica_axes(tensor.mesh)
         return bool(replica_axes) and self.split(tensor).issuperset(replica_axes)
 
     def _order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """For each mesh axis that splits a shape, how many parts lie before its dimension."""
+        """For each mesh axis that splits a shape, the product of dimensions before that one."""
         before, found = 1, {}
         for dim in shape.dims:
             axis = self.axis_of(mesh, dim)

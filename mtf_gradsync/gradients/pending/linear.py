@@ -1,7 +1,7 @@
-"""Which operations are linear in which of their inputs.
+"""Finds the inputs that an operation is linear in.
 
-What a linear operation makes of a sum is the sum of what it makes of the sum's parts, if its other
-inputs are the same for all parts.
+A linear operation can run on each term of a sum before the terms are added up, if its other inputs
+are the same for all terms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _JOINTLY = (
     mtf.Depend,
     mtf.PadOperation,
     mtf.ReshapeOperation,
-    mtf.ScalarAddOperation,  # but for what it adds, which is shared out
+    mtf.ScalarAddOperation,  # what it adds is divided among the terms
     mtf.ScalarMultiplyOperation,
     mtf.ShiftOperation,
     mtf.SliceOperation,
@@ -28,7 +28,7 @@ _JOINTLY = (
     mtf.StackOperation,
     mtf.UnstackOperation,
 )
-# Linear in each of their inputs by itself, the others held: products.
+# Products: linear in each of their inputs while the others are factors.
 _IN_EACH = (
     mtf.EinsumOperation,
     mtf.Conv2dOperation,
@@ -38,27 +38,24 @@ _IN_EACH = (
     mtf.Conv2or3dBackpropInputOperation,
     mtf.Conv2or3dBackpropFilterOperation,
 )
-# Outputs are the very objects that inputs are, pending or not.
+# Their outputs are the same lowered objects as their inputs, pending or not.
 _PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
 
 
 def passes_on(operation: mtf.Operation) -> bool:
-    """Whether an operation only passes lowered tensors on."""
+    """Whether an operation's lowered outputs are its lowered inputs."""
     return isinstance(operation, _PASSES_ON)
 
 
 def is_product_or_sum(operation: mtf.Operation) -> bool:
-    """Whether an operation adds up over the dimensions that its outputs lack."""
+    """Whether an operation sums over the dimensions that its outputs lack."""
     if isinstance(operation, mtf.ReduceOperation):
         return reduction(operation) == "SUM"
     return isinstance(operation, _IN_EACH)
 
 
 def runs_on_slices(operation: mtf.Operation) -> bool:
-    """Whether an operation makes each processor's slice of its outputs of that processor's slices.
-
-    Nothing is sent, whatever dimensions its outputs lack.
-    """
+    """Whether an operation runs on each processor's slices, without communication."""
     return isinstance(
         operation,
         (mtf.SlicewiseOperation, mtf.GenericGradOperation, mtf.BinaryOpWithBroadcasting),
@@ -66,13 +63,13 @@ def runs_on_slices(operation: mtf.Operation) -> bool:
 
 
 def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
-    """The shape in which an einsum sums, where it has to be broadcast afterwards.
+    """Returns the shape of an einsum's sum if that has to be broadcast afterwards.
 
     Args:
       operation: any mtf operation.
 
     Returns:
-      The shape; None for what is no einsum, or has no dimension but those of its inputs.
+      The shape; None for other operations, and for einsums whose dimensions all are in an input.
     """
     if not isinstance(operation, mtf.EinsumOperation):
         return None
@@ -83,7 +80,7 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """The inputs that an operation is linear in together, among them the pending ones.
+    """Finds the inputs, pending ones included, that an operation is linear in together.
 
     Args:
       operation: any mtf operation.
@@ -114,11 +111,11 @@ def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tupl
 def _of_function(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
     shapes = [x.shape for x in operation.inputs]
     if isinstance(operation, mtf.BinaryOpWithBroadcasting):
-        # Its function gets slices that were brought to the output's shape.
+        # The function gets slices that were broadcast to the output's shape.
         shapes = [operation.outputs[0].shape] * 2
     specs = [(s.to_integer_list, x.dtype) for s, x in zip(shapes, operation.inputs)]
     floating = [i for i, x in enumerate(operation.inputs) if x.dtype.is_floating]
-    # In as few as possible first: the others may be factors.
+    # The fewest inputs first: the others may be factors.
     for found in (tuple(sorted(pending)), tuple(floating)):
         if set(found).issuperset(pending) and linear_arguments(
             slice_function(operation), specs, found

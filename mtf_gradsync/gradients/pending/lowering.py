@@ -1,4 +1,4 @@
-"""Pending sums while a graph is lowered: what stays pending, and which sums are made together."""
+"""Keeps sums pending while a graph is lowered, and reduces them together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mtf_gradsync.step.hook import flat
 
 
 class Together(NamedTuple):
-    """Which sums are made together: those of which this is equal.
+    """A key for sums: those with equal keys are reduced together.
 
     Attributes:
-      strategy: how they are reduced.
-      by_program: whether the program alone asks for them, which it may do on some steps only.
+      strategy: the reduction strategy.
+      by_program: whether only the program uses the sums, which it may do on some steps only.
     """
 
     strategy: Strategy
@@ -39,10 +39,10 @@ class Together(NamedTuple):
 
 
 class PendingLowering(PartLowering):
-    """Pending sums while one lowering runs.
+    """Lowers operations on pending sums in one lowering.
 
     Attributes:
-      flow: what was foreseen.
+      flow: which operations are expected to keep sums pending.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class PendingLowering(PartLowering):
 
         Args:
           lowering: the lowering.
-          flow: what becomes of the pending sums of its graph.
-          together: sums that are made with others; the dictionary is changed.
-          unsummed: what warns of operations that drop a sum.
+          flow: which operations of the graph keep sums pending.
+          together: sums that are reduced with others; the dictionary is changed.
+          unsummed: warns of operations that drop a sum.
         """
         self.flow = flow
         self._lowering = lowering
         self._together = together
         self._unsummed = unsummed
-        # Mesh axes that an operation was foreseen to leave to be summed, and has summed over.
+        # Mesh axes that an operation was expected to leave pending, and has summed over.
         self._differs: dict[mtf.Operation, Axes] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:
         """See `PartLowering.lower`."""
         if isinstance(operation, StageOperation):
-            return False  # it knows of pending sums itself
+            return False  # it handles pending sums itself
         if isinstance(operation, mtf.WhileLoopOperation):
-            self._make_captured_whole(operation)
+            self._reduce_captured(operation)
         if operation not in self.flow.operations:
             return self._lower_unfollowed(operation)
         shape = sums_before_broadcast(operation)
@@ -84,50 +84,50 @@ class PendingLowering(PartLowering):
         for tensor in operation.outputs:
             self._note_summed(operation, self.flow.axes.get(tensor, Axes()) - self._axes_of(tensor))
         for tensor in self.flow.carried.intersection(operation.outputs):
-            # Mesh-TF would carry each processor's part into the next turn.
+            # Mesh-TF would carry each processor's part into the next iteration.
             self._tensors[tensor] = self._tensors[tensor].to_laid_out_tensor()
         return True
 
     def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
-        """An operation that has summed over mesh axes, unforeseen, on the way to a tensor."""
+        """Finds an operation that summed over mesh axes, unexpectedly, on the way to a tensor."""
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
                 return operation
         return None
 
     def _lower_unfollowed(self, operation: mtf.Operation) -> bool:
-        if not any(self._is_made_whole(operation, t) for t in self._pending_inputs(operation)):
+        if not any(self._is_reduced_here(operation, t) for t in self._pending_inputs(operation)):
             return False
         self._lower(operation, None)
         return True
 
-    def _is_made_whole(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
-        """Whether Mesh-TF would not make a pending sum whole for an operation that needs that."""
-        # tf.gradients cannot take a pending sum; of a derived one Mesh-TF would open the parts.
+    def _is_reduced_here(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
+        """Whether a pending input is to be reduced before Mesh-TF lowers an operation."""
+        # tf.gradients cannot take a pending sum; Mesh-TF would use the parts of a derived one.
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
 
     def _lower(self, operation: mtf.Operation, use: Use | None) -> None:
-        """Lowers an operation: its outputs are pending where its inputs, or its sums, are."""
+        """Lowers an operation; its outputs stay pending if its inputs or its own sums are."""
         pending = self._pending_inputs(operation)
         if use is not None and pending:
             self._carry_on(operation, use)
             return
-        wholes = {
+        reduced = {
             t: self._tensors[t].to_laid_out_tensor()
             for t in pending
-            if self._is_made_whole(operation, t)
+            if self._is_reduced_here(operation, t)
         }
-        with self._in_place_of_inputs(wholes):
+        with self._in_place_of_inputs(reduced):
             operation.lower_itself(self._lowering)
         self._keep_pending(operation)
 
     def _sum_and_broadcast(self, operation: mtf.Operation, shape: mtf.Shape) -> None:
-        """Lowers an einsum to dimensions that no input has: Mesh-TF reduces it in between."""
+        """Lowers an einsum with output dimensions that no input has: a sum, then a broadcast."""
         (output,) = operation.outputs
         first = copy.copy(operation)
         small = mtf.Tensor(first, shape, output.dtype)
         give_outputs(first, [small])
-        if output in self._together:  # in its place, as there is less to send
+        if output in self._together:  # the small sum in its place, as there is less to send
             self._together[small] = self._together.pop(output)
         self._lower(first, self.flow.uses.get(operation))
         mesh_impl = self._lowering.mesh_impl(operation)
@@ -160,8 +160,7 @@ class PendingLowering(PartLowering):
     def inside_branch(self) -> Iterator[None]:
         """See `PartLowering.inside_branch`.
 
-        What is made of a sum in a branch, parts or the whole, has no value for readers outside, or
-        in the other branch.
+        Parts and sums that are made in a branch have no value outside, or in the other branch.
         """
         before = {
             tensor: lowered
@@ -185,8 +184,8 @@ class PendingLowering(PartLowering):
             if isinstance(self._tensors.get(t), mtf.LazyAllreduceSum)
         ]
 
-    def _make_captured_whole(self, loop: mtf.WhileLoopOperation) -> None:
-        """What a loop uses from outside, and somebody may use outside too, is made outside."""
+    def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
+        """Reduces the sums that a loop reads from outside, which others may read outside too."""
         inner = list(flat([*loop_condition(loop).operations, *loop_body(loop).operations]))
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
             lowered = self._tensors.get(tensor)
@@ -210,31 +209,31 @@ class PendingLowering(PartLowering):
                 )
 
     def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
-        """What makes a sum whole: alone, or with all that are wanted together."""
+        """Makes the function that reduces a sum, alone or with others."""
 
         def make(one: PendingSum) -> None:
             together = self._together.get(tensor)
             if together is None:
-                one.set_whole(one.mesh_impl.allreduce(one.laid_out_input, one.mesh_axes, "SUM"))
+                one.set_reduced(one.mesh_impl.allreduce(one.laid_out_input, one.mesh_axes, "SUM"))
                 _count(one)
                 return
             sums = self._ready_with(one, together)
             parts = [PartialSum(x.laid_out_input, tuple(sorted(x.mesh_axes))) for x in sums]
             for x, value in zip(sums, reduce_partial_sums(one.mesh_impl, parts, together.strategy)):
-                x.set_whole(value)
+                x.set_reduced(value)
                 _count(x)
 
         return make
 
     def _ready_with(self, one: PendingSum, together: Together) -> list[PendingSum]:
-        """All sums that can be made together with one now, in the same branch or loop."""
+        """Finds all sums that can be reduced together with one now, in the same branch or loop."""
         found = {}
         for tensor, other in self._together.items():
             lowered = self._tensors.get(tensor)
             if (
                 other == together
                 and isinstance(lowered, PendingSum)
-                and not lowered.is_whole
+                and not lowered.is_reduced
                 and lowered.context == one.context
                 and lowered.mesh_impl is one.mesh_impl
             ):
@@ -250,7 +249,7 @@ class PendingLowering(PartLowering):
         kept: dict[tuple[str, Any], list[Any]] = {}
 
         def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
-            """Results for all outputs, which other branches have no use of."""
+            """Makes the results of all outputs once for each branch or loop."""
             here = current_context()
             if (form, home) in kept:
                 return kept[form, home]
@@ -266,27 +265,27 @@ class PendingLowering(PartLowering):
             self._note_summed(operation, use.own_axes - axes)
             return share(mesh_impl, value, use.own_axes - axes)
 
-        def wholes(number: int) -> Any:
-            value = once("wholes", lambda: self._lowered(operation, self._wholes(operation)))
+        def reduced(number: int) -> Any:
+            value = once("reduced", lambda: self._lowered(operation, self._reduced(operation)))
             return value[number].to_laid_out_tensor()
 
         sources = [] if use.is_new_sum else [self._tensors[t] for t in operation.inputs]
         for number, tensor in enumerate(operation.outputs):
-            whole = self._sum_for(tensor) if use.is_new_sum else lambda _, n=number: wholes(n)
+            make = self._sum_for(tensor) if use.is_new_sum else lambda _, n=number: reduced(n)
             self._tensors[tensor] = PendingSum(
                 mesh_impl,
                 sorted(use.axes | use.own_axes),
                 mesh_impl.slice_shape(tensor.shape),
                 functools.partial(parts, number),
-                whole,
+                make,
                 sources=sources,
             )
 
-    def _wholes(self, operation: mtf.Operation) -> dict[mtf.Tensor, Any]:
+    def _reduced(self, operation: mtf.Operation) -> dict[mtf.Tensor, Any]:
         return {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
 
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
-        """What an operation makes of each processor's part."""
+        """Lowers an operation on each processor's part."""
         inputs = self._parts_of_inputs(operation, use)
         if not isinstance(operation, mtf.ScalarAddOperation):
             return self._lowered(operation, inputs)
@@ -300,7 +299,7 @@ class PendingLowering(PartLowering):
         return [mesh_impl.slicewise(add, inputs[operation.inputs[0]])]
 
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
-        """Each processor's share of what the operation is linear in, and the factors whole."""
+        """Each processor's part of the linear inputs, and the reduced factors."""
         mesh_impl = self._lowering.mesh_impl(operation)
         found: dict[mtf.Tensor, Any] = {}
         for position, tensor in enumerate(operation.inputs):
@@ -319,7 +318,7 @@ class PendingLowering(PartLowering):
         return found
 
     def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
-        """What an operation makes of other inputs than its own."""
+        """Lowers an operation on other values of its inputs."""
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
         lowered = Plan.of(operation.graph).lowered(self._lowering)

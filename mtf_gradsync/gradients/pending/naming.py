@@ -1,4 +1,4 @@
-"""What to call a gradient in errors and warnings."""
+"""Names of gradients in errors and warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
 
 
 def gradient_name(grad: mtf.Tensor) -> str:
-    """Names a gradient by its variable, where `mtf.gradients` has made it or what it is made of."""
+    """Names a gradient by its variable, if it comes from `mtf.gradients`."""
     variable_of = {
         y: x
         for call in gradients_calls(grad.graph)

@@ -1,4 +1,4 @@
-"""The plan's part for pending sums: what wrappers want of gradients, and which sums that takes."""
+"""The plan's part for pending sums: which gradients wrappers use, and in which form."""
 
 from __future__ import annotations
 
@@ -17,25 +17,17 @@ from mtf_gradsync.step import Part, Plan
 
 
 class _Want(NamedTuple):
-    """Gradients that somebody wants.
-
-    Attributes:
-      tensors: the gradients.
-      whole: whether they are wanted summed, or as each processor's part.
-      batch_dims: names of the dimensions of the batch; None where nobody has said them.
-      strategy: how sums cross the mesh.
-      are_sums: whether they are sums themselves, over whatever axes of the mesh.
-    """
+    """Gradients that a wrapper uses; the fields are the arguments of `PendingSums.want`."""
 
     tensors: tuple[mtf.Tensor, ...]
-    whole: bool
+    reduced: bool
     batch_dims: tuple[str, ...] | None
     strategy: Strategy
     are_sums: bool
 
 
 class PendingSums(Part):
-    """Lets sums stay pending, and makes those behind all wanted gradients together."""
+    """Keeps sums pending, and reduces those behind all gradients together."""
 
     def __init__(self) -> None:
         self._wants: tuple[_Want, ...] = ()
@@ -44,34 +36,33 @@ class PendingSums(Part):
     def want(
         cls,
         tensors: Sequence[mtf.Tensor],
-        whole: bool,
+        reduced: bool,
         batch_dims: Sequence[str] | None,
         strategy: Strategy,
         are_sums: bool = False,
     ) -> None:
-        """Says that gradients are going to be used.
+        """Declares that gradients are going to be used.
 
-        The sums behind all gradients that are wanted whole cross the mesh together, by the
-        strategy, at the first place that needs one of them, which may be in the model.
+        The sums behind all gradients that are to be reduced are reduced together, at the first
+        place that needs one of them, which may be in the model.
 
         Args:
           tensors: gradients of one graph, at least one.
-          whole: whether they are wanted summed, or as each processor's part.
-          batch_dims: names of the dimensions that the batch is split along; None where nobody has
-            said them.
-          strategy: how sums cross the mesh.
-          are_sums: whether they are sums themselves, over whatever axes of the mesh: then they
-            cross together where each shard holds its own part of them, too.
+          reduced: whether they are to be reduced, or stay pending.
+          batch_dims: names of the dimensions that the batch is split along; None if not known.
+          strategy: the reduction strategy.
+          are_sums: whether they are sums themselves, over any mesh axes: then they are reduced
+            together even if each shard holds its own part of them.
         """
         plan = Plan.of(tensors[0].graph)
         plan.adopt()
         part = plan.part(cls)
         names = None if batch_dims is None else tuple(batch_dims)
-        part._wants += (_Want(tuple(tensors), whole, names, strategy, are_sums),)
+        part._wants += (_Want(tuple(tensors), reduced, names, strategy, are_sums),)
 
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
-        """What pending sums do in a lowering that has begun."""
+        """Returns the pending sums of a lowering that has begun."""
         parts = Plan.of(lowering.graph).lowered(lowering).parts
         return next(part for part in parts if isinstance(part, PendingLowering))
 
@@ -95,14 +86,14 @@ class PendingSums(Part):
         return PendingLowering(lowering, flow, self._together(flow), Unsummed(flow, targets))
 
     def _together(self, flow: Flow) -> dict[mtf.Tensor, Together]:
-        """The sums that are made together, in the order in which they were asked for."""
+        """The sums that are reduced together, in the order in which they were declared."""
         found: dict[mtf.Tensor, Together] = {}
         for want in self._wants:
-            for tensor in flow.sums_behind(want.tensors, want.whole):
+            for tensor in flow.sums_behind(want.tensors, want.reduced):
                 found.setdefault(tensor, Together(want.strategy, by_program=False))
         if self._wants:
-            # What the program itself needs whole, a norm that it logs say, while wrappers want
-            # each processor's part: it may not need that on every step.
+            # Sums that only the program itself needs reduced, for a norm that it logs for example,
+            # apart from the others: it may not need them on every step.
             own = [
                 t
                 for operation, tensors in flow.forced.items()

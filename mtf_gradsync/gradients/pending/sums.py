@@ -1,23 +1,23 @@
-"""Pending sums of a lowering: each processor's part, and the whole once somebody needs it."""
+"""Pending sums of a lowering: each processor's part, and the reduced sum once it is needed."""
 
 from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import kept_sum
+from mtf_gradsync._private.mesh_tensorflow import sum_made_by
 from mtf_gradsync._private.tensorflow import control_flow_context
 
 
 class PendingSum(mtf.LazyAllreduceSum):
-    """A lowered tensor of which each processor has a part, and the parts add up to the whole.
+    """A lowered tensor that is the sum of a part on each processor.
 
-    Either is made when it is first asked for, so that nothing is computed that nobody uses.
+    Parts and sum are made when they are first used, so that nothing unused is computed.
 
     Attributes:
       mesh_impl: the mesh that it lies on.
-      mesh_axes: the mesh axes to sum over, as Mesh-TF has them.
-      slice_shape: shape of a processor's part, and of the whole's slice.
+      mesh_axes: numbers of the mesh axes to sum over.
+      slice_shape: shape of a processor's part, and of a slice of the sum.
       add_counter_fn: Mesh-TF's, to be called when the sum is made.
       context: the loop or branch that it belongs to.
     """
@@ -28,7 +28,7 @@ class PendingSum(mtf.LazyAllreduceSum):
         mesh_axes: list[int],
         slice_shape: list[int],
         make_part: Callable[[], Any],
-        make_whole: Callable[[PendingSum], Any],
+        make_reduced: Callable[[PendingSum], Any],
         add_counter_fn: Callable[[], None] | None = None,
         context: Any = None,
         sources: Sequence[Any] = (),
@@ -38,13 +38,13 @@ class PendingSum(mtf.LazyAllreduceSum):
         Args:
           mesh_impl: the mesh.
           mesh_axes: the mesh axes to sum over.
-          slice_shape: of its slices.
+          slice_shape: the shape of its slices.
           make_part: makes the `LaidOutTensor` of the parts.
-          make_whole: makes the `LaidOutTensor` of the whole, or sees to it that `set_whole` is
-            called with it, and returns None.
+          make_reduced: returns the `LaidOutTensor` of the sum, or calls `set_reduced` with it and
+            returns None.
           add_counter_fn: see the attribute.
-          context: see the attribute; None takes what is being built.
-          sources: the lowered tensors that the whole is made of, where it is no sum of its own.
+          context: see the attribute; None takes the one that is being built.
+          sources: the lowered tensors that the sum is computed from, if it is not reduced itself.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -52,9 +52,9 @@ class PendingSum(mtf.LazyAllreduceSum):
         self.context = context or current_context()
         self._slice_shape = list(slice_shape)
         self._make_part = make_part
-        self._make_whole = make_whole
+        self._make_reduced = make_reduced
         self._part: Any = None
-        self._whole: Any = None
+        self._reduced_value: Any = None
         self._sources = tuple(sources)
 
     @property
@@ -64,45 +64,45 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     @property
     def laid_out_input(self) -> Any:
-        """The parts, a `LaidOutTensor`."""
+        """The `LaidOutTensor` of the parts."""
         if self._part is None:
             self._part = self._make_part()
         return self._part
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the whole has been made."""
-        return self._whole is not None
+    def is_reduced(self) -> bool:
+        """Whether the sum has been made."""
+        return self._reduced_value is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether both the parts and the whole have been made."""
-        return self.is_whole and self._part is not None
+        """Whether both the parts and the sum have been made."""
+        return self.is_reduced and self._part is not None
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether the whole is there, or can be made without sending anything."""
-        return self.is_whole or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
+        """Whether the sum has been made, or can be made without sending anything."""
+        return self.is_reduced or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
 
-    def set_whole(self, value: Any) -> None:
-        """Gives it the whole, a `LaidOutTensor`."""
-        self._whole = value
+    def set_reduced(self, value: Any) -> None:
+        """Sets the `LaidOutTensor` of the sum."""
+        self._reduced_value = value
 
     def to_laid_out_tensor(self) -> Any:
-        """The whole, a `LaidOutTensor`."""
-        if self._whole is None:
-            value = self._make_whole(self)
+        """Returns the `LaidOutTensor` of the sum, made on the first call."""
+        if self._reduced_value is None:
+            value = self._make_reduced(self)
             if value is not None:
-                self._whole = value
-        return self._whole
+                self._reduced_value = value
+        return self._reduced_value
 
     @property
     def tensor_list(self) -> list[tf.Tensor]:
-        """The slices of the whole, as a `LaidOutTensor` has them."""
+        """The slices of the sum."""
         return self.to_laid_out_tensor().tensor_list
 
     def copied(self) -> PendingSum:
-        """The same sum; what is made of the one later, the other does not have."""
+        """Returns a copy; parts and sum that one of the two makes later, the other does not get."""
         part = self._part
         copy = PendingSum(
             self.mesh_impl,
@@ -110,22 +110,22 @@ class PendingSum(mtf.LazyAllreduceSum):
             self._slice_shape,
             # What exists outside of a branch can be used inside.
             self._make_part if self._part is None else lambda: part,
-            self._make_whole,
+            self._make_reduced,
             self.add_counter_fn,
             self.context,
             self._sources,
         )
-        copy._whole = self._whole
+        copy._reduced_value = self._reduced_value
         return copy
 
 
 def _sends_nothing(lowered: Any) -> bool:
     if isinstance(lowered, PendingSum):
         return lowered.sends_nothing
-    return not isinstance(lowered, mtf.LazyAllreduceSum) or kept_sum(lowered) is not None
+    return not isinstance(lowered, mtf.LazyAllreduceSum) or sum_made_by(lowered) is not None
 
 
 def current_context() -> Any:
-    """The loop or branch that is being built: what is made there is of use there alone."""
+    """Returns the loop or branch that is being built, which tensors made in it belong to."""
     graph = tf.get_default_graph()
     return graph, control_flow_context(graph)

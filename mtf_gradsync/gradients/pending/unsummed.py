@@ -1,4 +1,4 @@
-"""What shards hold apart and nobody sums: found while a graph is lowered."""
+"""Finds, while a graph is lowered, operations that drop the sum over the shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtf_gradsync.gradients.pending.flow import Cause, Flow
 from mtf_gradsync.gradients.pending.naming import gradient_name
 from mtf_gradsync.gradients.stage import StageOperation
 
-# What sends something over a mesh; all else of `mtf.MeshImpl` is made of these.
+# The methods that communicate; all others of `mtf.MeshImpl` are made of these.
 _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
 
 
@@ -22,7 +22,7 @@ class Unsummed:
         """Looks for such operations.
 
         Args:
-          flow: what becomes of the sums behind the targets.
+          flow: which operations before the targets keep sums pending.
           targets: gradients.
         """
         self._found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
@@ -33,10 +33,9 @@ class Unsummed:
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Entered around the lowering of an operation.
+        """Watches the lowering of an operation.
 
-        Mesh-TF's own operations on slices send nothing. One of the program's own may sum by itself,
-        or leave that to who needs it.
+        Mesh-TF's own operations on slices send nothing; the program's own ones may sum.
         """
         if operation not in self._found:
             yield
@@ -50,10 +49,10 @@ class Unsummed:
         if cause is Cause.DROPS_SUM or not (sent or is_left):
             warn_once(
                 f"unsummed {operation.name}",
-                "%s %r drops a dimension that the shards split, and nobody sums over it: each "
+                "%s %r drops a dimension that the shards split, and nothing sums over it: each "
                 "shard has other values of %s, and the replicas of its variable differ after an "
-                "update. Give the result that dimension, of the size of its mesh axis, and sum it "
-                "by mtf.reduce_sum.",
+                "update. Give the result that dimension, of the size of its mesh axis, and sum "
+                "over it with mtf.reduce_sum.",
                 type(operation).__name__,
                 operation.name,
                 gradient_name(target),
@@ -68,7 +67,7 @@ def _is_suspect(operation: mtf.Operation, cause: Cause) -> bool:
 
 @contextlib.contextmanager
 def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
-    """Lists the collectives that are made within."""
+    """Lists the collectives that are made inside the block."""
     sent: list[str] = []
 
     def noting(name: str) -> Any:

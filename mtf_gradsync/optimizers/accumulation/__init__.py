@@ -1,4 +1,4 @@
-"""Several micro steps for each update."""
+"""Gradient accumulation: several microbatch steps for each update."""
 
 from mtf_gradsync.optimizers.accumulation.optimizer import (
     GradientAccumulationOptimizer,

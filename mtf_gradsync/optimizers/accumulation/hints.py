@@ -1,4 +1,4 @@
-"""Hints about optimizers whose schedules would count micro steps."""
+"""Hints about optimizers whose schedules would count microbatch steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
-    """Logs a hint when settings of an optimizer are made from the TF global step.
+    """Logs a hint when settings of an optimizer depend on the TF global step.
 
-    The training loop advances the global step on every micro step. Learning-rate schedules, and
-    Adafactor's default decay rate and learning rate, are functions of it.
+    The training loop advances the global step on every microbatch step. Learning-rate schedules,
+    and Adafactor's default decay rate and learning rate, are functions of it.
 
     Args:
       opt: the optimizer that does the updates.
@@ -37,8 +37,8 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
     ]
     if found:
         _logger.info(
-            "%s: %s of %s follow the TF global step, which counts micro steps, not updates. Base "
-            "them on the update step: see docs/accumulation.md, per_update and update_step.",
+            "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
+            "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
             name,
             " and ".join(found),
             type(opt).__name__,
@@ -54,6 +54,6 @@ def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:
             return True
         if op not in seen:
             seen.add(op)
-            # A step divided by a whole number, as `per_update` does it, counts updates.
+            # A step divided by an integer, as in `per_update`, counts updates.
             todo.extend(t.op for t in op.inputs if op.type != "FloorDiv")
     return False

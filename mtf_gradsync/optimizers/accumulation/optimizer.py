@@ -1,9 +1,9 @@
-"""GradientAccumulationOptimizer: one update, and one communication, for several micro steps."""
+"""GradientAccumulationOptimizer: one update, and one reduction, for several microbatch steps."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, NamedTuple, Sequence
+from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
 
@@ -16,6 +16,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
 from mtf_gradsync.optimizers.accumulation.skipping import SkipFn, check_skip_fn, says_skip
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
 from mtf_gradsync.optimizers.state.variables import scalar_state
@@ -23,7 +24,7 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
-#: Where gradients of micro steps add up: on each shard, or reduced over the mesh.
+#: Where gradients of microbatch steps add up: on each shard, or reduced over the mesh.
 Accumulate = Literal["local", "synced"]
 LOCAL: Accumulate = "local"
 SYNCED: Accumulate = "synced"
@@ -39,14 +40,14 @@ class _Counters(NamedTuple):
 
 @gin.configurable(module="mtf_gradsync")
 class GradientAccumulationOptimizer(Wrapper):
-    """Adds up the gradients of several micro steps, then applies another optimizer once.
+    """Adds up the gradients of several microbatch steps, then applies another optimizer once.
 
-    On the micro steps in between nothing crosses the mesh for the gradients, the inner
-    optimizer's arithmetic does not run, and variables and slots keep their bits.
+    On microbatch steps without an update the inner optimizer does not run, variables and slots do
+    not change, and no gradients are reduced if they accumulate locally.
 
     Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
-    and the mesh is crossed once an update; takes the mesh when the graph is built. "synced":
-    gradients are summed over the mesh on each micro step; takes nothing.
+    which are reduced once for each update; the mesh must be known when the graph is built.
+    "synced": gradients are reduced on each microbatch step.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and
     `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`.
@@ -61,9 +62,9 @@ class GradientAccumulationOptimizer(Wrapper):
         ("skipped", "accumulation/skipped"),
     )
     accumulate: Accumulate
-    # Of the graph that gradients were applied in last: variables, and values after a step.
-    _counters: _Counters | None = None
-    _now: _Counters | None = None
+    # For the graph that gradients were last applied in: variables, and their values after a step.
+    _counters = OfStep[Union[_Counters, None]](None)
+    _now = OfStep[Union[_Counters, None]](None)
 
     def __new__(
         cls,
@@ -93,34 +94,33 @@ class GradientAccumulationOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
             `tf.compat.v1.train` the result is `compat_v1.GradientAccumulationOptimizer`, and
-            arguments that tell of the mesh or of checkpoints have no effect.
-          backward_passes_per_step: micro steps for each update: a whole number of 1 or more, or a
-            function from the update step (mtf int32 scalar) to one. A function is asked when an
-            update begins: the number never changes in the middle of an accumulation.
-          average_aggregated_gradients: divide the sum by the number of micro steps in it.
-          should_skip_update_fn: says which micro steps to skip, from the list of their
-            gradients: `skip_not_finite`, `skip_large_updates(norm)`, or a function of yours that
-            returns a boolean mtf scalar. A micro step that is skipped does not count. None
-            skips nothing: a NaN then stays in the sum until the update.
+            arguments for the mesh or checkpoints have no effect.
+          backward_passes_per_step: microbatch steps for each update: a whole number of 1 or more,
+            or a function from the update step (mtf int32 scalar) to one. A function is evaluated
+            when an accumulation begins; the number does not change before the update.
+          average_aggregated_gradients: whether to divide the sum by its number of microbatch steps.
+          should_skip_update_fn: a function from the list of gradients to a boolean mtf scalar,
+            whether to skip the microbatch step: `skip_not_finite`, `skip_large_updates(norm)`, or
+            your own. A skipped microbatch step does not count. None skips nothing: a NaN then stays
+            in the sum until the update.
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
-            fresh accumulation, and local sums need no master copy on the host.
-          accumulate: "local", "synced", or None for "local" where the mesh is given.
+            new accumulation, and local sums need no master copy on the host.
+          accumulate: "local" or "synced"; None takes "local" if the mesh is given.
           sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
             into dense gradients. Those of mesh variables are always dense.
           allreduce_fn: only with such an optimizer; see there.
           name: name of the wrapper, prefix of its counters.
-          learning_rate: only with a class or factory as opt: passed on untouched.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
             accumulate="local" takes those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
-          reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
-            `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
-            rounded once. None sends the accumulators' dtype. Sharded updates send in a way of
-            their own.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
+            "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -142,8 +142,8 @@ class GradientAccumulationOptimizer(Wrapper):
             return counterpart
         if allreduce_fn is not None:
             raise ValueError(
-                "allreduce_fn goes with optimizers of tf.compat.v1; on a mesh a strategy sums: "
-                f"give reducer=. Got allreduce_fn={allreduce_fn!r} with {opt!r}."
+                "allreduce_fn is only for optimizers of tf.compat.v1, but got allreduce_fn="
+                f"{allreduce_fn!r} with {opt!r}. On a mesh, give reducer= a strategy."
             )
         check_passes(backward_passes_per_step)
         check_skip_fn(should_skip_update_fn)
@@ -181,12 +181,12 @@ class GradientAccumulationOptimizer(Wrapper):
 
     @property
     def backward_passes_per_step(self) -> Passes:
-        """Micro steps for each update, as the constructor was told."""
+        """Microbatch steps for each update, as given to the constructor."""
         return self._passes
 
     @property
     def mini_step(self) -> mtf.Variable | None:
-        """Micro steps in the sum so far; None before gradients were applied, or without any."""
+        """Microbatch steps in the sum so far; None if nothing accumulates (yet)."""
         return self._counters and self._counters.mini_step
 
     @property
@@ -196,12 +196,12 @@ class GradientAccumulationOptimizer(Wrapper):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """`update_step` with the step that it is fetched with; None where all steps update."""
+        """`update_step` after the step that it is fetched with; None if every step updates."""
         return self._now and self._now.update_step
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """Micro steps skipped so far (int32); None before gradients were applied."""
+        """Microbatch steps skipped so far (int32); None before gradients were applied."""
         return self._counters and self._counters.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -228,10 +228,10 @@ class GradientAccumulationOptimizer(Wrapper):
 
 
 class _Accumulate(Stage):
-    """Adds gradients up, and passes the sums on when an update is due."""
+    """Adds up gradients, and passes on the sums when an update is due."""
 
     gives = Form.REDUCED
-    wants_whole = True
+    wants_reduced = True
     mixed = "reduce"
     mixed_warning = (
         "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
@@ -250,11 +250,12 @@ class _Accumulate(Stage):
         for state in before:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         if wrapper.accumulate == SYNCED:
-            # Whole, even where the updates are sharded: accumulators are laid out like variables.
-            gradients = step.reduce_whole(gradients, wrapper._gradient_reduction())
+            # Not in parts, even if updates are sharded: accumulators are laid out like variables.
+            gradients = step.reduce_now(gradients, wrapper._gradient_reduction())
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
+            skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
             step.write_state(when=lambda: mtf.logical_not(skip))
@@ -268,7 +269,7 @@ class _Accumulate(Stage):
         count = mini_step + counted
         due = mtf.greater_equal(count, passes_at(wrapper._passes, update_step))
         if wrapper._skip_fn is not None:
-            # A checkpoint may hold more micro steps than are asked for now; what was skipped
+            # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
             due = mtf.logical_and(due, mtf.greater(counted, 0))
         updated = mtf.cast(due, tf.int32)
@@ -284,11 +285,10 @@ class _Accumulate(Stage):
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
-    """The number of updates made so far, for schedules of the inner optimizer.
+    """Returns the number of updates made so far, for schedules of the inner optimizer.
 
-    It can be had before the wrapper exists, and is the same counter, in any variable scope. With
-    one pass an update and nothing to skip the wrapper counts nothing: it stays 0, and the
-    global step counts updates.
+    It is the wrapper's counter, also before the wrapper exists, and in any variable scope. It stays
+    0 if backward_passes_per_step is 1 and nothing is skipped: the global step counts updates then.
 
     Args:
       mesh: the mesh that is trained on.
@@ -297,7 +297,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     Returns:
       An int32 mtf scalar.
     """
-    # Without a wrapper every step was an update.
+    # In a run without the wrapper every step was an update.
     return scalar_state(mesh, f"{name}/update_step", start="global_step").value
 
 

@@ -1,4 +1,4 @@
-"""How many micro steps make an update: a number, or a schedule over update steps."""
+"""The number of microbatch steps for each update: a constant, or a schedule."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Passes = Union[int, Callable[[Any], Any]]
 
 
 def check_passes(passes: Any) -> None:
-    """Raises ValueError if passes is neither a whole number of at least 1 nor a function."""
+    """Raises ValueError if passes is neither a whole number of 1 or more nor a function."""
     if isinstance(passes, type) or not callable(passes):
         more = "Or give a function from the update step to one."
         check_whole("backward_passes_per_step", passes, more=more)
 
 
 def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Tensor:
-    """A function of TensorFlow scalars, evaluated on every processor."""
+    """Evaluates a function of TensorFlow scalars on every processor."""
 
     def evaluate(step: tf.Tensor) -> tf.Tensor:
         try:
             result = tf.convert_to_tensor(passes(step))
         except Exception as error:
             raise ValueError(
-                f"backward_passes_per_step {passes!r} failed for the update step as an mtf scalar "
-                f"and as a tf scalar: {error}"
+                f"backward_passes_per_step {passes!r} failed with the update step as an mtf scalar "
+                f"and as a tf scalar: {error}. Make it a function of one of these."
             ) from error
         if not result.dtype.is_integer or result.shape.rank not in (0, None):
             raise ValueError(
@@ -41,43 +41,42 @@ def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Ten
 
 
 class _Probe:
-    """An update step that refuses to be decided on in Python."""
+    """An update step that raises an error if Python code branches on it."""
 
     def _refuse(self, *_: Any) -> Any:
-        raise TypeError("decided in Python")
+        raise TypeError
 
     __eq__ = __ne__ = __bool__ = __hash__ = __index__ = __int__ = _refuse
 
 
 def _check_constant(passes: Callable[[Any], Any], result: Any) -> None:
-    """Raises ValueError if a number came from comparing the tensor itself, not its value."""
+    """Raises ValueError if a function computed a number by comparing the tensor object."""
     try:
         same = passes(_Probe()) == result
     except Exception:
         same = False
     if not same:
         raise ValueError(
-            f"backward_passes_per_step {passes!r} decides in Python, when the graph is built and "
-            "the update step is not known; write it in mtf or tf operations, such as "
+            f"backward_passes_per_step {passes!r} branches in Python, when the graph is built and "
+            "the value of the update step is not known; write it in mtf or tf operations, such as "
             "lambda step: tf.where(step < 100, 2, 8)."
         )
 
 
 def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
-    """The number of micro steps of the update that comes after update_step updates.
+    """Returns the number of microbatch steps of the next update.
 
     Args:
-      passes: a number, or a function. A function is called with the update step as an mtf int32
-        scalar; if it is written in TensorFlow's operations and cannot take that, it gets tf
-        scalars instead. It returns an int, an mtf scalar or a tf scalar.
+      passes: a number, or a function from the update step, an mtf int32 scalar, to an int, an mtf
+        scalar or a tf scalar. If it fails with an mtf scalar, it gets tf scalars instead.
       update_step: int32 mtf scalar.
 
     Returns:
       An int or an int32 mtf scalar.
 
     Raises:
-      ValueError: the function returns something else, or an int below 1, or decides in Python.
-        What a schedule gives while it runs cannot raise: less than 1 counts as 1.
+      ValueError: the function returns anything else, or an int below 1, or branches in Python.
+        A tensor below 1 counts as 1.
     """
     if not callable(passes):
         return int(passes)

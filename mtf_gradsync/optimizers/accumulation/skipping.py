@@ -1,4 +1,4 @@
-"""Which micro steps an accumulation skips."""
+"""Functions that choose the microbatch steps that an accumulation skips."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import global_norm, not_finite
 from mtf_gradsync.reduce import Strategy
 
-# Of the gradients of a micro step, and of `reducer=` where it has such an argument.
+# Called with the gradients of a microbatch step, and with `reducer=` if it has such an argument.
 SkipFn = Callable[..., mtf.Tensor]
 
 
 @gin.configurable(module="mtf_gradsync")
 def skip_not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Says to skip a micro step when a gradient of any shard holds a NaN or an infinity.
+    """Skips a microbatch step if a gradient of any shard has a NaN or an infinity.
 
     Args:
-      grads: the gradients of the micro step, per shard or summed.
-      reducer: how sums cross the mesh, the wrapper's own; None takes `FusedAllReduce()`.
+      grads: the gradients of the microbatch step, per shard or reduced.
+      reducer: the wrapper's reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
       A boolean mtf scalar, the same on all processors.
@@ -38,12 +38,12 @@ skip_not_finite.leaves_out_not_finite = True
 
 @gin.configurable(module="mtf_gradsync")
 class skip_large_updates:
-    """Says to skip a micro step whose gradients are larger than a norm, or not finite.
+    """Skips a microbatch step whose gradients are larger than a norm, or not finite.
 
-    With gradients per shard (local accumulation) the norm is the root of the sum over shards of
-    the squares of their gradients: only a scalar crosses the mesh. It is not the norm of the
-    summed gradient, which is at most sqrt(num_shards) times as large, and smaller where shards
-    cancel: choose max_norm for the place where gradients accumulate.
+    With gradients per shard (local accumulation) the norm is the square root of the sum of squares
+    over all shards' gradients, so that only a scalar is reduced. The norm of the reduced gradient
+    is at most sqrt(num_shards) times as large, and smaller where shards cancel: choose max_norm
+    for the place where gradients accumulate.
 
     References:
       optax.skip_large_updates
@@ -55,7 +55,7 @@ class skip_large_updates:
         """Sets the norm.
 
         Args:
-          max_norm: largest norm that is not skipped, greater than 0.
+          max_norm: the largest norm of a step that is not skipped, greater than 0.
 
         Raises:
           ValueError: max_norm is not greater than 0.
@@ -66,7 +66,7 @@ class skip_large_updates:
 
     def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
         """See `skip_not_finite`."""
-        # Not "greater": a norm that is NaN is to be skipped too.
+        # Not "greater", as a NaN is to be skipped too.
         return mtf.logical_not(mtf.less_equal(global_norm(grads, reducer), self.max_norm))
 
 
@@ -81,18 +81,18 @@ def check_skip_fn(fn: Any) -> None:
 
 
 def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Asks whether to skip a micro step.
+    """Returns whether to skip a microbatch step.
 
     Args:
       fn: a checked function.
-      grads: gradients of the micro step.
-      strategy: how sums cross the mesh, handed to functions that take `reducer`.
+      grads: gradients of the microbatch step.
+      strategy: the reduction strategy, for functions that take `reducer`.
 
     Returns:
       A boolean mtf scalar.
 
     Raises:
-      ValueError: fn returned something else.
+      ValueError: fn returned anything else.
     """
     takes_reducer = "reducer" in inspect.signature(fn).parameters
     skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)

@@ -1,4 +1,4 @@
-"""The loss scale: narrow gradients that neither vanish nor overflow."""
+"""Loss scaling, so that gradients of narrow dtypes neither vanish nor overflow."""
 
 from mtf_gradsync.optimizers.loss_scale.optimizer import LossScaleOptimizer
 

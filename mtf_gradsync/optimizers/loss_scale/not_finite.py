@@ -1,4 +1,4 @@
-"""Says which gradients of which shards were not finite, where a step was skipped for them."""
+"""Reports which gradients of which shards were not finite on a skipped step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.step import Watched
 
-# Of a list that may be as long as the model has variables times the mesh shards.
+# The full list may be as long as the number of variables times the number of shards.
 _MOST_NAMED = 8
 _NONE = "none by itself, but the norm of all"
 
 
-class TellNotFinite(Watched):
-    """Remembers which gradients were not finite; part of a branch that runs where some were not.
+class ReportNotFinite(Watched):
+    """Records which gradients were not finite, in a branch that runs on steps with such gradients.
 
-    On a placement mesh it prints them, too, to standard error. A TPU program cannot print: there a
-    `Watch` looks at the variables, which the session hook does. What was found stands in the
-    variable `<owner>/not_finite`, which is in no checkpoint.
+    On a placement mesh it also prints them to standard error. On SIMD meshes the session hook
+    reads them by a `Watch`. The record is the variable `<owner>/not_finite`, which is in no
+    checkpoint.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class TellNotFinite(Watched):
         """Adds the operation.
 
         Args:
-          found: tensors that processors hold whole: `[shards..., gradients]` where there are
-            shards, and last `[gradients]` of the sum over shards.
+          found: flags, the same on all processors: `[shards..., gradients]` if there are shards,
+            and last `[gradients]` for the sum over shards.
           skipped: the variable that counts skipped steps.
-          names: of the gradients' variables.
+          names: names of the gradients' variables.
           owner: name of the wrapper.
         """
         count = len(names)
         shards = found[0].shape.size // count if len(found) > 1 else 0
         self._places = [*(f"(shard {number})" for number in range(shards)), "(sum over shards)"]
         self._names = list(names)
-        self._beginning = f"{owner}: step left out, gradients that are not finite:"
+        self._beginning = f"{owner}: step skipped, gradients that are not finite:"
         dims = [mtf.Dimension("rows", len(self._places)), mtf.Dimension("gradients", count)]
         shape = mtf.anonymous_shape(mtf.Shape(dims))
         self._found = named_state(
@@ -60,7 +60,7 @@ class TellNotFinite(Watched):
         def together(*found: tf.Tensor) -> tf.Tensor:
             *shards, total = (tf.reshape(x, [-1, count]) for x in found)
             for rows in shards:
-                # Of a sum only what no shard explains.
+                # Sums only if no shard's gradient explains them.
                 total = tf.where_v2(tf.reduce_max(rows, 0, keepdims=True) > 0, 0.0, total)
             return tf.concat([*shards, total], 0)
 
@@ -88,7 +88,7 @@ class TellNotFinite(Watched):
         return tf.print(text, output_stream=sys.stderr)
 
     def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> str | None:
-        """A line for the log, where a step was skipped since `before`; see `Watched.find`."""
+        """Returns a line for the log if a step was skipped since `before`; see `Watched.find`."""
         skipped, found = now
         if before is None or skipped <= before[0]:
             return None

@@ -1,8 +1,9 @@
-"""LossScaleOptimizer: scales the loss, and skips steps that are not finite."""
+"""LossScaleOptimizer: scales the loss, and skips steps with gradients that are not finite."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Sequence
+import warnings
+from typing import Any, Literal, Sequence, Union
 
 import gin
 
@@ -12,16 +13,17 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.loss_scale.not_finite import TellNotFinite
+from mtf_gradsync.optimizers.loss_scale.not_finite import ReportNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, Plan, WatchHook, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
-# Scales whose reciprocals are far from float32's limits, too.
+# Scales that, like their reciprocals, are far from float32's limits.
 _LEAST, _MOST = 1e-30, 1e30
 
 
@@ -29,22 +31,19 @@ _LEAST, _MOST = 1e-30, 1e30
 class LossScaleOptimizer(Wrapper):
     """Multiplies the loss by a scale, divides gradients by it, and applies another optimizer.
 
-    Gradients of narrow floats (float16) then do not become zero where they are small. A step with
-    a gradient that is not finite, on any shard, is skipped as a whole: variables and slots keep
-    their bits, and a global step that is given to `apply_gradients` does not advance. A dynamic
-    scale is divided by `multiplier` then, and multiplied by it after `growth_steps` updates without
-    such a step.
+    So small gradients of narrow dtypes (float16) do not become zero. A step with a gradient that is
+    not finite, on any shard, is skipped: variables and slots do not change, and a global step that
+    is given to `apply_gradients` does not advance. A dynamic scale is then divided by `multiplier`;
+    after `growth_steps` updates without a skipped step it is multiplied by it.
 
-    The loss keeps its value; what is scaled is the gradient that `mtf.gradients` begins with. So
-    it works with gradients of `compute_gradients`, which come without the scale, and with those of
-    `mtf.gradients` as pipelines compute them, in microbatches too. Gradients narrower than float32
-    are float32 after that.
+    The loss keeps its value; the scale multiplies the seed of `mtf.gradients`. So gradients may
+    come from `compute_gradients`, which returns them unscaled, or from `mtf.gradients`, also in
+    microbatches. Unscaled gradients are at least float32.
 
-    Stand it outside of what sums and clips: `LossScaleOptimizer(CrossShardOptimizer(opt))`. Inside
-    `GradientAccumulationOptimizer` it decides once an update, and an update is skipped with all of
-    its micro steps. Around optimizers that skip what is not finite by themselves
-    (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it moves the scale, and they
-    skip.
+    Put it outside of wrappers that reduce and clip: `LossScaleOptimizer(CrossShardOptimizer(opt))`.
+    Inside `GradientAccumulationOptimizer` it skips whole updates, with all of their microbatch
+    steps. Around optimizers that skip gradients that are not finite themselves
+    (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it only changes the scale.
 
     State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`.
 
@@ -55,6 +54,12 @@ class LossScaleOptimizer(Wrapper):
 
     traits = Traits(watches_not_finite=True)
     shown = (("loss scale", "loss_scale/scale"), ("left out", "loss_scale/skipped"))
+
+    # For the graph that gradients were last applied in: variables, and their values after a step.
+    _state = OfStep[Union[LossScaleState, None]](None)
+    _now = OfStep[Union[LossScaleState, None]](None)
+    _writes = OfStep[Sequence[mtf.Operation]](())
+    _skip_report = OfStep[Union[ReportNotFinite, None]](None)
 
     def __init__(
         self,
@@ -77,24 +82,23 @@ class LossScaleOptimizer(Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          loss_scale: "dynamic", or a number greater than 0 that stays. With a fixed scale, steps
-            are skipped just the same.
-          initial_scale: what a dynamic scale begins with.
-          growth_steps: updates in a row without a gradient that is not finite, after which a
-            dynamic scale grows.
-          multiplier: what it grows and shrinks by, greater than 1. Powers of two keep the bits of
-            gradients.
-          min_scale: it does not shrink below.
-          max_scale: it does not grow beyond.
+          loss_scale: "dynamic", or a fixed number greater than 0, which skips steps just the same.
+          initial_scale: the first value of a dynamic scale.
+          growth_steps: the number of updates in a row without a skipped step after which a dynamic
+            scale grows.
+          multiplier: the factor by which it grows and shrinks, greater than 1. Powers of two add no
+            rounding.
+          min_scale: the smallest value of a dynamic scale.
+          max_scale: the largest value of a dynamic scale.
           name: name of the wrapper, prefix of its state.
-          learning_rate: only with a class or factory as opt: passed on untouched.
-          axes: the replica axes, by which shards are told in the log; or give mesh_shape and
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes, which number the shards in the log; or give mesh_shape and
             layout. Without either they are those of the mesh that the program has made for this
             graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
         Raises:
           ValueError: an argument is out of range, or arguments contradict each other.
@@ -104,11 +108,6 @@ class LossScaleOptimizer(Wrapper):
         self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
         self._wrap(opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
-        # Of the graph that gradients were applied in last: variables, and values after a step.
-        self._state: LossScaleState | None = None
-        self._now: LossScaleState | None = None
-        self._writes: list[mtf.Operation] = []
-        self._told: TellNotFinite | None = None
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
@@ -116,14 +115,14 @@ class LossScaleOptimizer(Wrapper):
 
     @property
     def scale(self) -> mtf.Variable | float | None:
-        """The scale: a number if it is fixed; None before gradients were computed or applied."""
+        """The scale, a number if it is fixed; None before gradients were computed or applied."""
         if not self._rule.is_dynamic:
             return self._rule.initial
         return self._state and self._state.scale
 
     @property
     def good_steps(self) -> mtf.Variable | None:
-        """Updates since the scale moved (int32); None before, or if it is fixed."""
+        """Updates since the scale changed (int32); None if it is fixed or not made yet."""
         return self._state and self._state.good_steps
 
     @property
@@ -132,12 +131,19 @@ class LossScaleOptimizer(Wrapper):
         return self._state and self._state.skipped
 
     @property
-    def told(self) -> TellNotFinite | None:
-        """What tells of skipped steps; None before gradients were applied."""
-        return self._told
+    def skip_report(self) -> ReportNotFinite | None:
+        """The operation that reports skipped steps; None before gradients were applied."""
+        return self._skip_report
+
+    @property
+    def told(self) -> ReportNotFinite | None:
+        """The deprecated name of `skip_report`."""
+        text = "LossScaleOptimizer.told is deprecated: use LossScaleOptimizer.skip_report."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.skip_report
 
     def make_session_run_hook(self) -> WatchHook:
-        """Makes a hook that logs which gradients of which shards a step was skipped for.
+        """Makes a hook that logs, for skipped steps, which gradients were not finite.
 
         On placement meshes the step itself prints that, and the hook does nothing.
 
@@ -146,15 +152,15 @@ class LossScaleOptimizer(Wrapper):
           before.
         """
 
-        def told() -> TellNotFinite:
-            if self._told is None:
+        def skip_report() -> ReportNotFinite:
+            if self._skip_report is None:
                 raise ValueError(
-                    "LossScaleOptimizer.apply_gradients (or apply_grads) has to be called before "
+                    f"{self.name} has no step yet: call apply_gradients (or apply_grads) before "
                     "its hook is used."
                 )
-            return self._told
+            return self._skip_report
 
-        return WatchHook(told)
+        return WatchHook(skip_report)
 
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
@@ -171,7 +177,7 @@ class LossScaleOptimizer(Wrapper):
     def _values_now(self) -> LossScaleState | None:
         """The state after a step."""
         if self._now is None and self._state is not None and self._writes:
-            # Written in a branch, so that the values are known outside only by reading them.
+            # Written in a branch, so that outside the values have to be read.
             values = iter(values_after(self._state.present, self._writes))
             self._now = LossScaleState(*[x if x is None else next(values) for x in self._state])
         return self._now
@@ -188,17 +194,17 @@ class LossScaleOptimizer(Wrapper):
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
     def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for an argument by which an optimizer would take the scale out again.
+        """Raises ValueError for an argument computed from the scale, which would unscale twice.
 
-        A fixed scale is a number, which cannot be told from another.
+        It cannot recognise a fixed scale, which is a number.
         """
         scale = self._state and self._state.scale
         for name, tensor in own.tensors():
             if scale is not None and variables_behind(tensor) == {scale}:
                 raise ValueError(
-                    f"The argument {name} for {self.innermost()!r} is made of the scale of "
-                    f"{self.name}, but the gradients that {self.name} passes on are without it: "
-                    "leave the argument out, or give a scale of your own."
+                    f"The argument {name} for {self.innermost()!r} is computed from the scale of "
+                    f"{self.name}, but {self.name} passes on gradients without the scale: do not "
+                    "give the argument, or give another scale."
                 )
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
@@ -212,7 +218,7 @@ class LossScaleOptimizer(Wrapper):
 
 
 class _SkipNotFinite(Stage):
-    """Makes an update only where the gradients are finite, and moves the scale."""
+    """Skips the update if gradients are not finite, and changes the scale."""
 
     def __init__(self, wrapper: LossScaleOptimizer):
         self._wrapper = wrapper
@@ -222,24 +228,26 @@ class _SkipNotFinite(Stage):
         losses = step.plan.part(ScaledLosses)
         if wrapper.name in losses.applied:
             raise ValueError(
-                f"{wrapper.name} has applied gradients in this graph already; whether a step is "
-                "skipped is decided for all of them: give apply_grads all variables at once."
+                f"{wrapper.name} has applied gradients in this graph already, but it has to decide "
+                "for all variables together whether to skip a step: give apply_grads all of them "
+                "at once."
             )
         losses.applied |= {wrapper.name}
         before = wrapper._state_of(gradients.variables[0].mesh)
         inside = [traits_of(x) for x in wrapper.inner_stack()]
         reduction = wrapper._gradient_reduction()
-        # What is inside may skip what is not finite by itself: then this one only moves the scale.
+        # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
         if not is_beside:
             passed_on = step.reduce(gradients, reduction)
         elif any(traits.needs_shards for traits in inside):
             passed_on = gradients
         else:
-            # More can overflow in their sum than in each shard's gradients.
-            passed_on = step.reduce_whole(gradients, reduction)
+            # The sum can overflow even if no shard's gradient does.
+            passed_on = step.reduce_now(gradients, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
+            finite = step.agreed(finite)
         else:
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
@@ -254,10 +262,10 @@ class _SkipNotFinite(Stage):
         return passed_on
 
     def _are_finite(self, sums: list[mtf.Tensor], are_squared: bool) -> mtf.Tensor:
-        """Whether reduced gradients, or parts of them, are, a boolean scalar."""
+        """Whether reduced gradients, or parts of them, are finite, a boolean scalar."""
         reducer = self._wrapper.reducer
         if are_squared:
-            # Their squares overflow before they do, and the norm would make them NaN.
+            # Squares overflow before the gradients do, and a clip by their norm would make NaNs.
             return mtf.less(global_norm(sums, reducer), float("inf"))
         return mtf.less_equal(not_finite(sums, reducer), 0.0)
 
@@ -270,26 +278,26 @@ class _SkipNotFinite(Stage):
         before: LossScaleState,
         step: StepBuilder,
     ) -> None:
-        """Names what is not finite, where something is not."""
+        """Adds the report of gradients that are not finite, for steps with such gradients."""
         wrapper = self._wrapper
         axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
-        wrapper._told = None
+        wrapper._skip_report = None
 
-        def tell() -> list[mtf.Operation]:
+        def report() -> list[mtf.Operation]:
             found = []
             if axes:
                 of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
                 found.append(mtf.anonymize(of_shards.outputs[0]))
             of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
             found.append(mtf.anonymize(of_sums.outputs[0]))
-            wrapper._told = TellNotFinite(found, before.skipped, names, wrapper.name)
-            return [wrapper._told]
+            wrapper._skip_report = ReportNotFinite(found, before.skipped, names, wrapper.name)
+            return [wrapper._skip_report]
 
-        step.beside_when(mtf.logical_not(finite), gate, tell)
+        step.run_when(mtf.logical_not(finite), gate, report)
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:
-    """Checks the arguments that say how a scale moves."""
+    """Checks the arguments for the scale, and makes its rule."""
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()
     given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}
@@ -297,12 +305,12 @@ def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str,
         if not _is_positive(value):
             what = f"{DYNAMIC!r} or a number greater" if name == "loss_scale" else "greater"
             raise ValueError(
-                f"{name} must be {what} than 0 and one that float32 can hold, as {_LEAST:g} to "
-                f"{_MOST:g}, got {value!r}."
+                f"{name} must be {what} than 0, from {_LEAST:g} to {_MOST:g} so that float32 can "
+                f"hold it, got {value!r}."
             )
     if is_dynamic and not least <= initial <= most:
         raise ValueError(
-            "initial_scale must lie between min_scale and max_scale, got "
+            "initial_scale must be between min_scale and max_scale, got "
             + ", ".join(f"{name}={value!r}" for name, value in scales.items())
             + "."
         )

@@ -1,4 +1,4 @@
-"""What a loss scale remembers from step to step, and how it moves."""
+"""The state of a loss scale, and the rule by which it changes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from mtf_gradsync.optimizers.state.variables import scalar_state
 
 
 class Rule(NamedTuple):
-    """How a loss scale moves.
+    """The rule by which a loss scale changes.
 
     Attributes:
-      is_dynamic: whether it does.
-      initial: what it begins with.
-      growth_steps: updates in a row with finite gradients after which it grows.
-      multiplier: what it grows and shrinks by.
-      lowest: it does not shrink below.
-      highest: it does not grow beyond.
+      is_dynamic: whether it changes at all.
+      initial: its first value.
+      growth_steps: the number of updates in a row with finite gradients after which it grows.
+      multiplier: the factor by which it grows and shrinks.
+      lowest: its smallest value.
+      highest: its largest value.
     """
 
     is_dynamic: bool
@@ -32,8 +32,8 @@ class LossScaleState(NamedTuple):
     """Scalars: mtf variables, or their values after a step.
 
     Attributes:
-      scale: float32, what the loss is multiplied by; None where it is fixed.
-      good_steps: int32, updates in a row with finite gradients since it moved; None likewise.
+      scale: float32, the loss scale; None if it is fixed.
+      good_steps: int32, updates in a row with finite gradients since it changed; None if fixed.
       skipped: int32, steps skipped so far.
     """
 
@@ -43,17 +43,17 @@ class LossScaleState(NamedTuple):
 
     @property
     def present(self) -> list[Any]:
-        """Those that are not None."""
+        """The fields that are not None."""
         return [x for x in self if x is not None]
 
 
 def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
-    """Makes the variables, `<name>/<field>`, in checkpoints too.
+    """Makes the variables, `<name>/<field>`, which checkpoints hold.
 
     Args:
       mesh: the mesh.
       name: name of the wrapper.
-      rule: how the scale moves.
+      rule: the rule by which the scale changes.
 
     Returns:
       The variables.
@@ -66,15 +66,15 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
 
 
 def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
-    """The values after a step.
+    """Computes the state after a step.
 
     Args:
       before: the variables.
-      finite: a boolean scalar, whether all gradients are.
-      rule: how the scale moves.
+      finite: a boolean scalar, whether all gradients are finite.
+      rule: the rule by which the scale changes.
 
     Returns:
-      What the variables hold next.
+      The variables' new values.
     """
 
     def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
@@ -85,7 +85,7 @@ def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossSc
         return more * tf.cast(more < rule.growth_steps, tf.int32)
 
     def scale(now: tf.Tensor, count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
-        # Where it lies beyond a limit already, as after a change of limits, it comes back to it.
+        # A scale beyond a limit, as after a change of limits, is set to the limit.
         lower = tf.maximum(now / rule.multiplier, rule.lowest)
         higher = tf.minimum(now * rule.multiplier, rule.highest)
         grows = count + 1 >= rule.growth_steps

@@ -1,4 +1,4 @@
-"""How a stack of wrappers becomes one training step: forms, stages, order, one builder."""
+"""Builds one training step from a stack of wrappers."""
 
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet

@@ -1,4 +1,4 @@
-"""Sums of gradients that are kept from step to step, until an update takes them."""
+"""Accumulators: sums of gradients that are kept from step to step until an update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -16,14 +16,14 @@ from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, state_variable
 from mtf_gradsync.step import Gate, WriteInPlace
 
 
-class Bypass(NamedTuple):
-    """When an update takes this step's gradients as they are, without accumulators.
+class DirectUpdate(NamedTuple):
+    """The condition for an update with this step's gradients, without accumulators.
 
     Attributes:
-      holds: a boolean mtf scalar, true only where all accumulators are zero, nothing is skipped
-        and an update is due.
-      skipped: boolean `[shard dims...]`, whose gradients are zeros where it does not hold, but for
-        those that are reduced already.
+      holds: a boolean mtf scalar, true only if all accumulators are zero, nothing is skipped and
+        an update is due.
+      skipped: boolean `[shard dims...]`, the shards whose gradients count as zeros if `holds` is
+        false, except gradients that are reduced already.
     """
 
     holds: mtf.Tensor
@@ -33,8 +33,8 @@ class Bypass(NamedTuple):
 class Accumulators:
     """The accumulators of a set of gradients.
 
-    They are written in place and read only where an update takes them, so that a step without an
-    update costs one pass over them.
+    They are written in place and read only by an update, so that a step without an update is one
+    pass over them.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Accumulators:
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
         Args:
-          gradients: per shard or reduced; None has no accumulator.
+          gradients: per-shard or reduced gradients; None gets no accumulator.
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          is_share: whether what a shard adds is 1/num_shards of its own gradient (`StateNote`).
-          counter: name of the variable that counts what is added.
+          is_share: whether a shard adds 1/num_shards of its own gradient (see `StateNote`).
+          counter: name of the variable that counts the additions.
         """
         self._given = gradients
         self._variables: list[mtf.Variable] = []
@@ -78,12 +78,12 @@ class Accumulators:
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
 
-    def add(self, step: StepBuilder, bypass: Bypass | None = None) -> Gate | None:
+    def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
         """Adds this step's gradients to the accumulators.
 
         Args:
           step: the step that is being built.
-          bypass: when accumulators are passed by; for updates that are due on most steps.
+          direct: the condition for skipping the accumulators, if updates are due on most steps.
 
         Returns:
           The gate that all writes of the step are to wait for.
@@ -91,10 +91,10 @@ class Accumulators:
         step.write_state()
         for variable in self._variables:
             step.plan.write_in_place(variable)
-        if bypass is not None:
+        if direct is not None:
             present = [i for i, g in enumerate(self._given.grads) if g is not None]
             reduced = [i in self._given.already_reduced for i in present]
-            self._added_unless = _AddUnless(self._grads, reduced, self._variables, bypass)
+            self._added_unless = _AddUnless(self._grads, reduced, self._variables, direct)
             return step.gate(self._added_unless.outputs)
         gate = step.gate(self._grads)
         # Mesh-TF's assign_add_slice (0.1.21) reads, adds and assigns: two passes.
@@ -110,18 +110,18 @@ class Accumulators:
         counts_every_step: bool,
         divisor: mtf.Tensor | None,
     ) -> GradientSet:
-        """Opens the branch of a step that has an update, and takes the sums there.
+        """Opens the branch with the update, and reads the sums there.
 
         Args:
           due: a boolean mtf scalar, the same on all processors.
           step: the step that is being built.
-          gate: what `add` returned.
+          gate: the gate that `add` returned.
           counts_every_step: as for `StepBuilder.only_when`.
-          divisor: what the reduced sums are to be divided by; None for one.
+          divisor: the divisor of the reduced sums; None for one.
 
         Returns:
-          The sums, this step's gradients included, in form `PENDING`; once they are reduced they
-          are to have the dtypes of the gradients.
+          The sums, this step's gradients included, in form `PENDING`, to be cast to the dtypes of
+          the gradients after the reduction.
         """
         behind = [self._add] if self._add else []
         is_call = self._added_unless is None
@@ -134,7 +134,7 @@ class Accumulators:
         return self._given.with_present(self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes)
 
     def _clear(self) -> list[mtf.Operation]:
-        """Makes the accumulators zero where the sums were taken, update or not."""
+        """Makes the accumulators zero after the sums were read, even if no update follows."""
         if self._added_unless is not None:
             return [_ClearUnless(self._added_unless)]
         return [WriteInPlace(self._variables, self._taken, _clear, "clear_accumulated")]
@@ -146,12 +146,12 @@ def _clear(variable: Any, taken: tf.Tensor) -> tf.Operation:
 
 
 def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Zeros if skip is true, even in place of NaNs."""
+    """Replaces a tensor by zeros if skip is true, NaNs included."""
     return tf.where_v2(skip, tf.zeros_like(x), x)
 
 
 class ZerosWhere(StageOperation):
-    """Zeros in place of gradients where they are skipped: everywhere, or shard by shard."""
+    """Replaces gradients by zeros if they are skipped, all of them or those of some shards."""
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
         shapes, dtypes = [g.shape for g in grads], [g.dtype for g in grads]
@@ -160,16 +160,17 @@ class ZerosWhere(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        *grads, skip = whole_values(lowering, self.inputs)
+        *grads, skip = reduced_values(lowering, self.inputs)
         skip = mesh_impl.slicewise(lambda x: tf.reshape(x, []), skip)
         self.set_outputs(lowering, [mesh_impl.slicewise(zeros_where, skip, g) for g in grads])
 
 
 def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
-    """Gradients with zeros in place of those that are skipped, NaNs included.
+    """Replaces skipped gradients by zeros, NaNs included.
 
     Args:
-      gradients: per shard where skip has shard dims; those that are reduced already stay then.
+      gradients: gradients, per shard if skip has shard dims; then those that are reduced already
+        do not change.
       skip: boolean, a scalar or of shape `[shard dims...]`, one shard a processor.
     """
     reduced = gradients.already_reduced if skip.shape.dims else ()
@@ -179,7 +180,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
 
 
 def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
-    """What replicas add to a reduced gradient together: zeros for none, even in place of NaNs."""
+    """Multiplies a reduced gradient by a count; a count of 0 gives zeros in place of NaNs, too."""
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
     def multiply(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -189,26 +190,30 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(StageOperation):
-    """Gradients as they are, or what accumulators hold once gradients were added."""
+    """Returns gradients as they are, or adds them to accumulators and returns the sums.
+
+    Attributes:
+      variables: the accumulators.
+    """
 
     def __init__(
         self,
         grads: Sequence[mtf.Tensor],
         are_reduced: Sequence[bool],
         accumulators: Sequence[mtf.Variable],
-        bypass: Bypass,
+        direct: DirectUpdate,
     ):
         self._are_reduced = are_reduced
-        self.accumulators = list(accumulators)
+        self.variables = list(accumulators)
         shapes = [x.shape for x in accumulators]
-        super().__init__([*grads, bypass.skipped, bypass.holds], shapes, "accumulate_unless")
+        super().__init__([*grads, direct.skipped, direct.holds], shapes, "accumulate_unless")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        count = len(self.accumulators)
+        count = len(self.variables)
 
         def add(*tensors: Any) -> tuple[tf.Tensor, ...]:
-            grads, skipped, bypass = tensors[:count], tensors[count], tensors[count + 1]
+            grads, skipped, direct = tensors[:count], tensors[count], tensors[count + 1]
 
             def as_they_are() -> list[tf.Tensor]:
                 return [tf.identity(grad) for grad in grads]
@@ -222,34 +227,34 @@ class _AddUnless(StageOperation):
                 return sums
 
             with control_flow_v1():
-                return tuple(tf.cond(tf.reshape(bypass, []), as_they_are, added, strict=True))
+                return tuple(tf.cond(tf.reshape(direct, []), as_they_are, added, strict=True))
 
-        tensors = whole_values(lowering, self.inputs)
-        slices = [lowering.variables[v].laid_out_tensor for v in self.accumulators]
+        tensors = reduced_values(lowering, self.inputs)
+        slices = [lowering.variables[v].laid_out_tensor for v in self.variables]
         added = lowering.mesh_impl(self).slicewise(add, *tensors, *slices)
         self.set_outputs(lowering, list(added))
 
 
 class _ClearUnless(mtf.Operation):
-    """Zeros in accumulators, except where they were passed by; runs behind the gate."""
+    """Makes accumulators zero, unless the update did not use them; runs after the gate."""
 
     def __init__(self, added: _AddUnless):
         super().__init__([added.inputs[-1]], name="clear_accumulated_unless")
-        self._accumulators = added.accumulators
+        self._accumulators = added.variables
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
 
-        def clear(bypass: tf.Tensor, *variables: Any) -> tf.Tensor:
+        def clear(direct: tf.Tensor, *variables: Any) -> tf.Tensor:
             def cleared() -> tf.Tensor:
                 writes = [tf.assign(x, tf.zeros(x.shape, x.dtype)) for x in variables]
                 with tf.control_dependencies(writes):
                     return tf.constant(0)
 
             with control_flow_v1():
-                return tf.cond(tf.reshape(bypass, []), lambda: tf.constant(0), cleared)
+                return tf.cond(tf.reshape(direct, []), lambda: tf.constant(0), cleared)
 
-        (bypass,) = whole_values(lowering, self.inputs)
+        (direct,) = reduced_values(lowering, self.inputs)
         slices = [lowering.variables[v].laid_out_tensor for v in self._accumulators]
-        done = lowering.mesh_impl(self).slicewise(clear, bypass, *slices)
+        done = lowering.mesh_impl(self).slicewise(clear, direct, *slices)
         lowering.operations[self] = tf.group(*done.all_slices)

@@ -1,13 +1,14 @@
-"""Gradients that a strategy has a way of its own for, and the variables that it keeps for them."""
+"""Reduction of gradients by `Strategy.reduce_gradients`, and the variables of its state."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.apart import ReduceApart
-from mtf_gradsync.gradients.told_apart import pending_over_shards
+from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Reduction
@@ -15,7 +16,9 @@ from mtf_gradsync.optimizers.pipeline.stage import Segment
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.state import GradientOfCores, StateMaker
+from mtf_gradsync.reduce.state import Compression, GradientOfCores, StateMaker
+
+_logger = logging.getLogger("mtf_gradsync")
 
 
 class _Maker(StateMaker):
@@ -25,6 +28,7 @@ class _Maker(StateMaker):
         self.name = name
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable] = []
+        self.compression: Compression | None = None
 
     def variable(
         self,
@@ -33,34 +37,45 @@ class _Maker(StateMaker):
         dtype: tf.DType = tf.float32,
         shard_dims: Sequence[mtf.Dimension] = (),
         start: float = 0,
+        begins_anew: bool = False,
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
         mesh = self._gradients.mesh
         if name in mesh.graph.name_to_variable:
             raise ValueError(
-                f"The graph has a variable {name!r} already: gradients that strategies keep state "
-                "for are reduced once in a graph. Give apply_grads all variables at once, and two "
-                "optimizers of one graph names, or variables, of their own."
+                f"The graph has a variable {name!r} already: a strategy with state reduces a "
+                "gradient once in a graph. Give apply_grads all variables at once, and give two "
+                "optimizers of one graph different names and variables."
             )
         whole = mtf.Shape([*shard_dims, *shape.dims])
-        made = named_state(mesh, name, whole, dtype, start=start, num_shard_dims=len(shard_dims))
+        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
+        if begins_anew:
+            # A checkpoint may then have it in any shape, of other shards.
+            note = {"num_shard_dims": len(whole.dims), "fill": start}
+        made = named_state(mesh, name, whole, dtype, start=start, **note)
         self._slots.record([made], self._gradients.variables)
         self.made.append(made)
         return made
 
+    def report(self, compression: Compression) -> None:
+        """See `StateMaker.report`."""
+        self.compression = compression
+
 
 class ReducedApart(NamedTuple):
-    """What a strategy has made of gradients.
+    """The result of `reduce_apart`.
 
     Attributes:
-      gradients: with the reduced ones in place of those that it had a way of its own for.
-      owners: the variables of those.
-      kept: the variables of its state, each with its new value.
+      gradients: the gradients, those that the strategy has reduced replaced by the sums.
+      owners: the variables of the reduced gradients.
+      kept: pairs of a variable of the state and its new value.
+      compressions: the strategy's reports of bytes.
     """
 
     gradients: GradientSet
     owners: frozenset[mtf.Variable]
     kept: list[tuple[mtf.Variable, mtf.Tensor]]
+    compressions: list[Compression]
 
 
 def reduce_apart(
@@ -69,23 +84,23 @@ def reduce_apart(
     slots: SlotBook,
     reduced_before: frozenset[mtf.Variable],
 ) -> ReducedApart:
-    """Reduces the gradients that a strategy has a way of its own for.
+    """Reduces gradients by `Strategy.reduce_gradients`.
 
-    These are the gradients that still have to cross the replica axes; on a mesh of one shard, where
-    none has, all of them, so that state moves there and back.
+    These are the gradients that are pending over replica axes; on a mesh of one shard all of them,
+    so that checkpoints of state can be moved there and back.
 
     Args:
-      gradients: in any form that is not reduced.
-      reduction: of a strategy that `is_apart`.
+      gradients: gradients that are not reduced.
+      reduction: a reduction whose strategy `is_apart`.
       slots: where variables are recorded.
-      reduced_before: variables whose gradients have been reduced in this step.
+      reduced_before: variables whose gradients were reduced before in this step.
 
     Returns:
       The gradients and the state.
 
     Raises:
-      ValueError: nobody has said what the mesh is, or state has a name that is taken.
-      TypeError: the strategy's state is no structure of variables that its maker made.
+      ValueError: the mesh is not known, or the graph has a variable of a state's name.
+      TypeError: the strategy's state is not a structure of variables that its maker made.
     """
     axes = reduction.axes
     if axes is None:
@@ -94,31 +109,48 @@ def reduce_apart(
         )
     replaced: dict[mtf.Variable, mtf.Tensor] = {}
     kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
+    compressions: list[Compression] = []
     for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
         variables, given = [v for v, _ in pairs], [g for _, g in pairs]
         some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
         maker = _Maker(gradients, "/".join([reduction.name, *some]), slots)
         told = [
-            GradientOfCores(v.name, v.shape, shard_dims, g.dtype) for g, v in zip(given, variables)
+            GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
+            for g, v in zip(given, variables)
         ]
         state = reduction.strategy.gradient_state(told, maker)
         _check_state(state, maker.made, reduction.strategy)
         made = ReduceApart(given, variables, shard_dims, axes, reduction.strategy, state)
         replaced.update(zip(variables, made.sums))
         kept += made.kept
+        if maker.compression is not None:
+            compressions.append(maker.compression)
+            _log(reduction, maker.compression)
     grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
-    return ReducedApart(gradients.with_grads(grads), frozenset(replaced), kept)
+    return ReducedApart(gradients.with_grads(grads), frozenset(replaced), kept, compressions)
+
+
+def _log(reduction: Reduction, compression: Compression) -> None:
+    _logger.info(
+        "%s of %s sends %d bytes of gradients in place of %d, %.3g of them%s.",
+        type(reduction.strategy).__name__,
+        reduction.name,
+        compression.sent,
+        compression.given,
+        compression.sent / max(1, compression.given),
+        f"; not compressed: {', '.join(compression.whole)}" if compression.whole else "",
+    )
 
 
 def _sets(
     gradients: GradientSet, axes: ReplicaAxes, reduced_before: frozenset[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
-    """The gradients to reduce and their variables, by the shard dims that they are reduced over."""
+    """Returns gradients to reduce and their variables, by the shard dims to reduce over."""
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
     pending = pending_over_shards(gradients.present, axes)
     for grad, variable, is_pending in zip(gradients.present, gradients.owners, pending):
         crosses = is_pending or any(d not in variable.shape.dims for d in grad.shape.dims)
-        # What the layout splits over a replica axis has no sum over that axis.
+        # A gradient that the layout splits over a replica axis has no sum over that axis.
         shard_dims = axes.free_shard_dims(variable.shape)
         if variable in reduced_before:
             continue
@@ -137,20 +169,20 @@ def _check_state(state: Any, made: Sequence[mtf.Variable], strategy: Strategy) -
 
 
 def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> None:
-    """Warns of strategies with a way of their own for gradients by which none of a step went.
+    """Warns of strategies with `reduce_gradients` that no gradients of a step were reduced by.
 
     Args:
       segments: the wrappers of the step's stack.
-      used: the strategies that gradients went by.
+      used: the strategies that have reduced gradients.
     """
     for segment in segments:
         strategy = segment.reduction.strategy
         if segment.reduction.is_apart and strategy not in used:
             warn_once(
                 f"unused {segment.name}",
-                "No gradients go by %s, the reducer of %s: another wrapper of its stack, %s, "
-                "reduces them. Give it to the outermost wrapper that reduces, and to "
-                "ShardedUpdateOptimizer where updates are sharded.",
+                "No gradients are reduced by %s, the reducer of %s: another wrapper of its stack, "
+                "%s, reduces them. Give it to the outermost wrapper that reduces, and to "
+                "ShardedUpdateOptimizer if updates are sharded.",
                 type(strategy).__name__,
                 segment.name,
                 [one.name for one in segments],

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
+from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.parts import scatter_gradients
 from mtf_gradsync.gradients.pending import Cause
+from mtf_gradsync.gradients.recoverable import mixed_gradients
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
-from mtf_gradsync.gradients.told_apart import mixed_gradients
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
+from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
 from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch, Conditional, Gate, Plan, gated_update, values_after
+from mtf_gradsync.reduce.state import Compression
+from mtf_gradsync.step import Plan, built, gated_update, values_after
 
 
-class StepBuilder:
+class StepBuilder(StepConditions):
     """One training step while it is being built.
 
     Attributes:
-      plan: the plan of the mtf graph.
-      received: for each wrapper of the stack, the gradients that it was given.
+      received: for each wrapper of the stack, the gradients that it received.
       passed_on: for each wrapper, the gradients that it passed on.
-      per_shard: gradients of all shards, where a stage has recovered them; None elsewhere.
+      per_shard: per-shard gradients that a stage has recovered; None if there are none.
       reduced: the first reduction; None before.
-      updated: int32 scalar, 1 where the step has an update and 0 where not; None where every step
-        counts as one.
+      compressions: strategies' reports of bytes.
     """
 
     def __init__(
@@ -49,19 +49,18 @@ class StepBuilder:
         Args:
           segments: the wrappers' stages, from the outside in.
           opt: the inner optimizer.
-          takes_pending: whether it wants gradients as they come, not reduced.
-          partition: how its updates are sharded; None for whole updates.
-          slots: where the slots are recorded that it makes.
-          arguments: what it is called with beside gradients and variables.
+          takes_pending: whether the inner optimizer takes gradients that are not reduced.
+          partition: how updates are sharded; None if they are not.
+          slots: where new slots are recorded.
+          arguments: more arguments for the inner optimizer's `apply_grads`.
         """
+        super().__init__()
         self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
-        self._lists: list[list[mtf.Operation]] = [[]]
-        self._branches = contextlib.ExitStack()
         self._notes: list[Callable[[], None]] = []
-        # The stages still to come that want gradients whole.
-        self._wants_whole: list[Stage] = []
+        # Stages, not built yet, that need reduced gradients and not parts.
+        self._wants_reduced: list[Stage] = []
         self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
         self._reduced_apart: frozenset[mtf.Variable] = frozenset()
         self._used_apart: list[Strategy] = []
@@ -69,20 +68,22 @@ class StepBuilder:
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
-        self.updated: mtf.Tensor | None = None
+        self.compressions: list[Compression] = []
+        self._shown: dict[mtf.Variable, mtf.Variable] = {}
+        self._shown_after: list[mtf.Operation] = []
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Builds the step.
 
         Args:
-          gradients: what the outermost wrapper was given.
+          gradients: the gradients that the outermost wrapper received.
 
         Returns:
           The operations of the step.
         """
         self.plan = Plan.of(gradients.graph)
         stages = [stage for segment in self._segments for stage in segment.stages]
-        self._wants_whole = [stage for stage in stages if stage.wants_whole]
+        self._wants_reduced = [stage for stage in stages if stage.wants_reduced]
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -92,8 +93,8 @@ class StepBuilder:
                     elif stage.takes is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                     gradients = stage.apply(gradients, self)
-                    if stage in self._wants_whole:
-                        self._wants_whole.remove(stage)
+                    if stage in self._wants_reduced:
+                        self._wants_reduced.remove(stage)
                     if stage.gives is Form.REDUCED:
                         gradients = self.reduce(gradients, segment.reduction)
                 self.passed_on.append(gradients)
@@ -121,68 +122,32 @@ class StepBuilder:
 
     # For stages.
 
-    def add(self, operations: Sequence[mtf.Operation]) -> None:
-        """Makes operations part of the step, or of the branch of it that is open."""
-        self._lists[-1].extend(operations)
-
     def when_built(self, note: Callable[[], None]) -> None:
-        """Calls a function once the whole step was built without an error."""
+        """Registers a function to call once the step was built without an error."""
         self._notes.append(note)
 
-    def only_when(
+    def show(
         self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        behind: Sequence[mtf.Operation] = (),
-        as_call: bool = True,
-        counts_every_step: bool = False,
-        at_end: Callable[[], Sequence[mtf.Operation]] = list,
+        shown: Mapping[mtf.Variable, mtf.Variable],
+        writes: Sequence[mtf.Operation],
     ) -> None:
-        """Opens a branch: all that follows in the pipeline runs on some steps only.
-
-        A condition inside another one holds where both do.
+        """Makes `value_after` of stages around this one return the values of other variables.
 
         Args:
-          due: a boolean scalar, the same on all processors.
-          gate: the point of the step that the branch waits for; None inside another branch.
-          behind: operations of the step that the branch waits for, too.
-          as_call: as for `Conditional`.
-          counts_every_step: whether steps without an update advance the global step, too.
-          at_end: makes the last operations of the branch, which run even where a condition inside
-            of it does not hold.
+          shown: for each variable the one to read instead.
+          writes: operations of the step that write these.
         """
-        if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
-            self.updated = mtf.cast(due, tf.int32)
-        self._branches.enter_context(self._branch(due, gate, behind, as_call, at_end))
-
-    def beside_when(
-        self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
-    ) -> None:
-        """Adds operations that run on some steps only, beside the pipeline."""
-        self.add(Conditional(due, gate, Branch(self.plan, make), [], as_call=False).updates)
-
-    def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
-        """A point of the step that tensors and all reads come before; None inside a branch.
-
-        All that a branch holds waits with it already.
-        """
-        return None if self.plan.is_in_branch else Gate(self.plan, tensors)
-
-    def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
-        """Adds assignments that wait for a gate."""
-        if gate is not None:
-            gate.hold(writes)
-        self.add(writes)
+        self._shown = {**self._shown, **shown}
+        self._shown_after += writes
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
-        """Writes what strategies keep of the reductions so far, once these are used.
+        """Writes the strategies' new state after the reductions so far.
 
-        The builder does it where the update is. A stage that adds reduced gradients up does it
-        there.
+        The builder calls it for the update; a stage that adds up reduced gradients calls it itself.
 
         Args:
-          when: makes a boolean scalar, the same on all processors: where it does not hold, the sums
-            are not used and the state stays. None where they are always used.
+          when: makes a boolean scalar, the same on all processors, whether the sums are used: if
+            not, the state does not change. None if they are always used.
         """
         kept, self._kept = self._kept, []
         if not kept:
@@ -195,25 +160,25 @@ class StepBuilder:
         if when is None:
             self.write(writes(), gate)
         else:
-            self.beside_when(when(), gate, writes)
+            self.run_when(when(), gate, writes)
 
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh: whole, or in parts where the updates are sharded.
+        """Reduces gradients over the mesh, to parts if updates are sharded.
 
-        They are whole, too, on the way to a stage that wants them so.
+        They are not in parts if a later stage `wants_reduced`.
 
         Args:
-          gradients: in any form.
-          reduction: how; sharded updates have a way of their own.
+          gradients: gradients in any form.
+          reduction: how to reduce them, unless updates are sharded.
 
         Returns:
           The set in form `REDUCED` or `PART`, divided by its divisor, in its dtypes.
         """
-        in_parts = self._partition is not None and not self._wants_whole
+        in_parts = self._partition is not None and not self._wants_reduced
         if gradients.form is (Form.PART if in_parts else Form.REDUCED):
             return gradients
         if self._partition is None or not in_parts:
-            return finished(self.reduce_whole(gradients, reduction), self._opt)
+            return finished(self.reduce_now(gradients, reduction), self._opt)
         axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
         given = gradients.present
@@ -225,8 +190,8 @@ class StepBuilder:
         self._note(sources, parts, strategy)
         return finished(gradients.with_present(parts, Form.PART), self._opt)
 
-    def reduce_whole(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh, whole and as they are: nothing is divided or cast."""
+    def reduce_now(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
+        """Reduces gradients over the mesh, never to parts, without division and casts."""
         given = gradients.present
         if not given:
             return gradients
@@ -243,35 +208,19 @@ class StepBuilder:
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
-        """What variables hold after operations; see `mtf_gradsync.step.values_after`."""
-        return values_after(variables, updates)
+        """Returns variables' values after operations; see `mtf_gradsync.step.values_after`."""
+        shown = [self._shown.get(v, v) for v in variables]
+        return values_after(shown, [*updates, *self._shown_after])
 
-    # The way.
-
-    @contextlib.contextmanager
-    def _branch(
-        self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        behind: Sequence[mtf.Operation],
-        as_call: bool,
-        at_end: Callable[[], Sequence[mtf.Operation]],
-    ) -> Iterator[None]:
-        branch = Branch(self.plan)
-        self._lists.append(branch.updates)
-        with branch.opened():
-            yield
-            branch.updates.extend(at_end())
-        self._lists.pop()
-        self.add(Conditional(due, gate, branch, behind, as_call).updates)
+    # From stage to stage.
 
     def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
-        """Each shard's own gradients; where the shards are mixed, what the stage wants instead."""
+        """Returns per-shard gradients, or what the stage wants if shards are mixed."""
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
         found = mixed_gradients(own, axes)
-        # What nobody sums differs from shard to shard.
+        # Gradients that nothing sums would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()
@@ -280,13 +229,13 @@ class StepBuilder:
         reduced: list[mtf.Tensor | None] = [None] * len(grads)
         if mixed:
             if stage.mixed_warning:
-                names = [gradients.variables[i].name for i in mixed]
-                mixing = ", ".join(dict.fromkeys(repr(op.name) for op in mixed.values()))
+                names = counted([gradients.variables[i].name for i in mixed], "variable")
+                mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
                 warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
             # The step's first reduction is that of all gradients.
             first = self.reduced
-            reduced = list(self.reduce_whole(some, reduction).grads)
+            reduced = list(self.reduce_now(some, reduction).grads)
             self.reduced = first
         apart = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
@@ -301,17 +250,18 @@ class StepBuilder:
         return result
 
     def _apart(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Gradients, those reduced that the strategy has a way of its own for."""
+        """Reduces gradients by `Strategy.reduce_gradients`, if the strategy has it."""
         if gradients.form.is_reduced or not reduction.is_apart:
             return gradients
         done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart)
         self._used_apart.append(reduction.strategy)
         self._reduced_apart |= done.owners
         self._kept += done.kept
+        self.compressions += done.compressions
         return done.gradients
 
     def _updates(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
-        """The inner optimizer's update inside of what stages make around it, behind a gate."""
+        """Makes the inner optimizer's update and what stages add around it, after a gate."""
 
         def apply_inner(given: GradientSet) -> list[mtf.Operation]:
             before = set(given.graph.all_variables)
@@ -321,13 +271,15 @@ class StepBuilder:
             )
             if updates is None:
                 raise TypeError(
-                    f"apply_grads of {self._opt!r} must return a list of mtf operations, got None."
+                    f"apply_grads of {self._opt!r} must return a list of mtf operations, got None. "
+                    "Return an empty list for no operations."
                 )
             tells = getattr(self._opt, "variables", None)
+            updates = built(updates)
             told = {*before, *(tells() if callable(tells) else ())}
             created = [v for v in given.graph.all_variables if v not in told]
             self._slots.record(created, given.variables, tf.get_variable_scope().name)
-            return list(updates)
+            return updates
 
         def around(stage: Stage, inner: Callable[[GradientSet], list[mtf.Operation]]) -> Any:
             return lambda given: stage.update(given, self, inner)

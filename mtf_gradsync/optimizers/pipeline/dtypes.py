@@ -10,7 +10,7 @@ from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 
 
 def finished(gradients: GradientSet, opt: Any) -> GradientSet:
-    """Reduced gradients, divided by their divisor and in the dtypes that they are to have.
+    """Divides reduced gradients by their divisor, and casts them to their dtypes.
 
     Args:
       gradients: reduced gradients.
@@ -38,7 +38,7 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
 
 
 def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
-    """What the inner optimizer gets for gradients of a dtype: float32 for narrow ones."""
+    """Returns the dtype in which the inner optimizer gets gradients: at least float32."""
     # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the others
     # cast to float32 themselves.
     if dtype.size >= 4 or isinstance(opt, mtf.optimize.MomentumOptimizer):
@@ -47,7 +47,7 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 
 
 def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
-    """Gradients as Mesh-TF's Momentum takes them: in the dtype of the variable's value."""
+    """Casts gradients to the dtypes of the variables' values, for Mesh-TF's Momentum."""
     if not isinstance(opt, mtf.optimize.MomentumOptimizer):
         return gradients
     pairs = list(zip(gradients.grads, gradients.variables))
@@ -56,9 +56,9 @@ def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
         return gradients
     warn_once(
         "narrow momentum",
-        "mtf.optimize.MomentumOptimizer takes gradients in the dtype of activations, %s, "
-        "and adds them up in it: small ones are lost. "
-        "MeshOptimizer(tf.train.MomentumOptimizer(...)) adds up in float32.",
+        "mtf.optimize.MomentumOptimizer adds up gradients in the dtype of activations, %s: small "
+        "ones are lost. Use MeshOptimizer(tf.train.MomentumOptimizer(...)), which adds up in "
+        "float32.",
         gradients.variables[other.index(True)].activation_dtype.name,
     )
     return gradients.with_grads(

@@ -12,7 +12,7 @@ from mtf_gradsync.step import Branch, Plan
 
 
 class Form(enum.Enum):
-    """What has been done to a set of gradients on its way from the loss to the variables."""
+    """The form of a set of gradients on its way from the loss to the variables."""
 
     #: Not reduced: of the variable's shape with its all-reduce still to run, or with shard dims.
     PENDING = "pending"
@@ -31,17 +31,17 @@ class Form(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class GradientSet:
-    """The gradients of one call of `apply_grads`, at one place of the pipeline.
+    """The gradients of one call of `apply_grads`, at one stage of the pipeline.
 
     Attributes:
       grads: for each variable its gradient, or None; at least one is not None.
       variables: the mesh variables.
-      form: what has been done to them.
-      divisor: a scalar to divide the reduced gradients by, None for one.
-      dtypes: for each gradient the dtype that the reduced one is to have; None for its own.
+      form: their form.
+      divisor: a scalar to divide the reduced gradients by; None for one.
+      dtypes: for each gradient the dtype to cast the reduced one to; None for its own.
       already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of those that
-        are reduced, since the shards are mixed in them.
-      branch: the branch of the step that can use them; None where every step can.
+        are reduced, because shards are mixed in them.
+      branch: the branch of the step that can use them; None if every step can.
     """
 
     grads: tuple[mtf.Tensor | None, ...]
@@ -91,11 +91,11 @@ class GradientSet:
     def with_present(
         self, present: Sequence[mtf.Tensor], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """`with_grads`, of one for each gradient of `present`."""
+        """Does what `with_grads` does, with one gradient for each of `present`."""
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
 
     def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
-        """The same set with a change of the gradients at `already_reduced`."""
+        """The same set with a function applied to the gradients at `already_reduced`."""
         grads = enumerate(self.grads)
         return self.with_grads(
             [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]

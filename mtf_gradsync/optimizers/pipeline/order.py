@@ -1,4 +1,4 @@
-"""Which wrappers may stand around which others, as data, and the one check of it."""
+"""The rules for the order of wrappers, and their check."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 
 class Traits(NamedTuple):
-    """What a wrapper needs of the stack that it is part of, and does to it.
+    """What a wrapper needs of its stack, and does to gradients.
 
     Attributes:
-      reduces: it reduces gradients over the shards, or wants them reduced, on every step.
-      needs_shards: it needs each shard's own gradient: nothing around it may have reduced them.
-      or_else: an argument that makes it do without that, for the error.
-      schedules_updates: it decides by itself on which steps there is an update.
-      skips_not_finite: it skips gradients that are not finite, so that nothing inside sees them.
-      watches_not_finite: it has to see gradients that are not finite, to move the loss scale.
-      shards_updates: the optimizer inside of it gets parts of variables.
-      takes_parts: it works on parts of gradients and variables as on whole ones.
+      reduces: it reduces gradients over the shards, or needs them reduced, on every step.
+      needs_shards: it needs per-shard gradients, which no wrapper around it may have reduced.
+      or_else: for the error, an argument with which it does not need them.
+      schedules_updates: it decides on which steps there is an update.
+      skips_not_finite: it skips gradients that are not finite; wrappers inside do not get them.
+      watches_not_finite: it needs gradients that are not finite, to change the loss scale.
+      shards_updates: the optimizer inside it gets parts of variables.
+      takes_parts: it works on parts of gradients and variables, too.
       skips_shards: it applies the gradients of some shards without those of others.
       averages: it keeps moving averages of variables.
       squares: it squares reduced gradients, which overflow before they do.
+      makes_islands: it gives each island its own values of variables and slots.
+      counts_shards: it counts which shards contribute, to decide when there is an update.
     """
 
     reduces: bool = True
@@ -33,14 +35,16 @@ class Traits(NamedTuple):
     skips_shards: bool = False
     averages: bool = False
     squares: bool = False
+    makes_islands: bool = False
+    counts_shards: bool = False
 
 
 class Rule(NamedTuple):
     """An order of two wrappers that makes no sense.
 
     Attributes:
-      forbids: from the traits of the outer and of the inner wrapper to whether the rule applies.
-      why: what would go wrong and what to do; has fields {outer}, {inner} and {or_else}.
+      forbids: whether the rule applies, a function of the traits of outer and inner wrapper.
+      why: the error, with fields {outer}, {inner} and {or_else}.
     """
 
     forbids: Callable[[Traits, Traits], bool]
@@ -49,8 +53,33 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
+        lambda outer, inner: outer.makes_islands and inner.makes_islands,
+        "{inner} inside {outer} would make islands of islands; use one.",
+    ),
+    Rule(
+        lambda outer, inner: (
+            (outer.makes_islands and inner.counts_shards)
+            or (outer.counts_shards and inner.makes_islands)
+        ),
+        "{outer} cannot be around {inner}: each island would decide by itself when there is an "
+        "update. Use OuterOptimizer(GradientAccumulationOptimizer(opt, ...), ...).",
+    ),
+    Rule(
+        lambda outer, inner: (
+            inner.makes_islands
+            and (outer.reduces or outer.needs_shards or outer.watches_not_finite)
+        ),
+        "{outer} around {inner} would reduce gradients over the islands, which {inner} trains "
+        "separately: turn them round, {inner}({outer}(opt, ...), ...).",
+    ),
+    Rule(
+        lambda outer, inner: outer.makes_islands and inner.averages,
+        "{inner} inside {outer} would average the values of each island: turn them round, "
+        "{inner}({outer}(opt, ...), ...), which averages the outer values.",
+    ),
+    Rule(
         lambda outer, inner: outer.averages and inner.averages,
-        "{outer} and {inner} would move the same averages of variables twice; use one.",
+        "{outer} and {inner} would update the same averages of variables twice; use one.",
     ),
     Rule(
         lambda outer, inner: outer.shards_updates and inner.shards_updates,
@@ -62,62 +91,59 @@ RULES = (
     ),
     Rule(
         lambda outer, inner: outer.schedules_updates and inner.schedules_updates,
-        "{inner} cannot stand inside {outer}: each decides by itself when there is an update, so "
+        "{inner} cannot be inside {outer}: each decides by itself when there is an update, so "
         "that one would count the updates of the other as steps. Use one: "
         "GradientAccumulationOptimizer with the product of both backward_passes_per_step, or "
         "SyncReplicasOptimizer with replicas_to_aggregate=K * num_shards.",
     ),
     Rule(
         lambda outer, inner: outer.skips_not_finite and inner.watches_not_finite,
-        "{outer} skips gradients that are not finite, so that {inner} inside it never learns that "
-        "its scale is too large: turn them round, {inner}({outer}(opt, ...)), or skip nothing "
-        "here.",
+        "{outer} skips gradients that are not finite, so that {inner} inside it cannot find that "
+        "its scale is too large: turn them round, {inner}({outer}(opt, ...)), or skip nothing in "
+        "{outer}.",
     ),
     Rule(
         lambda outer, inner: (
             outer.watches_not_finite and inner.schedules_updates and not inner.skips_not_finite
         ),
-        "{outer} around {inner} needs micro steps that are not finite skipped there: turn them "
-        "round, {inner}({outer}(opt), ...), which decides once an update, or give it "
+        "{outer} around {inner} needs {inner} to skip microbatch steps that are not finite: turn "
+        "them round, {inner}({outer}(opt), ...), which skips whole updates, or give {inner} "
         "should_skip_update_fn=skip_not_finite.",
     ),
     Rule(
         lambda outer, inner: outer.shards_updates and not inner.takes_parts,
-        "{inner} cannot stand inside {outer}, whose inner optimizer sees parts of variables: turn "
+        "{inner} cannot be inside {outer}, whose inner optimizer gets parts of variables: turn "
         "them round, {inner}({outer}(opt), ...).",
     ),
     Rule(
         lambda outer, inner: outer.reduces and inner.needs_shards and not outer.watches_not_finite,
-        "{outer} around {inner} would reduce gradients over the mesh on every step, before {inner} "
-        "takes each shard's own: turn them round, {inner}({outer}(opt), ...), or {or_else}.",
+        "{outer} around {inner} would reduce gradients over the mesh on every step, but {inner} "
+        "needs per-shard gradients: turn them round, {inner}({outer}(opt), ...), or {or_else}.",
     ),
 )
 
 
 def traits_of(opt: Any) -> Traits:
-    """The traits of an optimizer; those that fit anywhere for one that names none."""
+    """Returns the traits of an optimizer; an optimizer without traits may be anywhere."""
     traits = getattr(opt, "traits", None)
     if isinstance(traits, Traits):
         return traits
-    # Optimizers of users say it by an attribute: docs/training.md.
+    # Optimizers of users may have an attribute for one trait: docs/training.md.
     skips = bool(getattr(opt, "leaves_out_not_finite", False))
     return Traits(reduces=False, takes_parts=True, skips_not_finite=skips)
 
 
 def why_not(outer: Traits, inner: Traits) -> str | None:
-    """Why a wrapper must not stand around another one, with fields for their names.
-
-    None where it may.
-    """
+    """Returns why a wrapper must not be around another one, with fields; None if it may."""
     return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
 
 
 def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
-    """Raises ValueError where a wrapper must not stand around one of those inside of it.
+    """Raises ValueError if a wrapper must not be around one of the optimizers inside it.
 
     Args:
       outer: a wrapper.
-      inner_stack: the optimizers inside of it.
+      inner_stack: the optimizers inside it.
     """
     for inner in inner_stack:
         traits = traits_of(inner)

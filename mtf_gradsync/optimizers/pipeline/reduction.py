@@ -1,4 +1,4 @@
-"""How the gradients of a step are reduced, and what was reduced."""
+"""Descriptions of how the gradients of a step are reduced."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Reduction(NamedTuple):
     Attributes:
       strategy: the reduction strategy.
       batch_dims: names of the dimensions that the batch is split along.
-      axes: the replica axes, where the wrapper knows them.
+      axes: the replica axes; None if the wrapper does not know them.
       name: the wrapper's name.
-      other_axes: the strategy for sums over other mesh axes than the replica axes, where each
-        shard's own gradient is recovered; None for `strategy`.
+      other_axes: for per-shard gradients, the strategy for sums over mesh axes other than the
+        replica axes; None for `strategy`.
     """
 
     strategy: Strategy
@@ -30,7 +30,7 @@ class Reduction(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the strategy has a way of its own for gradients."""
+        """Whether the strategy reduces gradients by `reduce_gradients`."""
         return bool(getattr(self.strategy, "reduces_gradients_apart", False))
 
 
@@ -40,7 +40,7 @@ class Partition(NamedTuple):
     Attributes:
       axes: the replica axes.
       strategy: the reduction strategy.
-      shape_of: from a variable to the shape of its parts; None for one that stays whole.
+      shape_of: from a variable to the shape of its parts; None for one that is not split.
       name: the wrapper's name.
     """
 
@@ -55,8 +55,8 @@ class Reduced(NamedTuple):
 
     Attributes:
       parts: the gradients before it, not None, pending or per shard.
-      sums: the gradients after it, whole or in parts.
-      branch: the branch of the step that has them; None where every step has.
+      sums: the gradients after it, reduced or in parts.
+      branch: the branch of the step that has them; None if every step has.
       strategy: the reduction strategy.
     """
 

@@ -1,8 +1,9 @@
-"""What a wrapper consists of: stages between the loss and the new values of variables."""
+"""Stages, the parts of wrappers, between the gradients and the new values of variables."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Literal, NamedTuple, Sequence
+import warnings
+from typing import TYPE_CHECKING, Any, Callable, Literal, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
@@ -19,30 +20,38 @@ class Stage:
     converts gradients to the form that a stage takes, and then to the form that it gives.
 
     Attributes:
-      takes: the form of gradients that `apply` wants; `REDUCED` stands for `PART`, too, where the
-        updates of the stack are sharded. None for gradients as they are.
-      gives: the form that gradients are to have after the stage; None for what `apply` returns.
-      wants_whole: whether parts of reduced gradients are of no use to the stage: it adds them up in
-        accumulators that are laid out like variables.
-      mixed: of a stage that takes `PER_SHARD`: what to do about gradients in which the shards are
-        mixed. Each shard takes an equal share; or they are reduced, and `already_reduced` of the
-        set has their positions; or it is an error.
-      mixed_warning: a warning about those that are reduced, filled with the wrapper's name, the
-        variables and the operations that mix the shards; "" for none.
+      takes: the form of gradients for `apply`; `REDUCED` includes `PART` if the updates of the
+        stack are sharded. None for any form.
+      gives: the form of gradients after the stage; None for the one that `apply` returns.
+      wants_reduced: whether the stage needs reduced gradients and not parts, as it adds them up
+        in accumulators that are laid out like variables.
+      mixed: if the stage takes `PER_SHARD`, what to do about gradients in which shards are mixed:
+        each shard takes an equal share, or they are reduced (`already_reduced` of the set has
+        their positions), or it is an error.
+      mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
+        variables and the operations that mix shards; "" for none.
     """
 
     takes: Form | None = None
     gives: Form | None = None
-    wants_whole = False
+    wants_reduced = False
     mixed: Literal["share", "reduce", "refuse"] = "share"
     mixed_warning = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Takes the deprecated name `wants_whole` for `wants_reduced`."""
+        super().__init_subclass__(**kwargs)
+        if "wants_whole" in vars(cls):
+            text = f"{cls.__name__}.wants_whole is deprecated: use wants_reduced."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            cls.wants_reduced = vars(cls)["wants_whole"]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Does the stage's work.
 
         Args:
-          gradients: in the form that the stage takes.
-          step: the step that is being built, which operations and conditions are added to.
+          gradients: gradients in the form that the stage takes.
+          step: the step that is being built, to add operations and conditions to.
 
         Returns:
           The gradients for the next stage.
@@ -59,7 +68,7 @@ class Stage:
         """Makes the inner optimizer's update, or one around it.
 
         Args:
-          gradients: what the inner optimizer is to get.
+          gradients: the gradients for the inner optimizer.
           step: the step that is being built.
           apply_inner: calls the inner optimizer.
 
@@ -72,10 +81,10 @@ class Stage:
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Adds what comes after the update, on the steps that have one.
+        """Adds operations after the update, on steps that have one.
 
-        `step.value_after` gives what a variable holds then. The innermost wrapper's stages come
-        first.
+        `step.value_after` returns the new value of a variable. The innermost wrapper's stages are
+        called first.
 
         Args:
           updates: the operations of the update.
@@ -90,7 +99,7 @@ class Stage:
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Adds what comes last, on every step.
+        """Adds the last operations, on every step.
 
         Args:
           operations: all other operations of the step.
@@ -107,7 +116,7 @@ class Segment(NamedTuple):
     """The stages of one wrapper.
 
     Attributes:
-      stages: in the order in which gradients pass through them.
+      stages: the stages, in the order in which gradients pass through them.
       reduction: how the wrapper reduces gradients.
       name: the wrapper's name.
     """

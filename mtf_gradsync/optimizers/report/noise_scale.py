@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch still pays."""
+"""The gradient noise scale: up to which size a larger batch saves steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class NoiseScale(NamedTuple):
     """The gradient noise scale of a training step.
 
     Attributes:
-      value: float32 mtf scalar, in the unit of the batch size; it counts the step that it is
-        fetched with. NaN before the first.
-      updates: mtf operations to run with the optimizer's own: they smooth. None where that is
-        part of the optimizer's already.
+      value: float32 mtf scalar, in the unit of the batch size, after the step that it is fetched
+        with. NaN before the first step.
+      updates: mtf operations to run with the optimizer's own, which update the moving averages.
+        None if the optimizer's operations include them.
     """
 
     value: mtf.Tensor
@@ -42,31 +42,31 @@ def gradient_noise_scale(
 ) -> NoiseScale:
     """Estimates the simple noise scale, tr(Sigma) / |G|^2, from the shards' gradients.
 
-    It is about the batch size from which on a larger batch saves few steps. The mean squared norm
-    of the shards' gradients (of batch_size / num_shards examples each) is compared with that of
-    their mean (of batch_size examples); both are smoothed before they are divided. That costs a
-    pass over the gradients for each, and one number for each shard crosses the mesh; the sums are
-    those that the optimizer makes. A step with gradients that are not finite does not count.
+    Above about this batch size a larger batch saves few steps. The mean squared norm of the shards'
+    gradients (of batch_size / num_shards examples each) is compared with that of their mean (of
+    batch_size examples); the estimate is the ratio of two moving averages. It costs a pass over the
+    gradients for each norm, and reduces one number for each shard; the sums of gradients are those
+    of the optimizer. A step with gradients that are not finite does not count.
 
-    To be called once, after gradients were applied and before the graph is lowered. State, in
+    Call it once, after gradients were applied and before the graph is lowered. State, in
     checkpoints: `<name>/trace` and `<name>/squared_norm`.
 
     Args:
       opt: a wrapper that has applied gradients, of a loss that is a mean or a sum over a batch that
         is split equally.
-      batch_size: examples in the gradients that the optimizer sums over the mesh at once: a global
-        batch, or with local accumulation all micro batches of an update. In the unit that the noise
-        scale is wanted in.
-      decay: of the moving averages, at least 0 and less than 1.
-      axes: the replica axes, where no wrapper was told; None takes those of the mesh that the
+      batch_size: the number of examples (or another unit, which is then that of the noise scale) in
+        the gradients that the optimizer reduces at once: a global batch, or with local accumulation
+        all microbatches of an update.
+      decay: decay of the moving averages, at least 0 and less than 1.
+      axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
         program has made for this graph.
-      name: what the names of the variables begin with.
+      name: prefix of the variables' names.
 
     Returns:
       The noise scale.
 
     Raises:
-      TypeError: opt is no wrapper.
+      TypeError: opt is not a wrapper.
       ValueError: an argument is out of range; gradients were not applied before, or were not summed
         over several shards, or shards are mixed or skipped.
 
@@ -90,8 +90,8 @@ def gradient_noise_scale(
             parts = own if clipped is None else clipped
             if parts is None:
                 raise ValueError(
-                    "The shards' gradients cannot be told apart without sums of the size of "
-                    "gradients, so that their noise scale cannot be had."
+                    f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which "
+                    "are not recoverable without sums of the size of gradients."
                 )
             whole = norm_of_reduced(reduced.sums, None, reduced.strategy)
             estimates = _estimates(parts, whole, axes.num_shards, batch_size)
@@ -104,31 +104,32 @@ def gradient_noise_scale(
         else:
             branch.updates.extend(made)
         trace, squared_norm = values_after(averages, made)
-        # 0 / 0 is NaN: before the first step there is none.
+        # Before the first step this is 0 / 0, a NaN.
         value = mtf.cwise(tf.divide, [trace, squared_norm])
     return NoiseScale(value, made if branch is None else [])
 
 
 def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
-    """The first reduction over shards of the step that a stack has built."""
+    """Finds the first reduction over shards of the step that a stack has built."""
     if not isinstance(opt, Wrapper):
         raise TypeError(
-            f"gradient_noise_scale looks at what a wrapper has summed, got {opt!r}: wrap it, "
+            f"gradient_noise_scale needs a wrapper that reduces gradients, got {opt!r}: wrap it, "
             "CrossShardOptimizer(opt)."
         )
     if opt.step is None:
-        raise ValueError("gradient_noise_scale has to be called after gradients were applied.")
+        raise ValueError(f"Apply gradients by {opt!r} before you call gradient_noise_scale.")
     if opt.times_applied > 1:
         raise ValueError(
-            "gradient_noise_scale looks at one call of apply_grads, and there were "
-            f"{opt.times_applied} in this graph; give apply_grads all variables at once."
+            f"gradient_noise_scale needs one call of apply_grads, got {opt.times_applied} in this "
+            "graph; give apply_grads all variables at once."
         )
     wrappers = opt._wrappers()
     apart = next((w for w in wrappers if w.traits.skips_shards), None)
     if apart is not None:
         raise ValueError(
-            f"{type(apart).__name__} leaves out gradients of some replicas on some steps, so that "
-            "norms before and after its sum are not of one batch."
+            f"{type(apart).__name__} skips gradients of some replicas on some steps, so that norms "
+            "before and after its sum are not of one batch: gradient_noise_scale needs another "
+            "wrapper."
         )
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
     steps = [w.step for w in wrappers if w.step is not None]
@@ -138,8 +139,8 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"
         )
         raise ValueError(
-            f"The gradients {what}: their noise scale takes shards to compare. Give axes= where "
-            "there are several."
+            f"The gradients {what}, but gradient_noise_scale compares several shards. Give axes= "
+            "if there are several."
         )
     return reduced, axes
 
@@ -147,19 +148,19 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
 def _estimates(
     parts: mtf.Tensor, whole: mtf.Tensor, num_shards: int, batch_size: float
 ) -> list[mtf.Tensor]:
-    """Unbiased estimates of tr(Sigma) and |G|^2 by one step.
+    """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step.
 
     Args:
-      parts: `[shards...]`, norms of what each shard adds to the sum.
+      parts: `[shards...]`, norms of each shard's term of the sum.
       whole: norm of the sum.
-      num_shards: how many there are.
+      num_shards: the number of shards.
       batch_size: examples in the sum.
 
     Returns:
       Two scalars.
     """
     small, big = batch_size / num_shards, batch_size
-    # A shard's own gradient is num_shards times what it adds.
+    # A shard's own gradient is num_shards times its term.
     of_shards = mtf.reduce_mean(mtf.square(mtf.cast(parts, tf.float32))) * num_shards**2
     of_sum = mtf.square(mtf.cast(whole, tf.float32))
     trace = (of_shards - of_sum) * (1 / (1 / small - 1 / big))
@@ -170,7 +171,7 @@ def _estimates(
 def _moved(
     average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
 ) -> mtf.Tensor:
-    """A moving average after a step, from 0: the same share of both is missing from their ratio."""
+    """Updates a moving average that begins at 0; the bias cancels out in the ratio of two."""
 
     def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
         counts = tf.reduce_all(tf.math.is_finite(tf.stack(estimates)))

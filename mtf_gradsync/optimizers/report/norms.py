@@ -1,4 +1,4 @@
-"""Norms of gradients at a place of a stack of wrappers, on the steps that have them."""
+"""Norms of gradients in a stack of wrappers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, shard_norms
+from mtf_gradsync.gradients.recoverable import mixed_gradients, summed_elsewhere
 from mtf_gradsync.gradients.stages import per_shard, shard_dims_in
-from mtf_gradsync.gradients.told_apart import mixed_gradients, summed_elsewhere
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
@@ -22,13 +22,13 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 def in_branch(branch: Branch | None, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
-    """What a function makes, in a branch of the step or, for None, on every step."""
+    """Calls a function in a branch of the step; without a branch if that is None."""
     with branch.opened() if branch else contextlib.nullcontext():
         return make()
 
 
 def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
-    """The norm that clipping has made of gradients before it; None for other gradients."""
+    """Returns the norm of gradients before they were clipped; None if they were not."""
     clipping = clipping_of(grads)
     return None if clipping is None or clipping.norm.shape.ndims else clipping.norm
 
@@ -36,7 +36,7 @@ def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
 def norm_of_reduced(
     grads: Sequence[mtf.Tensor], branch: Branch | None, strategy: Strategy
 ) -> mtf.Tensor:
-    """The norm of reduced gradients; of clipped ones, from what clipping knows."""
+    """Returns the norm of reduced gradients, for clipped ones from the norm before."""
     clipping = clipping_of(grads)
     if clipping is not None and not clipping.norm.shape.ndims:
         return in_branch(branch, lambda: mtf.multiply(clipping.norm, clipping.factor))
@@ -46,17 +46,17 @@ def norm_of_reduced(
 def norms_of_shards(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
-    """The norms of the shards' own gradients, on all processors.
+    """Returns the norms of per-shard gradients, the same on all processors.
 
     Args:
-      grads: gradients that every step has, pending or per shard.
+      grads: pending or per-shard gradients that every step has.
       axes: the replica axes.
-      strategy: how sums cross the mesh.
+      strategy: the reduction strategy.
 
     Returns:
-      Norms before and after clipping by shard, each `[shards...]`; None as the second where they
-      were not clipped. None as both where shards are mixed, or recovered only by sums of the size
-      of gradients.
+      Norms before and after clipping by shard, each `[shards...]`; the second is None if they were
+      not clipped. Both are None if per-shard gradients are not recoverable, or only by sums of the
+      size of gradients.
     """
     clipping = clipping_of(grads)
     if clipping is not None and clipping.norm.shape.ndims:
@@ -68,7 +68,7 @@ def norms_of_shards(
     unfit = list(mixed) or summed_elsewhere(own, axes)
     if unfit:
         _logger.info(
-            "Norms of shards are left out: %d gradients %s, such as %s.",
+            "Norms of shards are not reported: %d gradients %s, such as %s.",
             len(unfit),
             reason,
             grads[unfit[0]].name,
@@ -79,7 +79,7 @@ def norms_of_shards(
 
 
 def _on_all(values: Sequence[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-    """Tensors of one shape, whole on every processor; they cross the mesh together."""
+    """Makes tensors of one shape the same on every processor; they are reduced together."""
     if len(values) == 1:
         return [mtf.anonymize(values[0])]
     together = mtf.anonymize(mtf.stack(list(values), "reported"))
@@ -87,14 +87,14 @@ def _on_all(values: Sequence[mtf.Tensor]) -> Sequence[mtf.Tensor]:
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
-    """Scalars of a branch as they were when it last ran.
+    """Returns scalars of a branch, as they were when it last ran.
 
-    They are kept in a small variable that is in no checkpoint.
+    A small variable that is in no checkpoint keeps them.
 
     Args:
       values: scalars made in the branch, at least one, the same on all processors.
       branch: the branch; its graph is not lowered yet.
-      name: name of the variable, whole.
+      name: full name of the variable.
 
     Returns:
       A float32 scalar for each, NaN before the branch has run in this session.
@@ -104,7 +104,7 @@ def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Te
     variable = named_state(mesh, name, shape, tf.float32, checkpointed=False)
     branch.plan.write_in_place(variable)
     with branch.opened():
-        # The last says that the branch has run.
+        # The last element is 1 once the branch has run.
         one = mtf.constant(mesh, 1.0, mtf.Shape([]), tf.float32)
         together = mtf.stack([*(mtf.cast(x, tf.float32) for x in values), one], shape.dims[0].name)
         write = WriteInPlace([variable], [together], tf.assign, "keep_reported")

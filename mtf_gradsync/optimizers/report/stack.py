@@ -1,4 +1,4 @@
-"""All that a stack of optimizers reports, under stable names."""
+"""The reports of a stack of optimizers, under stable names."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ from mtf_gradsync.step import Branch
 
 
 def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
-    """What a stack of optimizers tells of the step that it is fetched with.
+    """Returns norms and counts of the step that they are fetched with, by name.
 
-    To be called once, after gradients were applied and before the graph is lowered; what is not
-    asked for costs nothing. Asked for, norms cost a pass over the gradients and a few numbers
-    across the mesh, and what clipping has computed is used again. The names, of which a stack has
-    those that it knows:
+    Call it once, after gradients were applied and before the graph is lowered; tensors that are not
+    fetched cost nothing. Norms cost a pass over the gradients and a reduction of a few numbers;
+    those that clipping has computed are used again. A stack has some of these names:
 
-    - `gradient_norm/applied`: norm of what the innermost optimizer gets: summed over the mesh,
-      clipped.
-    - `gradient_norm/before_clipping`: norm of the summed gradients before they were clipped by it.
-    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of what it adds to the sum
-      (of a mean over the batch, 1/num_shards of its own gradient), before clipping. Left out where
-      shards are mixed, or recovered only by communication of the size of gradients.
-    - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, where
-      that made the gradients that were applied.
+    - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
+      optimizer gets.
+    - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by it.
+    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
+      mean over the batch, 1/num_shards of its own gradient), before clipping. Missing if per-shard
+      gradients are not recoverable, or only by communication of the size of gradients.
+    - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, if the
+      applied gradients come from it.
+    - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
+      place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the number of gradients
+      that it does not compress; the log names them.
     - `update_step`: updates made.
-    - `accumulation/micro_step`: micro steps in the sum so far. `accumulation/skipped`: micro steps
-      skipped so far.
+    - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:
+      microbatch steps skipped so far.
     - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
       replica made and steps on which it made none, so far.
       `sync_replicas/waiting_contributions`: contributions since the last update.
       `sync_replicas/steps_without_update`: steps since the last update.
 
-    Counts are those after the step. Norms of shards are of the step (a micro step). Whole norms
-    inside an optimizer that skips updates are of the newest update: on the steps in between they
-    keep their values, and are NaN before the first update of a session.
+    Counts are those after the step. Norms of shards are of the step (a microbatch step). Norms of
+    reduced gradients inside an optimizer that skips updates are of the last update: they keep their
+    values on steps without one, and are NaN before the first update of a session.
 
-    Several wrappers of a kind: the outermost has the plain names, the others' end with "/" and the
-    wrapper's name.
+    With several wrappers of a kind the outermost has the plain names; the others' names end with
+    "/" and the wrapper's name.
 
     Args:
       opt: an optimizer. Each in its stack may have `reported()`, as wrappers do, which returns mtf
         tensors by name.
-      axes: the replica axes, where no wrapper was told; None takes those of the mesh that the
+      axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
         program has made for this graph.
 
     Returns:
-      mtf tensors by name: scalars, or of the shape of the shard dims (see `split_by_shard`), whole
-      on every processor; empty for optimizers of other libraries.
+      mtf tensors by name: scalars, or of the shape of the shard dims (see `split_by_shard`), the
+      same on every processor; empty for optimizers of other libraries.
     """
     stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
     values: dict[str, mtf.Tensor] = {}
@@ -64,6 +66,7 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     wrappers = [one for one in stack if isinstance(one, Wrapper)]
     if wrappers and wrappers[0].step is not None:
         _add_norms(wrappers, axes, add)
+        _add_compression(wrappers, add)
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
         report = getattr(one, "reported", None)
@@ -78,7 +81,7 @@ def _add_norms(
     add: Callable[[str, mtf.Tensor | None, str], None],
 ) -> None:
     outer, inner = wrappers[0], wrappers[-1]
-    # One, or several where an optimizer of others stands in between.
+    # Several steps if an optimizer of another library is in between.
     steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
     received, applied = steps[0].received[0], steps[-1].passed_on[-1]
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
@@ -87,14 +90,14 @@ def _add_norms(
         own, clipped = norms.norms_of_shards(shards.present, axes, outer.reducer)
         add("gradient_norm/of_shards", own, outer.name)
         add("gradient_norm/of_shards_clipped", clipped, outer.name)
-    # Where the program itself has clipped what the optimizer was given.
+    # If the program itself has clipped the gradients before.
     places = {received.present[0]: (received, "program")}
     for step in steps:
         for passed_on, name in zip(step.passed_on, step.names):
             places[passed_on.present[0]] = passed_on, name
     of_branches: dict[Branch, dict[tuple[str, str], mtf.Tensor]] = {}
 
-    def add_whole(tag: str, norm: mtf.Tensor | None, place: GradientSet, name: str) -> None:
+    def add_norm(tag: str, norm: mtf.Tensor | None, place: GradientSet, name: str) -> None:
         if norm is not None and place.branch is not None:
             of_branches.setdefault(place.branch, {})[tag, name] = norm
         else:
@@ -102,17 +105,31 @@ def _add_norms(
 
     for place, name in places.values():
         before = norms.norm_before_clipping(place.present)
-        add_whole("gradient_norm/before_clipping", before, place, name)
+        add_norm("gradient_norm/before_clipping", before, place, name)
     norm = norms.norm_of_reduced(applied.present, applied.branch, inner.reducer)
-    add_whole("gradient_norm/applied", norm, applied, inner.name)
+    add_norm("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
         held = norms.kept(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
 
 
+def _add_compression(
+    wrappers: list[Wrapper], add: Callable[[str, mtf.Tensor | None, str], None]
+) -> None:
+    steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
+    for step in steps:
+        if step.compressions:
+            given, sent, whole = zip(*step.compressions)
+            found = {"rate": sum(given) / max(1, sum(sent)), "whole": len(sum(whole, ()))}
+            for name, number in found.items():
+                mesh = step.received[0].mesh
+                value = mtf.constant(mesh, float(number), mtf.Shape([]), tf.float32)
+                add(f"compression/{name}", value, step.names[0])
+
+
 def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars by name, as summaries want them.
+    """Returns scalars by name, for summaries.
 
     Args:
       values: scalars, and one value for each shard, by name: tf tensors of a known shape, arrays

@@ -7,6 +7,7 @@ from typing import Any, Callable, Sequence
 
 import gin
 
+from mtf_gradsync._names import counted, some_lines
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
@@ -123,6 +124,15 @@ class ShardedUpdateOptimizer(Wrapper):
         """See `Wrapper.get_slot`."""
         return super().get_slot(self._parts.get(var, var), name)
 
+    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        if inside.num_shards == 1:
+            raise ValueError(
+                f"{self.name} splits updates over replicas, but each of the islands along "
+                f"{list(islands.batch_dims)} has one: leave it out, or make islands of several "
+                "replicas by outer_dims."
+            )
+        super()._stand_inside(islands, inside)
+
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
         """The shape of a variable's part: dimensions that are named after the batch are split.
 
@@ -220,22 +230,21 @@ class ShardedUpdateOptimizer(Wrapper):
         again = [v.name for v in given if v in self._gathered]
         if again:
             raise ValueError(
-                f"ShardedUpdateOptimizer has applied gradients to {again[:5]} in this graph "
-                "already, and keeps factored statistics of theirs in parts, which one update can "
-                "use: apply gradients once, or take another graph."
+                f"ShardedUpdateOptimizer has applied gradients to {counted(again, 'variable')}, "
+                "in this graph already, and keeps factored statistics of theirs in parts, which "
+                "one update can use: apply gradients once, or take another graph."
             )
         if not given or any(self.part_of(v) is not None for v in given):
             return
         kept = self._kept()
         lines = [
-            f"{v.name!r} of shape {v.shape.to_string} "
+            f"\n  {v.name!r} of shape {v.shape.to_string} "
             f"{why_whole(v.shape, self.axes, kept, self._min_size)}"
-            for v in given[:5]
+            for v in given
         ]
-        more = f"\n  and {len(given) - 5} more" if len(given) > 5 else ""
         raise ValueError(
             "ShardedUpdateOptimizer has nothing to split over the replica axes "
             f"{[d.name for d in self.axes.shard_dims]} of the mesh "
-            f"{self.axes.mesh_shape.to_string}:\n  " + "\n  ".join(lines) + more + "\nLeave the "
+            f"{self.axes.mesh_shape.to_string}:{some_lines(lines)}\nLeave the "
             "wrapper out, checkpoints stay the same, or use a mesh whose sizes divide a dimension."
         )

@@ -1,1 +1,1 @@
-"""State that wrappers keep from step to step: names, slots, accumulators, resharding, schedules."""
+"""State that wrappers keep from step to step, and checkpoints of it."""

@@ -23,10 +23,10 @@ def check_averages_kept(graph: tf.Graph | None = None) -> None:
     """Checks that training keeps moving averages.
 
     Args:
-      graph: of the training step, with the optimizer's state in it; None is the default one.
+      graph: the graph of the training step, with the optimizer's state; None takes the default one.
 
     Raises:
-      NoAveragesError: it has none.
+      NoAveragesError: the graph has no moving averages.
     """
     variables = (graph or tf.get_default_graph()).get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
@@ -39,20 +39,20 @@ def check_averages_kept(graph: tf.Graph | None = None) -> None:
 
 @contextlib.contextmanager
 def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
-    """Gives a checkpoint in which moving averages stand in place of the variables.
+    """Gives a checkpoint with moving averages in place of the variables.
 
-    It takes the room of the variables in a directory for temporary files, until the block ends.
+    It is in a directory for temporary files, and is deleted when the block ends.
 
     Args:
       path: a checkpoint of a training that keeps averages; it is only read.
-      variables: tf variables that are to be restored; the rest of the checkpoint is dropped. Those
-        without an average keep their own values.
+      variables: tf variables that are to be restored, which the checkpoint will have. Those without
+        an average keep their own values.
 
     Yields:
-      The path of the new checkpoint. It has the name of the other one.
+      The path of the new checkpoint, with the file name of path.
 
     Raises:
-      NoAveragesError: the checkpoint has an average of none of the variables.
+      NoAveragesError: the checkpoint has no average of any of the variables.
     """
     reader = tf.train.load_checkpoint(path)
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()

@@ -1,4 +1,4 @@
-"""What wrappers say of their variables, and how what shards hold is laid out on other shards."""
+"""Notes on how variables are read from other runs' checkpoints, and resharding of values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Sequence
 
 import numpy as np
 
-# Where a tf graph keeps `StateNote`s. Keys that are no text are not exported.
+# The collection of `StateNote`s in a tf graph. It is not exported, as its key is not a string.
 STATE_COLLECTION = ("mtf_gradsync state",)
 
 
@@ -15,16 +15,17 @@ class StateNote(NamedTuple):
     """How a wrapper's variable is read from a checkpoint of another run.
 
     Attributes:
-      name: its name.
-      num_shard_dims: how many of its first dims number the shards; 0 for what is whole.
-      is_share: whether each shard's value is 1/num_shards of what it stands for, as the gradient
-        of a mean over all shards is.
-      fill: what every shard gets where the checkpoint has other shards, a number or the name of a
+      name: the variable's name.
+      num_shard_dims: how many of its first dims number the shards; 0 if shards share it.
+      is_share: whether each shard's value is 1/num_shards of its own, as in the gradient of a mean
+        over all shards.
+      fill: the value for every shard if the checkpoint has other shards, a number or the name of a
         scalar variable; None for sums, which keep their total.
-      start: what it begins with where the checkpoint does not have it, a number or the name of a
+      start: the value if the checkpoint does not have the variable: a number, or the name of a
         variable of its shape or of a scalar.
-      counter: the variable that counts what is in it, None for none. A checkpoint without that has
-        the sums of another wrapper.
+      counter: the variable that counts additions, or None. A checkpoint without it has the sums of
+        another wrapper.
+      is_mean: whether every shard gets the mean over the shards if the checkpoint has others.
     """
 
     name: str
@@ -33,10 +34,11 @@ class StateNote(NamedTuple):
     fill: float | str | None = None
     start: float | str = 0
     counter: str | None = None
+    is_mean: bool = False
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
-    """Lays values of S shards out over T shards, so that their sum stays the same.
+    """Distributes values of S shards over T shards, so that their sum stays the same.
 
     Shards are numbered in row-major order over the shard dims; the values of shard j go to shard
     j * T // S and are added up there. On fewer shards each one gets a contiguous group. On more,
@@ -44,14 +46,14 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
 
     Args:
       value: array of shape `[shard dims...] + rest`.
-      num_shard_dims: how many dims of value number the shards; 0 for a sum that is whole.
-      new_shape: the shape to bring it to: shard dims of any number and sizes, and the same rest.
+      num_shard_dims: how many dims of value number the shards; 0 for a reduced sum.
+      new_shape: the new shape: shard dims of any number and sizes, and the same rest.
 
     Returns:
       An array of shape new_shape and of the dtype of value.
 
     Raises:
-      ValueError: value does not have the rest that new_shape ends with.
+      ValueError: new_shape does not end with the rest of value's shape.
     """
     value, new_shape = np.asarray(value), tuple(new_shape)
     rest = value.shape[num_shard_dims:]

@@ -1,8 +1,8 @@
 """Reads checkpoints of other runs: without this wrapper, or of a mesh with other shards.
 
-What a wrapper keeps for each shard has a shape that follows the mesh: local accumulators, and what
-SyncReplicasOptimizer knows of each replica. Everything else has the same shape on every mesh. A
-run without the wrapper has none of it.
+The shape of a wrapper's state for each shard depends on the mesh: local accumulators, and
+SyncReplicasOptimizer's counts of each replica. All other variables have the same shape on every
+mesh. A run without the wrapper has none of its state.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Iterable, Mapping, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote, reshard
 
@@ -23,15 +24,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """State of a wrapper that a checkpoint has in another shape or dtype, or not at all.
+    """A variable of a wrapper that a checkpoint has in another shape or dtype, or not at all.
 
     Attributes:
-      saved_shape: the shape in the checkpoint, None where it is not there, or another wrapper's.
+      saved_shape: the shape in the checkpoint; None if it is missing, or another wrapper's.
       num_shard_dims: how many dims of the saved value number the shards; None if it differs in
         more than its shards.
       shape: the shape in the graph.
       dtype: the dtype in the graph.
-      note: what the graph says of the variable.
+      note: the graph's note on the variable.
     """
 
     saved_shape: tuple[int, ...] | None
@@ -51,10 +52,10 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
 
     Args:
       path: a checkpoint.
-      graph: the graph to restore into, with the optimizer's state in it; None is the default one.
+      graph: the graph to restore into, with the optimizer's state; None takes the default one.
 
     Returns:
-      What differs, by variable name.
+      The changes, by variable name.
     """
     graph = graph or tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
@@ -81,24 +82,24 @@ def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
 def adapt_checkpoint(path: str, directory: str) -> str:
     """Makes a checkpoint of another run restorable into the default graph.
 
-    That run may have had another mesh: sums that the shards hold are laid out anew by `reshard`,
-    and every replica of a SyncReplicasOptimizer begins with the step of the last update. Or it had
-    no wrapper: sums and counts begin at zero, moving averages at the variables, and steps that
-    count updates at the global step, since every step was one. All other values are copied. The
-    checkpoint itself is only read. Call it when the graph has its optimizer's state (after
-    `apply_grads`), for programs that make their own Saver; `ReshardingSaver` does it by itself.
+    If that run had another mesh, sums of the shards are distributed anew by `reshard`, and every
+    replica of a SyncReplicasOptimizer begins with the step of the last update. If it had no
+    wrapper, sums and counts begin at zero, moving averages at the variables, and counters of
+    updates at the global step. All other values are copied. The checkpoint itself is only read.
+    Call it when the graph has its optimizer's state (after `apply_grads`), in programs that make
+    their own Saver; `ReshardingSaver` calls it itself.
 
     Args:
       path: a checkpoint.
-      directory: a directory to write to, made if it is not there. The new checkpoint has the name
-        of the old one there; in the directory of path itself, "<name>-resharded".
+      directory: a directory to write to, made if it is missing. The new checkpoint has the name of
+        the old one; in the directory of path itself, "<name>-resharded".
 
     Returns:
-      The checkpoint to restore: path itself where everything fits, or the one that was written.
+      The checkpoint to restore: path itself if everything fits, or the one that was written.
 
     Raises:
       ValueError: state of an optimizer differs in more than its shards. TensorFlow's own Saver
-        restores a resource variable of another shape without a word.
+        would restore a resource variable of another shape without an error.
     """
     changed = changes(path)
     if not changed:
@@ -106,19 +107,17 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     for name, change in sorted(changed.items()):
         if not change.fits:
             raise ValueError(
-                f"{name} has the shape {list(change.saved_shape or ())} in the checkpoint {path} "
-                f"and {list(change.shape)} here, which is more than another number of shards: the "
-                "checkpoint is of another model."
+                f"{name} has the shape {list(change.saved_shape or ())} in the checkpoint {path}, "
+                f"but {list(change.shape)} here, which another number of shards does not explain: "
+                "the checkpoint is of another model. Restore one of this model."
             )
     new = sorted(name for name, change in changed.items() if change.saved_shape is None)
     if new:
-        more = f" and {len(new) - 2} more" if len(new) > 2 else ""
         _logger.warning(
-            "The checkpoint %s has no %s%s of this wrapper: it is of a run without it, and they "
-            "begin as in a new run.",
+            "The checkpoint %s has no %s of this wrapper: it is of a run without the wrapper, and "
+            "these variables begin as in a new run.",
             path,
-            ", ".join(new[:2]),
-            more,
+            some_of(new),
         )
     name = os.path.basename(path)
     if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
@@ -131,7 +130,7 @@ def adapt_checkpoint(path: str, directory: str) -> str:
         reader = tf.train.load_checkpoint(path)
         values = {state: _value(reader, state, changed) for state in sorted(changed)}
         write_changed(path, os.path.join(temporary, name), values)
-        # A checkpoint is there when its index is: it goes first and comes last.
+        # A checkpoint exists if its index does, so that is deleted first and moved last.
         if tf.io.gfile.exists(target + ".index"):
             tf.io.gfile.remove(target + ".index")
         files = tf.io.gfile.listdir(temporary)
@@ -147,13 +146,13 @@ def adapt_checkpoint(path: str, directory: str) -> str:
 def write_changed(
     path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
 ) -> None:
-    """Writes a checkpoint like another one, but for some values.
+    """Writes a copy of a checkpoint with some values changed or added.
 
     Args:
-      path: the other one; it is only read.
+      path: the checkpoint to copy; it is only read.
       target: the checkpoint to write.
-      new: values by name, in place of what is there or beside it.
-      only: names of what is copied; None for all.
+      new: new values by name.
+      only: names of values to copy; None for all.
     """
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     copied = sorted(set(dtypes if only is None else only) - set(new))
@@ -182,7 +181,7 @@ def write_changed(
 
 
 def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
-    """The value of a variable, in a graph for which a checkpoint is changed."""
+    """Returns the value of a variable for a graph that a checkpoint is adapted to."""
     change = changed.get(name)
     if change is None:
         return reader.get_tensor(name)
@@ -191,6 +190,10 @@ def _value(reader: Any, name: str, changed: dict[str, Change]) -> np.ndarray:
     if change.note.fill is not None:
         return _filled(change.note.fill, reader, change, changed)
     assert change.num_shard_dims is not None  # or it would not fit
+    if change.note.is_mean:
+        over = tuple(range(change.num_shard_dims))
+        mean = np.asarray(reader.get_tensor(name), np.float64).mean(over)
+        return np.broadcast_to(mean.astype(change.dtype.as_numpy_dtype), change.shape)
     value = reshard(reader.get_tensor(name), change.num_shard_dims, change.shape)
     value = value.astype(change.dtype.as_numpy_dtype, copy=False)
     if change.note.is_share:
@@ -206,7 +209,7 @@ def _filled(
     value: Any = what
     if isinstance(what, str):
         counts = [x for x in reader.get_variable_to_shape_map() if x.endswith("/update_step")]
-        # The wrapper was another one, or had another name.
+        # It is of another wrapper, or of one with another name.
         name = counts[0] if what == "global_step" and len(counts) == 1 else what
         is_known = name in changed or reader.has_tensor(name)
         value = _value(reader, name, changed) if is_known else 0
@@ -217,15 +220,14 @@ def _filled(
 class ReshardingSaver(tf.train.Saver):
     """A `tf.train.Saver` that also restores checkpoints of other runs.
 
-    Those may be of another number of shards, or of a run without the wrapper; `adapt_checkpoint`
-    has the rules. Saves as its parent does. To restore such a checkpoint it writes an adapted copy,
-    which takes the checkpoint's size for a moment: to a directory for temporary files, or beside
-    the checkpoint where another machine restores it.
+    Those may be of another number of shards, or of a run without the wrapper; see
+    `adapt_checkpoint`. To restore one it writes an adapted copy for a moment: to a directory for
+    temporary files, or next to the checkpoint if another machine restores it.
     """
 
     def restore(self, sess: Any, save_path: str) -> None:
         """See `tf.train.Saver.restore`."""
-        # What is no checkpoint is the parent's to say.
+        # The parent raises the error for a path that is not a checkpoint.
         is_there = bool(save_path) and tf.train.checkpoint_exists(save_path)
         if not is_there or not changes(save_path, sess.graph):
             super().restore(sess, save_path)
@@ -248,19 +250,19 @@ class ReshardingSaver(tf.train.Saver):
 class _Lowering(mtf.Lowering):
     """A lowering whose graph's savers read checkpoints of other runs.
 
-    Pipelines make a plain saver, put it where sessions look for one (or leave that to the session),
-    and copy the masters after it restored them; `mtf.MtfRestoreHook` asks for that copy when all is
-    built and before a session begins.
+    Pipelines make a plain saver, add it to the collection of savers (or leave that to the session),
+    and copy the masters after it restored them; `mtf.MtfRestoreHook` asks for that copy before a
+    session begins.
     """
 
     def copy_masters_to_slices(self) -> tf.Operation:
         """See `mtf.Lowering.copy_masters_to_slices`."""
         savers = tf.get_collection(tf.GraphKeys.SAVERS)
         for saver in savers:
-            # Not those of others' classes, which may restore in their own way.
+            # Not savers of other classes, which may restore in their own way.
             if type(saver) is tf.train.Saver:
                 saver.__class__ = ReshardingSaver
-        # As a session would by itself, a moment later. The scope is that of the hook.
+        # A session would make this saver a moment later. The scope is that of the hook.
         if not savers and tf.get_default_graph().get_name_scope().endswith("mtf_restore_hook"):
             saver = ReshardingSaver(sharded=True, allow_empty=True, defer_build=True)
             tf.add_to_collection(tf.GraphKeys.SAVERS, saver)
@@ -269,7 +271,7 @@ class _Lowering(mtf.Lowering):
 
 
 def _checks_of_shapes() -> list[tf.Operation]:
-    """Operations that fail where a plain saver has restored the sums of another mesh.
+    """Makes operations that fail if a plain saver has restored the sums of another mesh.
 
     TensorFlow does not compare the shapes of resource variables.
     """
@@ -283,8 +285,8 @@ def _checks_of_shapes() -> list[tf.Operation]:
                 fits = tf.reduce_all(tf.equal(shape, variable.shape.as_list()))
                 message = (
                     f"{variable.op.name} was restored from a checkpoint of another mesh by a plain "
-                    "tf.train.Saver: make it gs.ReshardingSaver(...), which lays it out anew. "
-                    "Shape there and here:"
+                    "tf.train.Saver: use gs.ReshardingSaver(...), which reshards it. Shapes in the "
+                    "checkpoint and here:"
                 )
                 checks.append(tf.Assert(fits, [message, shape, variable.shape.as_list()]))
     return checks
@@ -305,12 +307,11 @@ class _ReadsOtherCheckpoints(mtf.Operation):
 def note_state(variable: mtf.Variable, **how: Any) -> None:
     """Records how a variable is read from checkpoints of other runs.
 
-    Savers in the graph's collection of savers then read them by themselves, once an
-    `mtf.MtfRestoreHook` begins.
+    Savers in the graph's collection of savers follow it, once an `mtf.MtfRestoreHook` begins.
 
     Args:
-      variable: a wrapper's variable, in checkpoints.
-      **how: fields of `StateNote` but for its name.
+      variable: a wrapper's variable that checkpoints have.
+      **how: fields of `StateNote` other than name.
     """
     tf.add_to_collection(STATE_COLLECTION, StateNote(variable.name, **how))
     graph = variable.graph

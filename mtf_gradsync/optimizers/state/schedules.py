@@ -1,4 +1,4 @@
-"""Schedules that count updates, in loops whose global step counts micro steps."""
+"""Schedules that count updates, in loops whose global step counts microbatch steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def per_update(
     schedule: Factor | Sequence[Factor] = gin.REQUIRED,
     backward_passes_per_step: int = gin.REQUIRED,
 ) -> Schedule:
-    """Turns a learning-rate schedule into one that counts updates instead of micro steps.
+    """Turns a learning-rate schedule into one that counts updates instead of microbatch steps.
 
-    Under `GradientAccumulationOptimizer` with a constant K and nothing skipped, update
-    `step // K` is the one that micro step `step` belongs to. Where K changes or micro steps are
-    skipped, base the schedule on `get_update_step` instead.
+    In `GradientAccumulationOptimizer` with a constant K and nothing skipped, microbatch step `step`
+    belongs to update `step // K`. If K changes or microbatch steps are skipped, base the schedule
+    on `get_update_step` instead.
 
     In gin, with parentheses:
 
@@ -35,10 +35,10 @@ def per_update(
       schedule: a function of `step` and `total_train_steps` as in
         `mesh_tensorflow.transformer.learning_rate_schedules`, a number, or a list of both to be
         multiplied. Its own lengths (warm-up steps and the like) count updates.
-      backward_passes_per_step: K, micro steps for each update.
+      backward_passes_per_step: K, microbatch steps for each update.
 
     Returns:
-      A function of `step` and `total_train_steps`, which both count micro steps.
+      A function of `step` and `total_train_steps`, which both count microbatch steps.
 
     Raises:
       TypeError: schedule is neither a function, a number nor a list of them.
@@ -69,10 +69,10 @@ def per_update(
 def adafactor_decay_rate_per_update(
     backward_passes_per_step: int = gin.REQUIRED, exponent: float = 0.8, offset: int = 0
 ) -> tf.Tensor:
-    """Adafactor's decay rate, growing with updates instead of micro steps.
+    """Returns Adafactor's decay rate, by the number of updates instead of microbatch steps.
 
-    Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step: with K micro
-    steps for each update the second moments would remember K times as many updates as intended.
+    Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step: with K
+    microbatch steps for each update the memory of second moments would be K times as long.
 
     In gin, with parentheses:
 
@@ -80,9 +80,9 @@ def adafactor_decay_rate_per_update(
         adafactor_decay_rate_per_update.backward_passes_per_step = 4
 
     Args:
-      backward_passes_per_step: K, micro steps for each update.
-      exponent: how fast the memory grows: as (number of updates)^exponent.
-      offset: updates to leave out of the count, the first one's number when fine-tuning.
+      backward_passes_per_step: K, microbatch steps for each update.
+      exponent: the memory grows as (number of updates)^exponent.
+      offset: number of updates to subtract, the first one's number when fine-tuning.
 
     Returns:
       A float32 tf scalar, 1 - (t + 1)^-exponent for t updates made.

@@ -1,4 +1,4 @@
-"""Which variables an optimizer made for which variable."""
+"""Records the slots that an optimizer made for each variable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf
 
 
 class SlotBook:
-    """Keeps the slots of an optimizer that does not tell them itself, as Mesh-TF's do not.
+    """Records slots of optimizers without `get_slot`, such as Mesh-TF's.
 
     A slot is a variable named after the one that it belongs to: "w/adam_m" and "w_slot_v" are the
     slots "adam_m" and "slot_v" of "w".
@@ -60,7 +60,7 @@ class SlotBook:
 
 
 def owner_of(name: str, owners: Collection[str]) -> str | None:
-    """The longest of the names that `name` extends by a "/" or "_"."""
+    """Returns the longest of the owners' names that `name` extends by a "/" or "_"."""
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:
             return name[:end]

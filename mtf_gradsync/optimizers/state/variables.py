@@ -1,4 +1,4 @@
-"""Variables in which wrappers keep their state. Their names are a checkpoint format."""
+"""Variables of wrappers' state. Their names are a checkpoint format."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class UncheckpointedVariable(mtf.Variable):
         super().lower(lowering)
 
     def get_master(self) -> Any:
-        """Zeros, made when slices are filled; the variable itself on one processor."""
+        """Returns zeros to fill the slices with; on one processor the variable itself."""
         if self._alone:
             return self._master
         with tf.device(self._stand_in.device):
@@ -66,13 +66,13 @@ class UncheckpointedVariable(mtf.Variable):
 
 
 def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
-    """A dtype that Mesh-TF's autostack takes for different from every other.
+    """Makes a dtype with which Mesh-TF's autostack does not stack a variable.
 
     Stacked variables need masters; autostack (0.1.21) compares the attributes of dtypes.
 
     Args:
-      dtype: of master and slices.
-      activation_dtype: of the value; None takes dtype.
+      dtype: the dtype of master and slices.
+      activation_dtype: the dtype of the value; None takes dtype.
     """
     result = mtf.VariableDType(dtype, dtype, activation_dtype or dtype)
     result.unstacked = id(result)
@@ -87,16 +87,16 @@ def scalar_state(
     stacked: bool = True,
     start: float | str = 0,
 ) -> mtf.Variable:
-    """A scalar of a wrapper's state, zero at the start of training.
+    """Finds or makes a scalar of a wrapper's state, zero at the start of training.
 
     Args:
       mesh: the mesh.
-      name: its whole name: the current variable scope does not count, so that a schedule made in
-        a scope of its own finds the same variable.
+      name: its full name, without the current variable scope, so that a schedule in another scope
+        finds the same variable.
       dtype: its dtype.
       checkpointed: whether savers of global variables write it.
       stacked: as for `state_variable`.
-      start: what it begins with after a checkpoint that does not have it; see `StateNote`.
+      start: its value after a checkpoint that does not have it; see `StateNote`.
 
     Returns:
       An `mtf.Variable`.
@@ -114,18 +114,18 @@ def named_state(
     start: float | str = 0,
     **note: Any,
 ) -> mtf.Variable:
-    """A variable of a wrapper's state that has the same name in any variable scope.
+    """Finds or makes a variable of a wrapper's state, with the same name in any variable scope.
 
     Args:
       mesh: the mesh.
-      name: its whole name.
+      name: its full name.
       shape: its shape.
       dtype: its dtype.
       checkpointed: as for `state_variable`.
       stacked: as for `state_variable`.
-      start: a number that it begins with, or zero; and what it begins with after a checkpoint that
+      start: its first value if that is a number, else zero; and its value after a checkpoint that
         does not have it, see `StateNote`.
-      **note: other fields of `StateNote`, how it is read from checkpoints of other runs.
+      **note: other fields of `StateNote`.
 
     Returns:
       An `mtf.Variable`.
@@ -147,7 +147,7 @@ def state_variable(
     stacked: bool = True,
     start: float = 0,
 ) -> mtf.Variable:
-    """A variable that does not train, zero or another number at the start of training.
+    """Finds or makes a variable that is not trained, zero or another number at the start.
 
     Args:
       mesh: the mesh.
@@ -157,7 +157,7 @@ def state_variable(
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
       stacked: whether Mesh-TF's autostack may put it into one variable with others.
-      start: what it begins with, where it is checkpointed.
+      start: its first value, if it is checkpointed.
 
     Returns:
       An `mtf.Variable`.

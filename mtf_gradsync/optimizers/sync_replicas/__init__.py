@@ -1,4 +1,4 @@
-"""An update when enough shards have contributed a fresh gradient."""
+"""Synchronous replicas: an update when enough shards have contributed a fresh gradient."""
 
 from mtf_gradsync.optimizers.sync_replicas.no_update import NoUpdateError
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer

@@ -1,4 +1,4 @@
-"""Which replicas contribute in a step: what their gradients hold, and what the program says."""
+"""Decides which replicas contribute in a step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mtf_gradsync.reduce import Strategy
 
 
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
-    """Checks an argument that has a value for each replica; creates nothing.
+    """Checks an argument with a value for each replica.
 
     Args:
       name: name of the argument.
-      kind: what it has for each: "boolean" (or whole numbers, 0 for False) or "whole number".
-      value: what was given, None for nothing.
+      kind: the kind of values: "boolean" (or whole numbers, 0 for False) or "whole number".
+      value: the value given; None passes.
       axes: the replica axes.
 
     Raises:
-      TypeError: it is neither a tensor nor a list of that kind.
-      ValueError: it does not have one entry for each replica.
+      TypeError: value is neither a tensor nor a list of that kind.
+      ValueError: value does not have one entry for each replica.
     """
     if value is None:
         return
     dims = list(axes.shard_dims)
-    # One after the other, or row by row.
+    # A flat list, or with the sizes of the shard dims.
     shapes = list(dict.fromkeys([(axes.num_shards,), tuple(d.size for d in dims)]))
     wanted = (
         f"{name} must have one {kind} for each of the {axes.num_shards} replicas: an mtf tensor "
@@ -42,7 +42,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
             array = np.asarray(value)
             shape, dtype = tf.TensorShape(array.shape), tf.as_dtype(array.dtype)
         except (TypeError, ValueError, NotImplementedError):
-            # Lists of several lengths, of tensors, or of what is no number.
+            # Lists of unequal lengths, of tensors, or of other objects than numbers.
             raise TypeError(f"{wanted}; got {value!r}.") from None
     if not (dtype.is_integer or (kind == "boolean" and dtype == tf.bool)):
         raise TypeError(f"{wanted}; got the dtype {dtype.name} of {value!r}.")
@@ -58,20 +58,20 @@ def check_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
     """Raises ValueError for an mtf tensor of another mesh."""
     if isinstance(value, mtf.Tensor) and value.mesh is not mesh:
         raise ValueError(
-            f"{name}={value!r} is on another mesh than the variables that gradients are applied to."
+            f"{name}={value!r} is on another mesh than the variables; give a tensor on their mesh."
         )
 
 
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
-    """The update step that each replica's gradient of this step is for.
+    """Returns the update step that each replica's gradient of this step is for.
 
     Args:
-      local_steps: what `check_of_replicas` accepts.
-      variable: `local_step` of `ReplicaState`, for None.
+      local_steps: an argument that `check_of_replicas` accepts.
+      variable: `local_step` of `ReplicaState`, which None takes.
       axes: the replica axes.
 
     Returns:
-      An int32 mtf tensor of the variable's shape, which every processor holds whole.
+      An int32 mtf tensor of the variable's shape, the same on every processor.
     """
     if local_steps is None:
         return variable.value
@@ -86,22 +86,22 @@ def fresh_replicas(
     axes: ReplicaAxes,
     strategy: Strategy,
 ) -> mtf.Tensor:
-    """Which replicas contribute.
+    """Returns which replicas contribute.
 
     Args:
-      shards: gradients per shard, at least one.
-      steps: the update step that each replica's are for, as `steps_of_gradients` returns it.
+      shards: per-shard gradients, at least one.
+      steps: the result of `steps_of_gradients`.
       update_step: updates made.
-      contributes: what `check_of_replicas` accepts.
+      contributes: an argument that `check_of_replicas` accepts.
       axes: the replica axes.
-      strategy: how sums cross the mesh.
+      strategy: the reduction strategy.
 
     Returns:
-      A boolean mtf tensor of shape `[shard dims...]`, each processor having its replica's.
+      A boolean mtf tensor of shape `[shard dims...]`, split over the replica axes.
     """
     bad = shards_not_finite(shards, axes, strategy)
     behind = mtf.broadcast(update_step.value, steps.shape) - steps
-    # Each processor takes its own of what all of them have: nothing crosses the mesh.
+    # Each processor takes its own slice of a tensor that all of them have: nothing is sent.
     behind = mtf.reshape(behind, bad.shape)
     fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
     if contributes is None:
@@ -111,7 +111,7 @@ def fresh_replicas(
 
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
-    """An int32 for each replica: `[shard dims...]` is shape, and to has its sizes."""
+    """Converts a value for each replica to an int32 mtf tensor of a shape."""
     if isinstance(value, mtf.Tensor):
         whole_numbers = mtf.cast(value, tf.int32)
         if value.shape != shape:

@@ -1,4 +1,4 @@
-"""What a session does for SyncReplicasOptimizer: less than the original's, which waits for workers.
+"""Hooks and queue runners of SyncReplicasOptimizer, which here have no workers to wait for.
 
 References:
   https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._names import counted
+from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
-from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
 from mtf_gradsync.step import WatchHook
 
 
@@ -20,35 +20,35 @@ class NothingToQueue(tf.train.QueueRunner):
     """A queue runner without threads: the update is part of the training step of a mesh."""
 
     def __init__(self) -> None:
-        # The parent's constructor wants a queue; nothing here has one.
+        # The parent's constructor is not called, as it needs a queue.
         self._exceptions_raised: list[Exception] = []
 
     @property
     def name(self) -> str:
-        """What the queue would be called."""
+        """The name of a queue."""
         return "sync_token_q"
 
     @property
     def exceptions_raised(self) -> list[Exception]:
-        """None, ever."""
+        """An empty list."""
         return self._exceptions_raised
 
     def create_threads(
         self, sess: Any, coord: Any = None, daemon: bool = False, start: bool = False
     ) -> list[Any]:
-        """No threads; see `tf.train.QueueRunner.create_threads`."""
+        """Returns no threads; see `tf.train.QueueRunner.create_threads`."""
         del sess, coord, daemon, start
         return []
 
 
 class SyncReplicasHook(WatchHook):
-    """Checks that a session can train, and on SIMD meshes that updates do come.
+    """Checks that a session can train, and on SIMD meshes that it makes updates.
 
     Made by `SyncReplicasOptimizer.make_session_run_hook`.
     """
 
     def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
-        """Remembers what to check.
+        """Sets what to check.
 
         Args:
           optimizer: the SyncReplicasOptimizer.
@@ -81,26 +81,25 @@ class SyncReplicasHook(WatchHook):
         missing = [name.decode() for name in session.run(self._not_ready)]
         if missing:
             raise RuntimeError(
-                "The model is not ready for SyncReplicasOptimizer: these variables are not "
-                f"initialized: {', '.join(missing)}."
+                "The model is not ready for SyncReplicasOptimizer, as variables are not "
+                f"initialized: {counted(missing, 'variable')}. Run their initializers first."
             )
         super().after_create_session(session, coord)
 
 
 class SessionInterface:
-    """What `tf.compat.v1.train.SyncReplicasOptimizer` offers to a session; mixed into ours."""
+    """A mixin with the methods of `tf.compat.v1.train.SyncReplicasOptimizer` for sessions."""
 
     axes: ReplicaAxes
-    state: ReplicaState | None
+    state: Any  # `ReplicaState`, or None
     _to_aggregate: int
-    _steps_without_update: StepsWithoutUpdate | None = None
+    _steps_without_update: Any  # `StepsWithoutUpdate`, or None
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Makes a hook for the session.
 
-        When the session is there, it checks that the variables are initialized. On SIMD meshes it
-        reads after each run whether more than max_steps_without_update steps went by without an
-        update, and raises `NoUpdateError` then.
+        Once the session exists, it checks that variables are initialized. On SIMD meshes it raises
+        `NoUpdateError` after more than max_steps_without_update steps without an update.
 
         Args:
           is_chief: whether num_tokens is checked.
@@ -113,15 +112,14 @@ class SessionInterface:
         return SyncReplicasHook(self, is_chief, num_tokens)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> tf.Operation:
-        """An operation that does nothing: replicas in lock step need no tokens to begin.
+        """Returns an operation that does nothing, as replicas in lock step need no tokens.
 
         A token lets a replica of TensorFlow's optimizer begin its next step. On a mesh all
-        replicas take every step together, and get their token, the new local step, with the
-        update.
+        replicas take every step together.
 
         Args:
-          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. Checked as TensorFlow's
-            optimizer does.
+          num_tokens: tokens to begin with; -1 for replicas_to_aggregate. It is checked as by
+            TensorFlow's optimizer.
 
         Returns:
           A tf operation.
@@ -132,7 +130,7 @@ class SessionInterface:
         """
         self._check_applied("get_init_tokens_op")
         needed = self._to_aggregate - self.axes.num_shards
-        if not is_whole(num_tokens, -1):
+        if not is_whole_number(num_tokens, -1):
             raise ValueError(f"num_tokens must be a whole number, or -1, got {num_tokens!r}.")
         if num_tokens != -1 and num_tokens < needed:
             raise ValueError(
@@ -142,7 +140,7 @@ class SessionInterface:
         return tf.no_op(name="init_tokens")
 
     def get_chief_queue_runner(self) -> tf.train.QueueRunner:
-        """A queue runner without threads: the update is part of the training step.
+        """Returns a queue runner without threads, as the update is part of the training step.
 
         Raises:
           ValueError: gradients were not applied before.
@@ -152,13 +150,13 @@ class SessionInterface:
 
     @property
     def steps_without_update(self) -> StepsWithoutUpdate | None:
-        """The check of max_steps_without_update; None without any, or before there is a step."""
+        """The check of max_steps_without_update; None if there is no limit or no step yet."""
         return self._steps_without_update
 
     def _check_applied(self, before: str) -> None:
-        """Raises ValueError where gradients were not applied before something is asked for."""
+        """Raises ValueError if gradients were not applied before."""
         if self.state is None:
             raise ValueError(
-                "SyncReplicasOptimizer.apply_gradients (or apply_grads) has to be called before "
-                f"{before}."
+                "SyncReplicasOptimizer has no step yet: call apply_gradients (or apply_grads) "
+                f"before {before}."
             )

@@ -1,4 +1,4 @@
-"""Updates that do not come any more: what notices it, its error, how a program learns of it."""
+"""The check of max_steps_without_update, and its error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtf_gradsync.step import Watched
 
 
 class NoUpdateError(RuntimeError):
-    """More than max_steps_without_update steps in a row brought no update.
+    """More than max_steps_without_update steps in a row had no update.
 
     Attributes:
       limit: max_steps_without_update.
@@ -30,7 +30,7 @@ class NoUpdateError(RuntimeError):
 
 
 def _beginning(limit: int) -> str:
-    """What the error says before it names replicas."""
+    """The beginning of the error, before the replicas."""
     return (
         f"No update for more than max_steps_without_update={limit} steps. These replicas (shards, "
         "row by row) did not contribute in the last step:"
@@ -38,10 +38,10 @@ def _beginning(limit: int) -> str:
 
 
 class StepsWithoutUpdate(Watched):
-    """Sees to it that not too many steps go by without an update.
+    """Raises `NoUpdateError` after too many steps without an update.
 
-    On a placement mesh the step fails, after all of its writes. A TPU program cannot fail by
-    itself: there a `Watch` looks at the variables, which the session hook does.
+    On a placement mesh the step fails, after all of its writes. A TPU program cannot fail: there
+    the session hook reads the variables by a `Watch`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StepsWithoutUpdate(Watched):
             lowering.operations[self] = tf.no_op()
             return
         waiting, missed = (shared_value(lowering, x) for x in self.inputs)
-        # A step that fails is a whole step: what it has added to accumulators is counted.
+        # A step fails after all of its writes, so that accumulators and counts agree.
         with tf.control_dependencies([lowering.operations[op] for op in self._step]):
             absent = tf.where_v2(tf.greater(tf.reshape(missed, [-1]), 0))
             lowering.operations[self] = tf.Assert(
@@ -76,7 +76,7 @@ class StepsWithoutUpdate(Watched):
             )
 
     def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> NoUpdateError | None:
-        """The error, where the step has waited too long; see `Watched.find`."""
+        """Returns the error if there were too many steps; see `Watched.find`."""
         del before
         waiting, missed = now
         if waiting <= self._limit:

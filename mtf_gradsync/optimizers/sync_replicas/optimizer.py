@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Sequence, Union
 
 import gin
 
 from mtf_gradsync import compat_v1
+from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.given import refuse_with_v1
-from mtf_gradsync.gradients.told_apart import check_told_apart
+from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
-    Bypass,
+    DirectUpdate,
     times,
     without_skipped,
 )
@@ -43,12 +45,13 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
     The replicas are the shards of the mesh, in lock step. A replica contributes unless its gradient
     is stale (for an older step than the update step), is not finite, or a mask skips it. After
     `replicas_to_aggregate` contributions, over one step or several, their average is applied once
-    and every replica's local step becomes the new update step; else variables and slots stay.
+    and every replica's local step becomes the new update step. On other steps variables and slots
+    do not change.
 
-    The loss is the mean over the replicas' losses, a number or, with the shard dims, one for each
-    replica; `compute_gradients` makes the mean then. What a replica adds to the gradient of the
-    mean, pending or per shard, is 1/num_shards of its contribution: when all contribute, the
-    update is that of the whole batch.
+    The loss is the mean over the replicas' losses: a scalar, or one loss for each replica with the
+    shard dims, which `compute_gradients` averages. A replica's term of the gradient, pending or per
+    shard, is 1/num_shards of its contribution: when all contribute, the update is that of the whole
+    batch.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
     `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
@@ -66,8 +69,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         ("dropped", "sync_replicas/dropped"),
     )
     axes: ReplicaAxes
-    state: ReplicaState | None = None
-    _now: ReplicaState | None = None  # their values after a step
+    state = OfStep[Union[ReplicaState, None]](None)
+    _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
+    _steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
     def __new__(
         cls,
@@ -98,35 +102,36 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
             `tf.compat.v1.train` the result is `tf.compat.v1.train.SyncReplicasOptimizer`, and
-            arguments that tell of the mesh have no effect.
-          replicas_to_aggregate: contributions that an update takes, 1 or more. Fewer than there
-            are replicas leave room for ones that skip a step; more make several steps an update.
+            arguments for the mesh have no effect.
+          replicas_to_aggregate: the number of contributions to an update, 1 or more. With fewer
+            than there are replicas, some may skip a step; with more, an update takes several steps.
           total_num_replicas: number of shards; None takes the mesh's.
           variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
-          variables_to_average: what is averaged; only with variable_averages.
+          variables_to_average: the variables to average; only with variable_averages.
           use_locking: has no effect.
           name: name of the wrapper, prefix of its state.
           contributes: which replicas may contribute in this step: booleans, as a tf tensor, array
             or list of shape `[num_shards]` or of the shard dims' sizes, or as an mtf tensor of
             shape `[shard dims...]`; None for all.
-          local_steps: the update step that each replica's gradient of this step is for, where the
-            program knows: whole numbers in the same forms. None takes `<name>/local_step`, which
-            each update sets to the new update step for all.
+          local_steps: the update step that each replica's gradient of this step is for: whole
+            numbers in the same forms. None takes `<name>/local_step`, which each update sets to the
+            new update step for all.
           max_steps_without_update: most steps in a row without an update; one more raises an error
             that lists the replicas that did not contribute, on SIMD meshes by the hook of
             `make_session_run_hook`.
-          accept_summed: take gradients, too, in which the replicas are mixed (by a norm of all,
-            say). A skipped replica is in these all the same, and its NaN drops all replicas.
-          learning_rate: only with a class or factory as opt.
+          accept_summed: whether to accept gradients in which replicas are mixed (by a clip by the
+            global norm, for example). These contain skipped replicas, too, and a NaN of one
+            replica drops all of them.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             they are those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
-          reduce_dtype: what gradients are sent in: "bfloat16", "float16" or the tf dtype, by
-            `CompressedAllReduce`. Accumulators keep their dtype, and each processor's sum is
-            rounded once. None sends their dtype. Sharded updates have a way of their own.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
+            "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
+            rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
 
         Raises:
           ValueError: an argument is out of range, or there is no mesh.
@@ -177,6 +182,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             skips_not_finite=True,
             averages=bool(averaged),
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
+            counts_shards=True,
         )
         self._check_order()
         return self
@@ -195,7 +201,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         name: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
-        """Takes this step's contributions, and applies their average if enough have come.
+        """Takes this step's contributions, and applies the average once there are enough.
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them.
@@ -211,11 +217,14 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           ValueError: there is no variable or no global step, or a gradient does not fit.
         """
         if hasattr(grads_and_vars, "__len__") and not len(grads_and_vars):
-            raise ValueError("Must supply at least one variable: grads_and_vars is empty.")
+            raise ValueError(
+                f"Must supply at least one variable, got grads_and_vars={grads_and_vars!r}."
+            )
         if global_step is None:
             raise ValueError(
-                "A global step is required to tell stale gradients: give apply_gradients "
-                "global_step, a scalar mtf or tf variable that counts updates, or use apply_grads."
+                "A global step is required to recognise stale gradients, got None: give "
+                "apply_gradients global_step, a scalar mtf or tf variable that counts updates, or "
+                "use apply_grads."
             )
         pairs = checks.check_pairs(grads_and_vars)
         if all(grad is None for grad, _ in pairs):
@@ -229,7 +238,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """Updates made, with the step that it is fetched with; None before there is one."""
+        """Updates made, after the step that it is fetched with; None before there is a step."""
         return self._now and self._now.update_step
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -262,15 +271,15 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             return
         if self.traits.needs_shards:
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-            check_told_apart(own, self.axes, [f"variable {v.name!r}" for v in variables])
+            check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
         mesh = variables[0].mesh
         freshness.check_mesh("contributes", self._contributes, mesh)
         freshness.check_mesh("local_steps", self._local_steps, mesh)
         elsewhere = [v.name for v in self._averaged if v.mesh is not mesh]
         if elsewhere:
             raise ValueError(
-                f"variables_to_average {elsewhere} are on another mesh, or in another graph, than "
-                "the variables that gradients are applied to; make an optimizer for each graph."
+                f"variables_to_average has {counted(elsewhere, 'variable')} of another mesh or "
+                "graph than the variables with gradients; make an optimizer for each graph."
             )
 
     def _note(self, before: ReplicaState, now: ReplicaState) -> None:
@@ -278,11 +287,11 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
 
 
 class _AggregateReplicas(Stage):
-    """Adds up what fresh replicas contribute, and passes the average on when enough have."""
+    """Adds up contributions of fresh replicas, and passes on the average when there are enough."""
 
     takes = Form.PER_SHARD
     gives = Form.REDUCED
-    wants_whole = True
+    wants_reduced = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
@@ -299,11 +308,11 @@ class _AggregateReplicas(Stage):
             gradients.present, steps, before.update_step, wrapper._contributes, axes, reducer
         )
         skipped = mtf.logical_not(fresh)
-        # Where one step can be enough, accumulators are for the steps that are not.
+        # If one step can be enough, only steps that are not enough need accumulators.
         one_step = wrapper._to_aggregate <= axes.num_shards
         if not one_step:
             gradients = without_skipped(gradients, skipped)
-        # The only thing but gradients that is reduced over the replica axes.
+        # Besides gradients, only this is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
         gradients = gradients.change_reduced(lambda g: times(contributions, g))
@@ -312,10 +321,10 @@ class _AggregateReplicas(Stage):
         )
         count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)
-        # All of them, and nothing waits from the steps before.
+        # All replicas contribute, and there are no contributions of earlier steps.
         alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
         step.write_state(when=lambda: mtf.greater(contributions, 0))
-        gate = accumulators.add(step, Bypass(alone, skipped) if one_step else None)
+        gate = accumulators.add(step, DirectUpdate(alone, skipped) if one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
         self._before, self._now = before, now
@@ -323,7 +332,7 @@ class _AggregateReplicas(Stage):
         ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
         step.when_built(lambda: wrapper._note(before, now))
-        # The terms are 1/num_shards of what replicas contribute.
+        # The terms are 1/num_shards of the contributions.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
         return sums.change_reduced(lambda g: g * (1.0 / axes.num_shards))

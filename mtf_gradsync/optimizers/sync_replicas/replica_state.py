@@ -1,4 +1,4 @@
-"""What is known of each replica: its step, its contributions, and how many steps it skipped."""
+"""The state of each replica: its step, its contributions, and its skipped steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 
 
 class ReplicaState(NamedTuple):
-    """int32 mesh variables, or their values after a step, held whole by every processor.
+    """int32 mesh variables, or their values after a step, the same on every processor.
 
     Attributes:
-      local_step: `[shards...]`, the update step that each replica's next gradient is for, where
-        the program does not say it.
+      local_step: `[shards...]`, the update step that each replica's next gradient is for, unless
+        the program gives it.
       made: `[shards...]`, contributions of each replica.
       dropped: `[shards...]`, steps on which a replica did not contribute.
-      missed: `[shards...]`, of these, the ones in a row up to now.
+      missed: `[shards...]`, the number of these since its last contribution.
       count: contributions since the last update.
       update_step: updates made, the global step that local steps are compared with.
       waiting: steps since the last update.
@@ -47,12 +47,12 @@ def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -
       checkpoint without them that is the global step.
     """
     of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
-    # Without a wrapper every step was an update.
+    # In a run without the wrapper every step was an update.
     starts = {"local_step": f"{name}/update_step", "update_step": "global_step"}
     fills: dict[str, float | str] = {"local_step": f"{name}/update_step", "missed": 0}
 
     def make(field: str) -> mtf.Variable:
-        # Not stacked: of a stacked variable nobody could tell where it is, to watch it.
+        # Not stacked, as a `Watch` cannot find a stacked variable.
         shape = of_replicas if field in _OF_REPLICAS else mtf.Shape([])
         return named_state(
             mesh,
@@ -73,17 +73,17 @@ def after_step(
     count: mtf.Tensor,
     updated: mtf.Tensor,
 ) -> ReplicaState:
-    """The values after a step.
+    """Computes the state after a step.
 
     Args:
       before: the variables.
       steps: the local steps that this step's gradients are for.
-      contributed: which replicas did, int32 `[shards...]`.
+      contributed: which replicas contributed, int32 `[shards...]`.
       count: contributions since the last update, these included.
-      updated: whether an update is made, int32.
+      updated: whether the step has an update, int32.
 
     Returns:
-      What the variables hold next.
+      The variables' new values.
     """
     update_step = before.update_step.value + updated
     return ReplicaState(
@@ -104,8 +104,8 @@ class ReplicaSummaries(mtf.Operation):
         """Adds summaries.
 
         Args:
-          name: what their names begin with; "/replica_0" and so on follow.
-          counts: `[shards...]`, held whole by every processor.
+          name: prefix of their names, before "/replica_0" and so on.
+          counts: `[shards...]`, the same on every processor.
         """
         super().__init__([counts], name=name)
 
@@ -119,5 +119,5 @@ class ReplicaSummaries(mtf.Operation):
 
 
 def shared_value(lowering: mtf.Lowering, x: mtf.Tensor) -> tf.Tensor:
-    """The tf tensor of a value that every processor holds whole."""
+    """Returns the tf tensor of a value that is the same on every processor."""
     return lowering.tensors[x].to_laid_out_tensor().all_slices[0]

@@ -1,1 +1,1 @@
-"""What crosses the mesh together: plans from sizes, packing, and the way from one to the other."""
+"""Packs of tensors that are reduced together: plans, packing and unpacking."""

@@ -1,4 +1,4 @@
-"""The way that all strategies share: plan, pack, sum each pack, unpack."""
+"""Packed sums, which all strategies share: plan, pack, sum each pack, unpack."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import slicewise
 from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.packs import packing
-from mtf_gradsync.reduce.packs.planning import Packs, Piece, Planner, packs_of_whole
+from mtf_gradsync.reduce.packs.planning import Packs, Piece, Planner, packs_of_groups
 from mtf_gradsync.reduce.sums.one_level import SumFn
 
-# Devices of one memory that read one sum can unpack it each, or one for all, which sends them the
-# tensors one by one. Measured on CPU devices: a message costs as much as copying so many bytes.
+# In one memory each device can unpack a sum, or one unpacks it and sends the tensors to the others.
+# Measured on CPU devices: a message costs as much as copying this many bytes.
 MESSAGE_BYTES = 32 * 1024
 
 
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
     """A `Planner` that packs nothing."""
     del itemsize
-    return packs_of_whole([[i] for i in range(len(sizes))], sizes)
+    return packs_of_groups([[i] for i in range(len(sizes))], sizes)
 
 
 def packed_all_reduce(
@@ -41,15 +41,15 @@ def packed_all_reduce(
       values: `LaidOutTensor`s.
       groups: the processors that sum with each other.
       sum_fn: sums one pack.
-      planner: which parts of which tensors make a pack.
-      turns: counts the packs up; None begins at 0.
+      planner: decides which parts of which tensors make a pack.
+      turns: counter of packs, which spreads them over the devices; None begins at 0.
 
     Returns:
       `LaidOutTensor`s of the same shapes and dtypes, in the same order. Tensors without elements
-      and groups of one processor come back as they are.
+      and values of groups of one processor are returned as they are.
 
     Raises:
-      ValueError: a value is no dense tensor of numbers of known shape.
+      ValueError: a value is not a dense numeric tensor of known shape.
     """
     values = list(values)
     check_values(values)
@@ -59,11 +59,11 @@ def packed_all_reduce(
     results = list(values)
     by_dtype: dict[tf.DType, list[int]] = collections.OrderedDict()
     for index, value in enumerate(values):
-        # The sum of nothing is nothing, and collectives refuse empty tensors.
+        # Collectives refuse empty tensors.
         if mtf.list_product(value.slice_shape) > 0:
             by_dtype.setdefault(value.tensor_list[0].dtype.base_dtype, []).append(index)
     for dtype, indices in by_dtype.items():
-        # Neighbours of one shape are packed without being made flat.
+        # Neighbours of one shape are stacked, not flattened.
         indices.sort(key=lambda i: tuple(values[i].slice_shape))
         packs = planner([mtf.list_product(values[i].slice_shape) for i in indices], dtype.size)
         summed = _sum_packs(mesh_impl, [values[i] for i in indices], packs, groups, sum_fn, turns)
@@ -130,16 +130,16 @@ def _on_sums(
     sums: Sequence[Any],
     num_results: int,
 ) -> Sequence[Any]:
-    """Applies a function that copies sums, which processors may share, to each processor's.
+    """Applies a function that only copies to sums, which processors may share.
 
     Args:
       mesh_impl: the mesh.
-      fn: from slices to a tuple of so many slices with the same elements.
+      fn: makes a tuple of `num_results` slices with the same elements from slices.
       sums: `LaidOutTensor`s.
-      num_results: how many.
+      num_results: the number of results.
 
     Returns:
-      So many `LaidOutTensor`s.
+      `num_results` `LaidOutTensor`s.
     """
     itemsize = sums[0].tensor_list[0].dtype.size
     num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)

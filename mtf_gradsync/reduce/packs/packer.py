@@ -1,17 +1,17 @@
-"""The choice between ways to pack that strategies offer their users."""
+"""The ways to pack tensors that strategies offer."""
 
 from __future__ import annotations
 
 from typing import Sequence
 
 from mtf_gradsync.reduce.checks import check_count
-from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole, plan_packs, plan_small_groups
+from mtf_gradsync.reduce.packs.planning import Packs, packs_of_groups, plan_packs, plan_small_groups
 
 
 class Packer:
-    """The three ways of TensorFlow 1's all-reduce to pack tensors; a `Planner`.
+    """A `Planner` with the three ways of TensorFlow 1's all-reduce to pack tensors.
 
-    Tensors of different dtypes are never in one pack: counts of packs are for each dtype.
+    Tensors of different dtypes are never in one pack: numbers of packs hold for each dtype.
     """
 
     def __init__(
@@ -20,14 +20,14 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the way to pack. The first that is not switched off counts.
+        """Sets the way to pack: the first of these that is not 0.
 
         Args:
-          num_packs: lay all tensors end to end and split them evenly into so many packs, the
-            last one taking the rest; 0 switches this off.
-          agg_small_grads_max_bytes: put tensors of up to so many bytes per processor together,
-            and leave the others alone; 0 switches this off.
-          agg_small_grads_max_group: most tensors that are put together so; 0 switches this off.
+          num_packs: the number of equal packs that all tensors, laid end to end, are split into;
+            the last one takes the rest.
+          agg_small_grads_max_bytes: the largest tensor, in bytes per processor, that is packed with
+            others; larger ones are not packed.
+          agg_small_grads_max_group: most tensors in such a pack; 0 packs none.
 
         Raises:
           ValueError: an argument is negative or not a whole number.
@@ -41,8 +41,8 @@ class Packer:
         )
 
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        """The plan for tensors of `sizes` elements of `itemsize` bytes."""
+        """Makes the plan for tensors of `sizes` elements of `itemsize` bytes."""
         if self.num_packs > 0:
             return plan_packs(sizes, self.num_packs)
         num_bytes = [size * itemsize for size in sizes]
-        return packs_of_whole(plan_small_groups(num_bytes, self.max_bytes, self.max_group), sizes)
+        return packs_of_groups(plan_small_groups(num_bytes, self.max_bytes, self.max_group), sizes)

@@ -1,4 +1,4 @@
-"""How tensors that cross the mesh together are put together, and taken apart again."""
+"""Packs tensors into one, and unpacks it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from mtf_gradsync._private.libraries import tf
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Puts tensors of one dtype and known shapes into one tensor.
+    """Packs tensors of one dtype and known shapes into one.
 
-    Tensors of one shape are stacked, which takes a single operation; others are made flat and
-    concatenated.
+    Tensors of one shape are stacked, in a single operation; others are flattened and concatenated.
     """
     if _one_shape([t.shape.as_list() for t in tensors]):
         return tf.stack(tensors)
@@ -20,11 +19,11 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[tf.Tensor, ...]:
-    """Takes apart what `pack` made; shapes are those of the tensors that went in, in order."""
+    """Unpacks the tensor that `pack` made of tensors of these shapes."""
     if _one_shape(shapes):
         return tuple(tf.unstack(packed, len(shapes)))
     pieces = tf.split(packed, [tf.TensorShape(shape).num_elements() for shape in shapes])
-    # Few shapes, many tensors: each shape is one constant.
+    # One constant for each shape, as many tensors share few shapes.
     constants = {tuple(s): tf.constant(list(s), tf.int32) for s in shapes if len(s) != 1}
     return tuple(
         piece if len(shape) == 1 else tf.reshape(piece, constants[tuple(shape)])

@@ -1,4 +1,4 @@
-"""Which parts of which tensors cross the mesh together: plans from sizes alone."""
+"""Plans, from sizes alone, of which parts of which tensors make a pack."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Piece(NamedTuple):
     stop: int
 
 
-#: What crosses the mesh together, for all tensors. Each element of each tensor stands in one pack,
-#: and the pieces of a tensor stand in order.
+#: A plan: the pieces of each pack. Each element of each tensor is in one pack, and the pieces of a
+#: tensor are in order.
 Packs = List[List[Piece]]
 #: Makes a plan from the sizes of tensors in elements and the bytes of an element.
 Planner = Callable[[Sequence[int], int], Packs]
@@ -32,7 +32,7 @@ def plan_buckets(
     """Groups tensors into buckets of at most bucket_bytes.
 
     Each tensor goes into the first bucket that has room for it (first fit). A tensor that is
-    larger than a bucket, or than packed_bytes, stands alone.
+    larger than a bucket, or than packed_bytes, is alone in its bucket.
 
     Args:
       num_bytes: size of each tensor in bytes, 0 or more.
@@ -41,7 +41,7 @@ def plan_buckets(
       packed_bytes: largest tensor that shares a bucket; None for all that fit.
 
     Returns:
-      Lists of indices into num_bytes; each index stands in one of them, in rising order.
+      Lists of indices into num_bytes; each index is in one of them, in rising order.
     """
     buckets: list[list[int]] = []
     rooms: list[int] = []
@@ -52,7 +52,7 @@ def plan_buckets(
             fitting = next((i for i, room in enumerate(rooms) if size <= room), None)
         if fitting is None:
             buckets.append([index])
-            # Less than the smallest tensor takes, so that nothing joins one that stands alone.
+            # Less than the smallest tensor takes, so that nothing joins a tensor that is alone.
             rooms.append(bucket_bytes - size if packed else -1)
         else:
             buckets[fitting].append(index)
@@ -61,7 +61,7 @@ def plan_buckets(
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Groups small tensors by number; the others stand alone.
+    """Groups small tensors by number; each other tensor is a group of its own.
 
     Args:
       num_bytes: size of each tensor in bytes.
@@ -69,7 +69,7 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
       max_group: most tensors in a group; 0 keeps every tensor alone.
 
     Returns:
-      Lists of indices into num_bytes; each index stands in one of them, in rising order.
+      Lists of indices into num_bytes; each index is in one of them, in rising order.
     """
     groups: list[list[int]] = []
     filling: list[int] = []
@@ -84,8 +84,8 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
     return groups
 
 
-def packs_of_whole(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """The packs of groups of whole tensors.
+def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
+    """Makes a pack of each group of whole tensors.
 
     Args:
       groups: indices of tensors.
@@ -102,10 +102,10 @@ def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
 
     Args:
       sizes: size of each tensor in elements.
-      num_packs: how many packs, 1 or more.
+      num_packs: the number of packs, 1 or more.
 
     Returns:
-      The packs that hold something; with fewer elements than packs that is the last one.
+      The packs that are not empty; with fewer elements than packs only the last one.
     """
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
@@ -115,10 +115,10 @@ def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
 
     Args:
       pack: pieces, laid end to end.
-      parts: how many parts, 1 or more.
+      parts: the number of parts, 1 or more.
 
     Returns:
-      The parts that hold something.
+      The parts that are not empty.
     """
     share = sum(piece.stop - piece.start for piece in pack) // parts
 
@@ -129,7 +129,7 @@ def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
     offset = 0
     for tensor, start, stop in pack:
         end = offset + stop - start
-        # A piece of no elements lies in one part all the same.
+        # A piece without elements is in one part, too.
         for part in range(part_of(offset), part_of(max(offset, end - 1)) + 1):
             low = max(offset, part * share)
             high = end if part == parts - 1 else min(end, (part + 1) * share)

@@ -72,7 +72,7 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
 def _sharing(
     tensors: Sequence[Any], part_shapes: Sequence[Sequence[int]], cuts: Sequence[Cuts]
 ) -> list[list[int]]:
-    """Positions of tensors, by the collective that they share."""
+    """Returns positions of tensors, by the collective that they share."""
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
         alone = index if mtf.list_product(shape) >= _TILE else -1

@@ -1,1 +1,1 @@
-"""The strategies, one a file."""
+"""The reduction strategies, one in each file."""

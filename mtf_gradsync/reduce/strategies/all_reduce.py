@@ -28,13 +28,12 @@ from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 class AllReduce(Strategy):
     """All-reduces packs of tensors by one algorithm.
 
-    On a placement mesh the algorithms are "add_n" (one device adds a pack up and the others read
-    it; the devices take turns from pack to pack) and "ring" (Mesh-TF's). A SIMD mesh has the one
-    all-reduce of its compiler: packing means the same there, and naming an algorithm has no
-    effect, which a warning says.
+    On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
+    it; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce of
+    its compiler, with packs; a warning says so if an algorithm was given.
 
-    One pack is TensorFlow 1's default, and right where every message is dear. With "add_n" it
-    makes one device do all the work: as many packs as processors share it evenly.
+    One pack is TensorFlow 1's default, and the fastest where messages are slow. With "add_n" one
+    device then does all the work: as many packs as processors spread it evenly.
 
     References:
       TensorFlow 1's `AllReduceCrossTowerOps`, whose arguments these are; its algorithms are for
@@ -48,15 +47,15 @@ class AllReduce(Strategy):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the algorithm and the way to pack; the first way not switched off counts.
+        """Sets the algorithm and the way to pack: the first one below that is not 0.
 
         Args:
-          algorithm: "add_n" or "ring"; None is the mesh's own on a SIMD mesh, "add_n" elsewhere.
-          num_packs: lay all tensors end to end and split them evenly into so many packs, the
-            last one taking the rest; 0 switches this off.
-          agg_small_grads_max_bytes: put tensors of up to so many bytes per processor together,
-            and leave the others alone; 0 switches this off.
-          agg_small_grads_max_group: most tensors that are put together so; 0 switches this off.
+          algorithm: "add_n" or "ring"; None takes the mesh's own on a SIMD mesh, "add_n" elsewhere.
+          num_packs: the number of equal packs that all tensors, laid end to end, are split into;
+            the last one takes the rest.
+          agg_small_grads_max_bytes: the largest tensor, in bytes per processor, that is packed with
+            others; larger ones are not packed.
+          agg_small_grads_max_group: most tensors in such a pack; 0 packs none.
 
         Raises:
           ValueError: there is no such algorithm, or a number is negative or not whole.
@@ -86,7 +85,7 @@ class AllReduce(Strategy):
 
 
 def warn_algorithm_on_simd(algorithm: str) -> None:
-    """Says once that a SIMD mesh has no choice of algorithms."""
+    """Warns once that a SIMD mesh has no choice of algorithms."""
     warn_once(
         f"algorithm {algorithm} on SIMD",
         "algorithm=%r is for placement meshes; on a SIMD mesh the all-reduce of its compiler is "

@@ -1,4 +1,4 @@
-"""The base of strategies that have a way of their own for gradients."""
+"""The base of strategies with a special reduction for gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mtf_gradsync.reduce.strategy import Strategy, check_strategy, reduce_scatte
 
 
 class GradientStrategy(Strategy):
-    """Reduces the gradients of an optimizer in a way of its own, all other sums by `reducer`.
+    """A base class: reduces gradients by `reduce_gradients`, all other sums by `reducer`.
 
-    For strategies whose sums are not exact, or that keep what they did not send: norms, flags and
-    the model's own sums never go that way. A subclass has `reduce_gradients`, and `gradient_state`
-    if it keeps state.
+    It is for strategies whose sums are not exact, or that keep errors of compression: norms, flags
+    and the model's own sums stay exact. A subclass defines `reduce_gradients`, and
+    `gradient_state` if it keeps state.
 
     Attributes:
       reducer: the strategy of all other sums.
@@ -28,7 +28,7 @@ class GradientStrategy(Strategy):
         """Sets the strategy of all other sums.
 
         Args:
-          reducer: a strategy; None for `FusedAllReduce()`.
+          reducer: a strategy; None takes `FusedAllReduce()`.
 
         Raises:
           TypeError: reducer is no strategy.
@@ -69,3 +69,23 @@ class GradientStrategy(Strategy):
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
         """See `Strategy.wire_dtype`; of all other sums."""
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
+
+
+def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
+    """Adds compression errors of earlier steps to values, in float32; a None adds nothing."""
+
+    def plus(x: tf.Tensor, error: tf.Tensor) -> tf.Tensor:
+        return tf.cast(x, tf.float32) + error
+
+    return [
+        x if error is None else mesh_impl.slicewise(plus, x, error)
+        for x, error in zip(values, errors)
+    ]
+
+
+def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
+    """Casts a value to the dtype of another."""
+    dtype = other.tensor_list[0].dtype.base_dtype
+    if value.tensor_list[0].dtype.base_dtype == dtype:
+        return value
+    return mesh_impl.slicewise(lambda x: tf.cast(x, dtype), value)

@@ -18,22 +18,23 @@ from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.topology import kind_of
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs.packed import packed_all_reduce
-from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole
+from mtf_gradsync.reduce.packs.planning import Packs, packs_of_groups
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.algorithms import NARROW_FLOATS, add_n
 from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
-# Of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 go as float32.
+# The dtypes of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 are sent as
+# float32.
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def _instance_keys_of_a_client() -> Iterator[int]:
-    """Numbers that no other collective has on the workers, whatever graph or client it came from.
+    """Gives instance keys that no other collective on the workers has, of any graph or client.
 
-    A worker remembers the key and the shape of every collective that it has seen, and refuses
-    another one of that key, also when a client has ended and the next one uses the same workers.
+    A worker remembers the key and the shape of every collective, and refuses another one of that
+    key, even after a client has ended and the next one uses the same workers.
     """
-    # Not tf.set_random_seed's or Python's: two runs of one program must not draw the same.
+    # Random without a seed of the program's: two runs of it must not draw the same keys.
     return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
 
 
@@ -44,25 +45,24 @@ _instance_keys = _instance_keys_of_a_client()
 class CollectiveAllReduce(Strategy):
     """All-reduces on TensorFlow's collective operations: ring on CPUs, NCCL on GPUs that have it.
 
-    Every processor's device takes part for itself, across devices and across processes, and no
-    device carries more than the others. The processes of a cluster have to know their collective
-    group leader: start each `tf.train.Server` with ``session_config(collective_group_leader=...)``.
-    Those that do not know it wait for each other for ever, without a word.
+    The devices of all processors, in one or several processes, share the work equally. The
+    processes of a cluster have to know their collective group leader: start each `tf.train.Server`
+    with ``session_config(collective_group_leader=...)``. Without it they wait for each other for
+    ever, without a message.
 
-    Collectives that two devices start in different orders can wait for each other for ever. So
-    all that are in one graph (or in one branch, or loop, of it) run one after the other, in the
-    order in which they were built; and what reads a sum waits for all members, since a member that
-    a session leaves out would be waited for too. A session that asks for one sum therefore runs
-    those built before it as well.
+    Collectives that two devices start in different orders can wait for each other for ever. So all
+    collectives of a graph (or of one branch, or loop, of it) run one after the other, in the order
+    in which they were built, and a reader of a sum waits for all members. A session that fetches
+    one sum therefore runs those built before it as well.
 
-    The processes of a cluster remember each other: when one of them has been started anew, or a
-    collective has failed, every later one fails with an error until all are started anew. A run
-    that is to survive the loss of a process takes another strategy.
+    The processes of a cluster remember each other: after a restart of one of them, or a failed
+    collective, every later one fails with an error until all are restarted. Take another strategy
+    for a run that has to survive the loss of a process.
 
-    Where there are no collectives the sums are those of `FusedAllReduce`, unpacked, with a
-    warning: on SIMD meshes, and inside tf functions of a session (the update of
-    `GradientAccumulationOptimizer` on one process). Dtypes that they do not know are summed so,
-    without a warning.
+    On SIMD meshes, and inside tf functions of a session (the update of
+    `GradientAccumulationOptimizer` on one process), there are no collectives: sums are those of
+    `FusedAllReduce`, unpacked, with a warning. So are those of dtypes that collectives do not
+    have, without a warning.
 
     References:
       TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. There it only names
@@ -70,20 +70,18 @@ class CollectiveAllReduce(Strategy):
     """
 
     def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
-        """Sets what is merged, and when to give up.
+        """Sets the merging and the timeout.
 
         Args:
-          merge_scope: how many tensors of one dtype are put together into one collective, at
-            most; 1 merges nothing.
-          timeout_seconds: a collective fails with DeadlineExceededError when some members have
-            waited so long for others; 0 waits for ever. To find out what hangs, not to train
-            with: TensorFlow starts two threads for each member of each collective, which sleep
-            that long also when all goes well, and a training soon has more of them than the
-            system allows.
+          merge_scope: most tensors of one dtype in one collective; 1 merges nothing.
+          timeout_seconds: the seconds of waiting after which a collective fails with
+            DeadlineExceededError; 0 waits for ever. Use it to find what hangs, not to train:
+            TensorFlow starts two threads for each member of each collective, which sleep that long
+            in any case, and a training soon has more of them than the system allows.
 
         Raises:
-          ValueError: merge_scope is no whole number of 1 or more, or timeout_seconds is negative
-            or no number.
+          ValueError: merge_scope is not a whole number of 1 or more, or timeout_seconds is not a
+            number of 0 or more.
         """
         self.merge_scope = check_count("merge_scope", merge_scope, "a number of tensors", least=1)
         number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
@@ -100,7 +98,7 @@ class CollectiveAllReduce(Strategy):
         """See `Strategy.all_reduce`.
 
         Raises:
-          ValueError: two processors of a group have one device, or devices of two kinds.
+          ValueError: two processors of a group have the same device, or devices of two kinds.
         """
         self.check(mesh_impl, groups)
         if is_simd(mesh_impl):
@@ -136,10 +134,10 @@ class CollectiveAllReduce(Strategy):
     def _plan(self, sizes: Sequence[int], itemsize: int) -> Packs:
         del itemsize
         numbers, step = list(range(len(sizes))), self.merge_scope
-        return packs_of_whole([numbers[i : i + step] for i in range(0, len(numbers), step)], sizes)
+        return packs_of_groups([numbers[i : i + step] for i in range(0, len(numbers), step)], sizes)
 
     def _group_sum(self, slices: Sequence[Any], devices: Sequence[str], root: int) -> Sequence[Any]:
-        """A `GroupSum`: one collective."""
+        """Sums by one collective; a `GroupSum`."""
         dtype = slices[0].dtype.base_dtype
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
         if wire not in _DTYPES:
@@ -191,9 +189,9 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
 
 
 def _last_collectives() -> dict[Any, tf.Operation]:
-    """What follows the last collective of each device, in this graph and branch or loop of it."""
+    """Returns an operation after the last collective of each device, in this branch or loop."""
     graph = tf.get_default_graph()
-    # Kept on the graph, to go when it goes.
+    # Kept on the graph, to be freed with it.
     if not hasattr(graph, "_mtf_gradsync_collectives"):
         graph._mtf_gradsync_collectives = {}
     return graph._mtf_gradsync_collectives.setdefault(control_flow_context(graph), {})

@@ -1,4 +1,4 @@
-"""Narrower numbers on the wire."""
+"""Sums that are sent in a narrower dtype."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mtf_gradsync.reduce.sums.overflow import say_where_sums_overflow
 
 
 class DType(Protocol):
-    """What is known of a `tf.DType`, which has no types of its own."""
+    """The protocol of `tf.DType`, which has no type hints."""
 
     @property
     def as_datatype_enum(self) -> Any:
-        """Its number."""
+        """The dtype's number."""
 
 
 _Narrow = Literal["bfloat16", "float16"]
 WireDtype = Union[_Narrow, DType]
 _WIRE_DTYPES = get_args(_Narrow)
-# What float32 holds as normal numbers: with others all that is sent would be 0, infinite or NaN.
+# The normal numbers of float32: any other prescale would make all values 0, infinite or NaN.
 _SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 
 
@@ -37,9 +37,9 @@ _SMALLEST_PRESCALE, _LARGEST_PRESCALE = 2.0**-126, 2.0**127
 class CompressedAllReduce(Strategy):
     """Sends float32 and float64 as bfloat16 or float16, by any strategy.
 
-    Each processor multiplies its values by `prescale` and rounds them to the wire dtype; they are
-    summed in float32, the sum is rounded to the wire dtype, sent out, and restored to the dtype
-    that the values had, divided by `prescale`. Other dtypes are left as they are.
+    Each processor multiplies its values by `prescale` and rounds them to the wire dtype. They are
+    summed in float32; the sum is rounded to the wire dtype, sent, cast back to the values' dtype
+    and divided by `prescale`. Other dtypes are sent as they are.
 
     **Error.** With u the unit roundoff of the wire dtype (2**-8 for bfloat16, 2**-11 for
     float16), v = 2**-24 that of float32, t the smallest number above 0 that the wire dtype has
@@ -49,21 +49,21 @@ class CompressedAllReduce(Strategy):
 
         ((1 + u)**(L + 1) * (1 + v)**(n + 1) - 1) * sum |x_i| + (L * n + 1) * t / prescale,
 
-    about (L + 1) * u * sum |x_i|: each value is rounded once on its way in, and each sum once on
-    its way out of a level. A SIMD mesh adds bfloat16 up as bfloat16: L + 1 becomes n + 1. float16
-    has three more bits than bfloat16 and a small range: below 2**-14 its steps are 2**-24 wide,
-    which the second term counts and a prescale > 1 cures, and beyond 65504 is infinity. bfloat16
-    has float32's range. What float32 itself does not hold is outside of the bound: numbers below
-    2**-126, before or after scaling, may become 0, and those beyond 3.4e38 infinite.
+    about (L + 1) * u * sum |x_i|: each value is rounded once, and each sum once at each level. A
+    SIMD mesh adds up bfloat16 as bfloat16: L + 1 becomes n + 1. float16 has three more bits than
+    bfloat16 and a small range: below 2**-14 its steps are 2**-24 wide, which the second term counts
+    and a prescale > 1 reduces, and numbers beyond 65504 become infinite. bfloat16 has float32's
+    range. The bound does not hold outside of float32's range: numbers below 2**-126, before or
+    after scaling, may become 0, and those beyond 3.4e38 infinite.
 
-    **Overflow.** Where float16 makes a sum infinite or NaN although every value that went in was
-    finite, the session prints that to the standard error, each time that it happens; the sum is
-    left as it is. Looking for it reads the sums once; the values are read only after a hit.
+    **Overflow.** Where float16 makes a sum of finite values infinite or NaN, the session prints
+    that to the standard error each time; the sum is not changed. The check reads the sums once,
+    and the values only after an overflow.
 
     **Where it does nothing.** Mesh-TF sends bfloat16 over a SIMD mesh as float32 in groups of
     more than 8 cores, and float16 always; its ring and `CollectiveAllReduce` send both as float32
-    on a placement mesh. Compression would cost precision and save nothing there, so that values
-    go as they are, and a warning says so.
+    on a placement mesh. There compression would save nothing: values are sent as they are, with a
+    warning.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class CompressedAllReduce(Strategy):
         wire_dtype: WireDtype | None = "bfloat16",
         prescale: float = 1.0,
     ):
-        """Sets what is sent and how.
+        """Sets the strategy and the wire dtype.
 
         Args:
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
           wire_dtype: "bfloat16", "float16", or the tf dtype; None compresses nothing.
-          prescale: values are multiplied by it before they are rounded, and sums are divided by
-            it. A power of two adds no rounding.
+          prescale: the factor of values before they are rounded, which sums are divided by. A power
+            of two adds no rounding.
 
         Raises:
-          TypeError: reducer is no strategy.
-          ValueError: wire_dtype is something else, or prescale is not a number from 2**-126 to
+          TypeError: reducer is not a strategy.
+          ValueError: wire_dtype is anything else, or prescale is not a number from 2**-126 to
             2**127.
         """
         self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
@@ -110,7 +110,7 @@ class CompressedAllReduce(Strategy):
         groups: ProcessorGroups,
         cuts: Sequence[Cuts],
     ) -> list[Any]:
-        """See `Strategy.reduce_scatter`; what is scattered is in the wire dtype."""
+        """See `Strategy.reduce_scatter`; parts are sent in the wire dtype."""
         narrow = self._compressed(mesh_impl, values, groups)
         parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
         return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
@@ -135,7 +135,7 @@ class CompressedAllReduce(Strategy):
     def _compressed(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """What is sent: values in the wire dtype, or as they are."""
+        """Returns values scaled and cast to the wire dtype, or as they are."""
         self.check(mesh_impl, groups)
         values = list(values)
         check_values(values)
@@ -159,7 +159,7 @@ class CompressedAllReduce(Strategy):
         groups: ProcessorGroups,
         in_parts: bool = False,
     ) -> list[Any]:
-        """Sums, or parts of them, in the dtypes of the values that they are of."""
+        """Returns sums, or parts of them, unscaled and cast to the values' dtypes."""
         results = list(sums)
         compressed = [i for i, (x, y) in enumerate(zip(values, narrow)) if x is not y]
         for index in compressed:
@@ -184,9 +184,9 @@ class CompressedAllReduce(Strategy):
         return results
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """See `Strategy.check`; what the inner strategy cannot do is no better compressed."""
+        """See `Strategy.check`; checks the inner strategy."""
         super().check(mesh_impl, groups)
-        # A strategy that is none of this package's may have no such method.
+        # A strategy from outside of this package may lack the method.
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
@@ -198,7 +198,7 @@ class CompressedAllReduce(Strategy):
         return compressed if compressed == self.compressed_dtype else inner
 
     def _sent_as(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        # A strategy that is none of this package's has to be taken at its word.
+        # A strategy from outside of this package may not tell what it sends.
         wire_dtype = getattr(self.reducer, "wire_dtype", lambda mesh_impl, dtype, groups: dtype)
         return wire_dtype(mesh_impl, dtype, groups)
 

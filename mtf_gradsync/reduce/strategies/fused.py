@@ -11,15 +11,15 @@ from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.packs.packed import packed_all_reduce
-from mtf_gradsync.reduce.packs.planning import Packs, packs_of_whole, plan_buckets
+from mtf_gradsync.reduce.packs.planning import Packs, packs_of_groups, plan_buckets
 from mtf_gradsync.reduce.parts.cuts import Cuts, one_memory
 from mtf_gradsync.reduce.parts.reduce_scatter import SIMD_BUCKET_BYTES, reduce_scatter
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
 # Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
-# one process a sum moves no bytes but a packed one is copied twice, so only tensors that cost less
-# to copy than to launch are packed, and at least four of them.
+# one process a sum sends no bytes but packing copies twice, so only tensors that cost less to copy
+# than to launch are packed, and at least four of them.
 PLACEMENT_BUCKET_BYTES = 64 * 1024
 PLACEMENT_PACKED_BYTES = 16 * 1024
 
@@ -29,21 +29,21 @@ class FusedAllReduce(Strategy):
     """Reduces tensors together: in one group on SIMD meshes, in buckets on placement meshes.
 
     On a SIMD mesh each tensor has a CrossReplicaSum of its own, and those of one call are marked as
-    one group. The compilers of TPUs and GPUs combine them without copying them; where XLA does not,
-    on CPUs, the package packs them when it lowers the program. With a size given, and on placement
-    meshes, tensors of one dtype are packed into buckets: on a SIMD mesh each bucket is one
-    CrossReplicaSum, on a placement mesh it is added up on one device, the devices taking turns.
+    one group. The compilers of TPUs and GPUs combine them without copies; for CPUs the package
+    packs them when it lowers the program. With a size given, and on placement meshes, tensors of
+    one dtype are packed into buckets: on a SIMD mesh each bucket is one CrossReplicaSum, on a
+    placement mesh one device adds it up, the devices taking turns.
     """
 
     def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
         """Sets the size of buckets.
 
         Args:
-          bucket_bytes: most bytes per processor that a bucket of several tensors holds; larger
-            tensors go alone, 0 packs nothing. None packs nothing on a SIMD mesh, where one group
-            does more, and takes a measured default on a placement mesh.
+          bucket_bytes: most bytes per processor in a bucket of several tensors; larger tensors are
+            alone, and 0 packs nothing. None packs nothing on a SIMD mesh, which sums one group, and
+            takes a measured default on a placement mesh.
           packed_bytes: the largest tensor, in bytes per processor, that shares a bucket. None
-            takes whatever fits where bucket_bytes is given, and a measured default where not.
+            packs all that fit if bucket_bytes is given, else takes a measured default.
 
         Raises:
           ValueError: a number is negative or not whole.
@@ -71,7 +71,7 @@ class FusedAllReduce(Strategy):
 
         def buckets(sizes: Sequence[int], itemsize: int) -> Packs:
             num_bytes = [size * itemsize for size in sizes]
-            return packs_of_whole(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
+            return packs_of_groups(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
 
         return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl), buckets)
 
@@ -84,8 +84,8 @@ class FusedAllReduce(Strategy):
     ) -> list[Any]:
         """See `Strategy.reduce_scatter`.
 
-        On a SIMD mesh each bucket is one reduce-scatter. On devices of one memory a sum is made on
-        one device, and cut there; elsewhere each device adds up its own part.
+        On a SIMD mesh each bucket is one reduce-scatter. For devices of one memory one device sums
+        and cuts; otherwise each device adds up its own part.
         """
         self.check(mesh_impl, groups)
         check_values(values)

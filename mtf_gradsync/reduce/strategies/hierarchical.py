@@ -1,4 +1,4 @@
-"""All-reduce in two levels, by sizes of tensors."""
+"""All-reduce in two levels."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from mtf_gradsync.reduce.sums.levels import (
 from mtf_gradsync.reduce.sums.one_level import SumFn, all_reduce_fn, simd_wire_dtype
 from mtf_gradsync.reduce.sums.two_levels import placement_two_levels, simd_two_levels
 
-#: An algorithm for a group at once, or for its inner groups and then over them.
+#: One algorithm for whole groups, or two: for inner groups, and then over them.
 Levels = Literal["add_n", "ring", "add_n/add_n", "add_n/ring", "ring/add_n", "ring/ring"]
 
 
 class AllReduceSpec(NamedTuple):
-    """How tensors of a range of sizes are summed.
+    """The algorithm for tensors of a range of sizes.
 
     Attributes:
-      algorithm: "a" sums a group at once by a, "a/b" its inner groups by a and then over them
-        by b. Algorithms are "add_n" and "ring".
-      shards: how many parts a tensor is cut into (a pack, where tensors are packed); they are
-        summed side by side, on different devices.
+      algorithm: "a" sums a group at once by a; "a/b" sums inner groups by a and then over them by
+        b. Algorithms are "add_n" and "ring".
+      shards: the number of parts that a tensor (or pack of tensors) is cut into, which different
+        devices sum at the same time.
       limit: the largest tensors of the range, in bytes per processor; -1 or None for no limit.
     """
 
@@ -54,23 +54,22 @@ _Entry = Union[
     Tuple[Levels, int],
     Tuple[Levels, int, Union[int, None]],
 ]
-#: What `HierarchicalAllReduce` takes.
+#: The types of `HierarchicalAllReduce`'s spec.
 Spec = Union[_Entry, List[_Entry]]
 
 
 @gin.configurable(module="mtf_gradsync")
 class HierarchicalAllReduce(Strategy):
-    """Sums in two levels: near processors first, then what they have over the slow links.
+    """Sums in two levels: within inner groups first, then over the slow links between them.
 
-    Near each other are the processors of one process, where the mesh's devices are in several
-    processes; elsewhere those that differ only along the inner mesh axes. Of each tensor only
-    one copy for each inner group crosses the outer level, and one comes back, while the rest of
-    the group reads from its own member.
+    An inner group is the processors of one process if the mesh's devices are in several processes,
+    otherwise those that differ only along the inner mesh axes. On a placement mesh only one member
+    of each inner group sends and receives over the slow links; the others read its sum.
 
     A SIMD mesh has one algorithm, and all its cores take part in the outer sum. With shards > 1
-    the cores of an inner group share it, each a part of the tensor; that takes another sum along
-    the inner axes, and pays where the outer ones are slower than that. Into more parts a tensor
-    need not be cut there: the compiler's all-reduce spreads over the cores as it is.
+    each core of an inner group sums a part of the tensor over the outer axes; that takes another
+    sum along the inner axes, and pays where the outer axes are slower. The number of parts is then
+    that of the cores, whatever shards is.
 
     bfloat16 and float16 are summed in float32 on each level of a placement mesh, and rounded
     after each.
@@ -91,19 +90,19 @@ class HierarchicalAllReduce(Strategy):
 
         Args:
           spec: a list of `AllReduceSpec`s or of tuples (algorithm, shards, limit) with rising
-            limits, the last one unlimited: a tensor goes by the first entry that it fits. One
-            tuple or the name of an algorithm stands for a list of one; shards are 1 and limits
-            -1 where left out. [("ring", 1, 1024), ("add_n/add_n", 2, -1)] sums tensors of up to
-            1 KiB by Mesh-TF's ring and others in two levels, cut in halves.
+            limits, the last one unlimited: the first entry that a tensor fits applies. One tuple or
+            the name of an algorithm stands for a list of one; shards default to 1 and limits to
+            -1. [("ring", 1, 1024), ("add_n/add_n", 2, -1)] sums tensors of up to 1 KiB by
+            Mesh-TF's ring and others in two levels, cut in halves.
           num_packs: as for `AllReduce`, within each range of sizes.
-          agg_small_grads_max_bytes: likewise.
-          agg_small_grads_max_group: likewise.
-          outer_axes: mesh axes by name or number, or names separated by commas: processors that
-            differ along them are far from each other. None: the process boundary where there
-            is one, else the first mesh axis that a sum of several axes runs along.
+          agg_small_grads_max_bytes: as for `AllReduce`, within each range of sizes.
+          agg_small_grads_max_group: as for `AllReduce`, within each range of sizes.
+          outer_axes: mesh axes with slow links, by name or number, or names separated by commas.
+            None takes the boundaries between processes if there are any, else the first mesh axis
+            that a sum over several axes runs along.
 
         Raises:
-          ValueError: spec is no such list, or a number is negative or not whole.
+          ValueError: spec is not such a list, or a number is negative or not whole.
         """
         self.spec = check_spec(spec)
         self.packer = Packer(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
@@ -179,20 +178,17 @@ class HierarchicalAllReduce(Strategy):
 
 
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
-    """Completes a specification.
+    """Returns the entries of a specification, with defaults filled in.
 
     Args:
       spec: as for `HierarchicalAllReduce`.
 
-    Returns:
-      Its entries.
-
     Raises:
-      ValueError: it is no specification; the message says what is wrong with it.
+      ValueError: spec is not a valid specification.
     """
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:
-        raise ValueError("spec must have an entry, such as ('add_n/add_n', 1, -1), got [].")
+        raise ValueError(f"spec must have an entry, such as ('add_n/add_n', 1, -1), got {spec!r}.")
     checked = tuple(_check_entry(entry) for entry in entries)
     limits = [-1 if entry.limit is None else entry.limit for entry in checked]
     rising = all(low < high for low, high in zip(limits[:-1], limits[1:-1]))

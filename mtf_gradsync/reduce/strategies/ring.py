@@ -17,11 +17,11 @@ from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
 @gin.configurable(module="mtf_gradsync")
 class RingAllReduce(Strategy):
-    """Sums each tensor the way that Mesh-TensorFlow does it without this package.
+    """Sums each tensor as Mesh-TensorFlow does without this package.
 
     On a placement mesh that is a ring in which every device talks to two neighbours; no link and
     no device carries more than the others. On a SIMD mesh it is one CrossReplicaSum a tensor.
-    Unlike Mesh-TF's own, the ring adds bfloat16 and float16 up in float32.
+    Unlike Mesh-TF's own, the ring adds up bfloat16 and float16 in float32.
     """
 
     def all_reduce(

@@ -19,10 +19,9 @@ from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
 @gin.configurable(module="mtf_gradsync")
 class ReductionToOneDevice(Strategy):
-    """Adds each tensor up on one device, and lets all read the sum from there.
+    """Adds up each tensor on one device, from which all others read the sum.
 
-    On a SIMD mesh no device stands out: each tensor is summed by the mesh's all-reduce instead,
-    and a warning says so.
+    On a SIMD mesh each tensor is summed by the mesh's all-reduce instead, with a warning.
 
     References:
       TensorFlow 1's `ReductionToOneDeviceCrossTowerOps`, whose arguments these are.
@@ -33,19 +32,18 @@ class ReductionToOneDevice(Strategy):
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[Sequence[tf.Tensor]], tf.Tensor] = tf.add_n,
     ):
-        """Sets where and how to add up.
+        """Sets the device and the function that adds up.
 
         Args:
-          reduce_to_device: one of the mesh's devices, such as "/device:GPU:0"; it adds up for
-            every group of processors. None lets the devices of a group take turns, tensor by
-            tensor.
-          accumulation_fn: adds up a list of tensors of one shape and dtype. Its sums must be
-            repeatable: tf.add_n is if its sum is what the function returns. bfloat16 and float16
-            come to it as float32.
+          reduce_to_device: one of the mesh's devices, such as "/device:GPU:0", which adds up for
+            every group of processors. None lets the devices of a group take turns.
+          accumulation_fn: adds up a list of tensors of one shape and dtype, bfloat16 and float16
+            as float32. Its sums must be repeatable, as those of tf.add_n are if the function
+            returns them directly.
 
         Raises:
-          ValueError: reduce_to_device is no device string.
-          TypeError: accumulation_fn cannot be called.
+          ValueError: reduce_to_device is not a device string.
+          TypeError: accumulation_fn is not callable.
         """
         if reduce_to_device is not None:
             canonical_device(reduce_to_device, "reduce_to_device")
@@ -88,7 +86,7 @@ class ReductionToOneDevice(Strategy):
             self._device_on(mesh_impl)
 
     def _device_on(self, mesh_impl: Any) -> str:
-        assert self.reduce_to_device is not None  # the callers have asked
+        assert self.reduce_to_device is not None  # checked by the callers
         wanted = place_of(self.reduce_to_device)
         for device in mesh_impl.devices:
             if device and place_of(device) == wanted:

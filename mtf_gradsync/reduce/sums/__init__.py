@@ -1,1 +1,1 @@
-"""The sums that strategies are made of: on one level, on two levels, in one order."""
+"""Building blocks of strategies: sums on one level and on two levels."""

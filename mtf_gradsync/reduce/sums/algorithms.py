@@ -1,4 +1,4 @@
-"""How the devices of a placement mesh sum: the algorithms that strategies name."""
+"""The algorithms by which the devices of a placement mesh sum."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Callable, Literal, Sequence, cast
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import write_to_own_memory
 
-# Sums of these are kept in float32 until the last addition is done.
+# These are added up in float32.
 NARROW_FLOATS = (tf.bfloat16, tf.float16)
 
 #: Sums the slices of one group: (slices, their devices, root) -> the sum for each member. `root`
-#: is the member that adds up, where only one does.
+#: is the member that adds up, if only one does.
 GroupSum = Callable[[Sequence[Any], Sequence[str], int], Sequence[Any]]
 
 Algorithm = Literal["add_n", "ring"]
 
-# What users of other packages' all-reduces may ask for.
+# Hints for names of algorithms in other packages.
 _ELSEWHERE = {
     "nccl": "NCCL runs through TensorFlow's collective operations: use CollectiveAllReduce",
     "hierarchical_copy": "use HierarchicalAllReduce",
@@ -28,18 +28,18 @@ _ELSEWHERE = {
 
 
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """`tf.add_n` that adds its inputs in their order, run after run, at no cost of its own."""
+    """Does what `tf.add_n` does, always in the order of the inputs, at no extra cost."""
     return in_order(tf.add_n(list(inputs)))
 
 
 def in_order(total: tf.Tensor) -> tf.Tensor:
     """Makes an AddN add its inputs in their order.
 
-    TensorFlow's kernel adds up in the memory of the first input that nobody else holds at that
-    moment, and begins with that input: `docs/races.md`.
+    TensorFlow's kernel begins with the first input whose memory nothing else uses at that moment:
+    see `docs/races.md`.
 
     Args:
-      total: a tensor that has just been made; nothing happens unless it comes from an AddN.
+      total: a tensor that has just been made; nothing happens if it does not come from an AddN.
 
     Returns:
       The same tensor.
@@ -53,11 +53,10 @@ def in_order(total: tf.Tensor) -> tf.Tensor:
 def sum_on_one_device(
     slices: Sequence[tf.Tensor], device: str, accumulation_fn: Callable[[Any], Any] = tf.add_n
 ) -> tf.Tensor:
-    """Adds up slices on one device, in their order.
+    """Adds up slices on one device, in their order; bfloat16 and float16 in float32.
 
-    One addition over all slices is one pass over memory, where a ring takes a step per device;
-    bfloat16 and float16 are summed in float32. TensorFlow itself sends the sum once to each
-    device that reads it.
+    This is one pass over memory, where a ring takes a step for each device. TensorFlow sends the
+    sum once to each device that reads it.
     """
     dtype = slices[0].dtype
     narrow = dtype in NARROW_FLOATS
@@ -68,15 +67,15 @@ def sum_on_one_device(
 
 
 def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """A `GroupSum`: one member adds up and the others read its sum."""
+    """Lets one member add up and the others read its sum; a `GroupSum`."""
     return [sum_on_one_device(slices, devices[root])] * len(slices)
 
 
 def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """A `GroupSum`: Mesh-TF's ring. Narrow floats go round it as float32.
+    """Sums by Mesh-TF's ring, narrow floats as float32; a `GroupSum`.
 
-    Mesh-TF cuts a tensor of 1024 elements or more that divides by the size of the group into as
-    many parts, which go round from different members; other tensors go whole.
+    Mesh-TF cuts a tensor of 1024 elements or more, if the group's size divides that number, into a
+    part for each member; other tensors are sent whole.
     """
     del root  # every member adds
     dtype = slices[0].dtype
@@ -93,15 +92,15 @@ ALGORITHMS: dict[str, GroupSum] = {"add_n": add_n, "ring": ring}
 
 
 def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
-    """The dtype in which an algorithm sends values of a dtype."""
+    """Returns the dtype in which an algorithm sends values of a dtype."""
     return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
 
 
 def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
-    """Returns the name of an algorithm.
+    """Returns the name of an algorithm, checked.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is no algorithm of that name.
     """
     if not isinstance(name, str) or name not in ALGORITHMS:
         hint = _ELSEWHERE.get(name) if isinstance(name, str) else None

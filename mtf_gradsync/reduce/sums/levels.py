@@ -1,4 +1,4 @@
-"""Which processors of a group are near each other: the inner and the outer level of a sum."""
+"""The inner and the outer groups of sums in two levels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Axis = Union[int, str]  # a mesh axis by name or number
 
 
 def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
-    """Returns outer axes as a tuple, None for none given.
+    """Returns outer axes as a tuple; None for None.
 
     Raises:
-      ValueError: they are no names or numbers of mesh axes.
+      ValueError: outer_axes are not names or numbers of mesh axes.
     """
     if outer_axes is None:
         return None
@@ -27,14 +27,14 @@ def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
         axes = (None,)
     if not all(isinstance(a, (int, str)) and not isinstance(a, bool) for a in axes):
         raise ValueError(
-            f"outer_axes must be names or numbers of mesh dimensions, such as ('rows',), or None "
-            f"for a default, got {outer_axes!r}."
+            f"outer_axes must be names or numbers of mesh axes, such as ('rows',), or None for a "
+            f"default, got {outer_axes!r}."
         )
     return axes
 
 
 def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int]:
-    """The numbers of outer axes on a mesh of a shape.
+    """Returns the numbers of outer axes on a mesh of a shape.
 
     Raises:
       ValueError: an outer axis is not on the mesh.
@@ -45,12 +45,12 @@ def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int
 def inner_groups(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> list[list[int]]:
-    """Splits a group into inner groups, whose members are near each other.
+    """Splits a group into inner groups, whose members have fast links.
 
-    With outer_axes, processors that differ along these axes are far from each other. Without,
-    a mesh whose devices are in several processes is cut at the process boundary, whatever the
-    axes say. Any other mesh is cut along the first mesh axis that the group runs along, Mesh-TF's
-    slowest; a group along a single axis has no levels and is one inner group.
+    With outer_axes, members of an inner group do not differ along these axes. Without, a mesh whose
+    devices are in several processes is split by process. Any other mesh is split along the first
+    mesh axis that the group runs along, Mesh-TF's slowest; a group along a single axis is one inner
+    group.
 
     Args:
       mesh_impl: the mesh.
@@ -73,7 +73,7 @@ def inner_groups(
 def level_groups(
     mesh_impl: Any, groups: ProcessorGroups, outer_axes: Sequence[Axis] | None
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
-    """The groups that sum first, and those that sum these sums.
+    """Returns the groups of the first sum, and those that sum the results.
 
     Args:
       mesh_impl: the mesh.
@@ -81,8 +81,8 @@ def level_groups(
       outer_axes: mesh axes by name or number, or None.
 
     Returns:
-      Inner and outer groups; the first members of the inner groups of a group are together, the
-      second members are, and so on. None where inner groups differ in size.
+      Inner and outer groups: the first members of a group's inner groups make one outer group, the
+      second members another one, and so on. None if inner groups differ in size.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:
@@ -98,7 +98,7 @@ def level_groups(
 def _with_axes(
     mesh_impl: Any, level: list[list[int]], axes: Sequence[int] | None
 ) -> ProcessorGroups:
-    """Groups with the mesh axes that they run along, where they run along mesh axes."""
+    """Makes `ProcessorGroups`, with the mesh axes that they run along if there are any."""
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
         mine = [a for a in axes if len({c[a] for c in coordinates}) > 1]
@@ -111,7 +111,7 @@ def _with_axes(
 def _place(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> Callable[[int], Any]:
-    """A function of processors that is the same for those that are near each other."""
+    """Makes a function of processors that has the same value in an inner group."""
     shape = mesh_impl.shape
 
     def coordinates(processor: int) -> list[int]:

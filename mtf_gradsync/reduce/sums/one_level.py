@@ -1,4 +1,4 @@
-"""One sum over groups of processors, on a placement mesh and on a SIMD mesh."""
+"""Sums over groups of processors in one level, on placement and SIMD meshes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import first_alike
 from mtf_gradsync.reduce.sums.algorithms import GroupSum, add_n
 
-#: Sums a value over groups: (`LaidOutTensor`, groups, turn) -> `LaidOutTensor`. Calls that count
-#: `turn` up spread the work over the devices.
+#: Sums a value over groups: (`LaidOutTensor`, groups, turn) -> `LaidOutTensor`. Different turns
+#: spread the work over the devices.
 SumFn = Callable[[Any, ProcessorGroups, int], Any]
 
 
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-    """The dtype in which values cross a SIMD mesh; a rule of Mesh-TF's all-reduce.
+    """Returns the dtype in which Mesh-TF sends values over a SIMD mesh.
 
-    Only float32 crosses as it is, and bfloat16 in groups of at most 8 processors (an argument of
-    `SimdMeshImpl`) along mesh axes; all else is cast to float32 on the way, so float64 keeps
-    float32's precision and integers are exact up to 2**24.
+    float32 is sent as it is, and so is bfloat16 in groups of at most 8 processors (an argument of
+    `SimdMeshImpl`) along mesh axes. Every other dtype is sent as float32, so float64 has float32's
+    precision and integers are exact up to 2**24.
     """
     if dtype != tf.bfloat16 or groups.mesh_axes is None:
         return tf.float32
@@ -46,16 +46,16 @@ def placement_all_reduce(
 ) -> Any:
     """Sums over groups of a placement mesh.
 
-    Groups that sum the very same tensors in the same memories, as copies of a tensor are on a mesh
-    that shares them, sum them once, and their sums are one tensor too.
+    Groups with the same tensors in the same memories, as on a mesh that shares copies, sum them
+    once and share the sum.
 
     Args:
       mesh_impl: a `PlacementMeshImpl`.
       value: a `LaidOutTensor`.
       groups: the processors that sum with each other.
-      turn: which member of the group adds up, counted round; calls that count up spread the
-        work over the devices.
-      group_sum: how a group sums.
+      turn: the number of the member that adds up, modulo the group's size; different turns spread
+        the work over the devices.
+      group_sum: the algorithm.
 
     Returns:
       A `LaidOutTensor`.
@@ -79,7 +79,7 @@ def placement_all_reduce(
 
 
 def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n) -> SumFn:
-    """The function that sums on this kind of mesh; SIMD meshes have one way only."""
+    """Returns the function that sums on a mesh; a SIMD mesh has one algorithm only."""
     if is_simd(mesh_impl):
         return lambda value, groups, turn: simd_all_reduce(mesh_impl, value, groups)
     return lambda value, groups, turn: placement_all_reduce(

@@ -1,4 +1,4 @@
-"""Sums that a narrow dtype could not hold, seen and said while a session runs."""
+"""Reports overflows of sums in a narrow dtype while a session runs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def say_where_sums_overflow(
     groups: ProcessorGroups,
     in_parts: bool = False,
 ) -> list[Any]:
-    """Prints when sums of finite values are not finite.
+    """Prints a message when sums of finite values are not finite.
 
-    The values are looked at only on steps with a sum that is not finite. Nothing is changed.
+    The values are read only on steps with a sum that is not finite.
 
     Args:
       mesh_impl: a `PlacementMeshImpl`.
-      values: `LaidOutTensor`s before anything was rounded.
-      sums: the sums of each, in the narrow dtype.
-      results: what is made of the sums; using any of them runs the check.
+      values: `LaidOutTensor`s before rounding.
+      sums: their sums, in the narrow dtype.
+      results: tensors computed from the sums; using any of them runs the check.
       groups: the processors that summed with each other.
-      in_parts: whether each processor of a group has a part of the sum, not all of it.
+      in_parts: whether each processor of a group has only a part of the sum.
 
     Returns:
-      `results`, tied to the check.
+      `results`, which depend on the check.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]
@@ -77,7 +77,7 @@ def _say(number: tf.Tensor, total: int) -> tf.Tensor:
     said = tf.print(
         "mtf_gradsync: float16 overflow:",
         number,
-        f"of {total} sums over the mesh are infinite or NaN although all that was summed is "
+        f"of {total} sums over the mesh are infinite or NaN although all summed values are "
         "finite. Give CompressedAllReduce a smaller prescale or wire_dtype='bfloat16'.",
         output_stream=sys.stderr,
     )

@@ -1,4 +1,4 @@
-"""Sums in two levels, so that little crosses the slow links between inner groups."""
+"""Sums in two levels, which send less over slow links between inner groups."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mtf_gradsync.reduce.sums.one_level import SumFn, simd_all_reduce
 def placement_two_levels(
     mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
 ) -> SumFn:
-    """Sums within inner groups, then the sums over them, and hands the result back inside.
+    """Makes a function that sums within inner groups, then over them.
 
-    Between inner groups goes one tensor for each of them and one back, instead of one for each
-    processor: only one member takes part in the outer sum, and the others read from it. Groups
-    that sum the same tensors, as copies of a tensor are on a mesh that shares them, sum them once.
+    Only one member of each inner group takes part in the outer sum, and the others read the result
+    from it. Groups with the same tensors in the same memories, as on a mesh that shares copies, sum
+    them once.
 
     Args:
       mesh_impl: a `PlacementMeshImpl`.
@@ -68,7 +68,7 @@ def placement_two_levels(
 
 
 def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
-    """A sum for each member of an inner group, fetched by one of them for all."""
+    """Copies a sum to one member of an inner group, which all members then read."""
     if size > 1:
         with tf.device(device):
             total = tf.identity(total)
@@ -76,11 +76,11 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
 
 
 def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool) -> SumFn:
-    """Sums along the inner axes, then along the outer ones.
+    """Makes a function that sums along the inner axes, then along the outer ones.
 
     All cores run one program, so that each of them takes part in the outer sum. With `scatter`
-    each takes a part of the tensor only: what crosses the outer axes is divided by the size of
-    an inner group, for one more sum along the inner axes that puts the parts together.
+    each sends only a part of the tensor over the outer axes; one more sum along the inner axes
+    joins the parts.
 
     Args:
       mesh_impl: a `SimdMeshImpl`.
@@ -97,8 +97,8 @@ def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: 
         if levels is None:
             warn_once(
                 "uneven levels on SIMD",
-                "The groups %s have inner groups of different sizes, which a SIMD mesh cannot sum "
-                "apart; they are summed in one level.",
+                "The groups %s have inner groups of different sizes, which a SIMD mesh cannot sum; "
+                "they are summed in one level.",
                 groups.groups,
             )
             return simd_all_reduce(mesh_impl, value, groups)
@@ -132,7 +132,7 @@ def _share_out(
         return tf.slice(padded, [position * part], [part])
 
     def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
-        # A choice and not a product: an infinity times zero would spoil the other parts.
+        # tf.where and not a product, as an infinity times zero would be NaN in the other parts.
         here = tf.expand_dims(tf.equal(tf.range(parts), position), 1)
         return tf.where_v2(here, tf.expand_dims(x, 0), tf.zeros([parts, part], x.dtype))
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, checked, chosen, and compared with what a config describes."""
+"""Writes the checkpoints of a run, checks them, chooses one and compares it with a config."""

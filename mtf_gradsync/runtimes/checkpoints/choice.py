@@ -22,21 +22,21 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Finds the newest checkpoint of a directory, and reads it whole.
+    """Finds the newest checkpoint of a directory, and reads all of it to see that it is intact.
 
     Args:
-      model_dir: a directory.
-      skip_damaged: whether to go on from an older one where the newest is damaged, whose files are
-        put aside then.
-      say: takes a line about what is not as it should be.
-      skip_setting: what sets `skip_damaged`, for the error.
+      model_dir: the directory.
+      skip_damaged: whether to go on from an older checkpoint where the newest is damaged, whose
+        files are put aside then.
+      say: called with each line about a problem.
+      skip_setting: name of the setting that sets `skip_damaged`, for the error.
 
     Returns:
       Where a run begins.
 
     Raises:
       ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older
-        one is whole.
+        one is intact.
     """
     paths = _listed(model_dir)
     is_listed = bool(paths)
@@ -54,32 +54,32 @@ def choose_checkpoint(
             )
             _list(model_dir, paths)
         return _chosen(paths)
-    found = f"the newest checkpoint, {newest}, is damaged: {damage}."
+    found = f"The newest checkpoint, {newest}, is damaged: {damage}."
     others = {*paths[:-1], *_on_disk(model_dir)} - {newest}
     older = sorted((path for path in others if _step_of(path) < _step_of(newest)), key=_step_of)
-    whole = next((path for path in reversed(older) if damage_of(path) is None), None)
-    if whole is None:
+    intact = next((path for path in reversed(older) if damage_of(path) is None), None)
+    if intact is None:
         raise ConfigError(
-            f"{found} No older one in {model_dir} is whole. Nothing was changed. Put a copy of a "
+            f"{found} No older one in {model_dir} is intact. Nothing was changed. Put a copy of a "
             "checkpoint there, or train in another --model_dir."
         )
     if not skip_damaged:
         raise ConfigError(
-            f"{found} Nothing was changed. With {skip_setting} the run goes on from {whole}, which "
-            "is whole, and puts the damaged files into "
+            f"{found} Nothing was changed. With {skip_setting} the run goes on from {intact}, "
+            f"which is intact, and moves damaged files to "
             f"{os.path.join(model_dir, DAMAGED_DIRECTORY)}."
         )
-    say(f"{found} The run goes on from {whole}.")
+    say(f"{found} The run goes on from {intact}.")
     for path in (newest, *older):
-        if _step_of(path) > _step_of(whole):
+        if _step_of(path) > _step_of(intact):
             _put_aside(path)
-    kept = older[: older.index(whole) + 1]
+    kept = older[: older.index(intact) + 1]
     _list(model_dir, kept)
     return _chosen(kept)
 
 
 def newest(model_dir: str) -> Start:
-    """The newest checkpoint of a directory, as its state file says; nothing is read."""
+    """Returns the newest checkpoint of a directory, as its state file says; reads no checkpoint."""
     kept = _listed(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):
         # A state file may be written by hand, to begin with what another run has trained.
@@ -90,7 +90,7 @@ def newest(model_dir: str) -> Start:
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
-    """The newest checkpoint as the state file says, in this directory; None without any."""
+    """Returns the path of the newest checkpoint in a directory, as its state file says, or None."""
     return next(reversed(_listed(model_dir)), None)
 
 
@@ -100,7 +100,7 @@ def _chosen(paths: list[str]) -> Start:
 
 
 def _listed(model_dir: str) -> list[str]:
-    """The checkpoints that the state file lists, the newest last; none where it cannot be read."""
+    """Returns the checkpoints in the state file, the newest last; none where it cannot be read."""
     # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
     # a run would begin again from nothing.
     try:
@@ -130,7 +130,7 @@ def _on_disk(model_dir: str) -> list[str]:
 
 
 def _step_of(path: str) -> int:
-    """The step that a checkpoint's name says; -1 for none."""
+    """Returns the step that a checkpoint's name says; -1 for none."""
     match = re.search(r"model\.ckpt-(\d+)(\.index)?$", path)
     return int(match.group(1)) if match else -1
 

@@ -1,4 +1,4 @@
-"""Compares what a checkpoint holds with what a config describes, name by name."""
+"""Compares the variables of a checkpoint with those of a config's graph, name by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAX_LISTED = 40
 
 
 class Differences(NamedTuple):
-    """What a checkpoint and a graph do not share.
+    """The differences between a checkpoint and a graph.
 
     Attributes:
       dropped: names that only the checkpoint has.
       new: names that only the graph has.
-      adapted: those of `new` that a wrapper knows to begin from the checkpoint's other values.
+      adapted: those of `new` that a wrapper can derive from the checkpoint's other values.
       unfit: sentences about variables that both have, and that cannot be restored.
     """
 
@@ -33,14 +33,14 @@ class Differences(NamedTuple):
 def differences(path: str, variables: Sequence[Any]) -> Differences:
     """Compares a checkpoint with the variables of the default graph.
 
-    State of wrappers in another number of shards is no difference: it is laid out anew.
+    State of wrappers for another number of shards is no difference: it is resharded.
 
     Args:
       path: the checkpoint.
       variables: tf variables that are to be restored.
 
     Returns:
-      What differs.
+      The differences.
 
     Raises:
       ConfigError: if the checkpoint cannot be read.
@@ -49,7 +49,7 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
         reader = tf.train.load_checkpoint(path)
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     except UNREADABLE as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {first_line(error)}") from error
+        raise ConfigError(f"The checkpoint {path} cannot be read: {first_line(error)}") from error
     changed = changes(path)
     new, unfit = [], []
     for variable in variables:
@@ -73,18 +73,18 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 
 
 def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:
-    """Checks that a run goes on as it began, before anything is restored.
+    """Raises an error before anything is restored if a checkpoint is of another configuration.
 
     Args:
       path: the checkpoint to go on from.
       variables: all tf variables of the graph.
-      accept: whether what only one of them has is accepted.
+      accept: whether variables that only one of them has are accepted.
 
     Returns:
-      What differs, and was accepted.
+      The differences that were accepted.
 
     Raises:
-      ConfigError: if anything does that was not accepted, or has another shape or type.
+      ConfigError: if there are others, such as a variable of another shape or type.
     """
     found = differences(path, variables)
     parts = _lines(found)
@@ -92,7 +92,7 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
         raise ConfigError(
             "\n".join(
                 [
-                    f"the checkpoint {path} was made by another model or optimizer than this "
+                    f"The checkpoint {path} was made by another model or optimizer than this "
                     "config describes:",
                     *_listed(found.unfit),
                     *parts,
@@ -104,7 +104,7 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
         raise ConfigError(
             "\n".join(
                 [
-                    f"the checkpoint {path} was made by another configuration than this one:",
+                    f"The checkpoint {path} was made by another configuration than this one:",
                     *parts,
                     f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use "
                     "the config that made it, or another --model_dir.",
@@ -115,15 +115,15 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
 
 
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Checks that a checkpoint has all of some variables, but for those that wrappers begin anew.
+    """Raises an error if a checkpoint lacks variables, other than those that wrappers derive.
 
     Args:
       path: the checkpoint.
       variables: tf variables.
-      model_dir: named in the error.
+      model_dir: the run's directory, for the error.
 
     Raises:
-      ConfigError: if it does not.
+      ConfigError: if it lacks one.
     """
     found = differences(path, variables)
     missing = [
@@ -133,7 +133,7 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         raise ConfigError(
             "\n".join(
                 [
-                    f"the checkpoint {path} was made by another model than this config describes:",
+                    f"The checkpoint {path} was made by another model than this config describes:",
                     *_listed([*missing, *found.unfit]),
                     f"Use the config that made it, or another model_dir than {model_dir}.",
                 ]
@@ -141,8 +141,8 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         )
 
 
-def described(found: Differences) -> str:
-    """What was accepted, for who reads along; empty where nothing differs."""
+def describe(found: Differences) -> str:
+    """Returns the accepted differences as text for the log; empty where there are none."""
     return "\n".join(_lines(found))
 
 

@@ -1,4 +1,4 @@
-"""Finds out whether a checkpoint can be restored, before anything depends on it."""
+"""Finds out whether a checkpoint is damaged, before anything depends on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeErro
 
 
 def damage_of(path: str, of_a_run: bool = True) -> str | None:
-    """Reads a checkpoint whole, so that TensorFlow compares its checksums.
+    """Returns what is wrong with a checkpoint, in words; None if it is intact.
+
+    It reads all of the checkpoint, so that TensorFlow compares its checksums.
 
     Args:
-      path: a checkpoint.
-      of_a_run: whether it has to say how many steps were made.
-
-    Returns:
-      What is wrong with it, in words; None where all is well.
+      path: the checkpoint.
+      of_a_run: whether it has to contain a global step.
     """
     if not os.path.exists(f"{path}.index"):
         return f"{os.path.basename(path)}.index is missing"

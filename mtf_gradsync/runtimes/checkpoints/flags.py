@@ -1,4 +1,4 @@
-"""Flags of the command line that errors name."""
+"""Command-line flags that errors name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values from checkpoints: another run's, and what a run's own does not have."""
+"""Initial values from checkpoints: another run's, and values that a run's own checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Mapping
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.restoring import write_changed
 from mtf_gradsync.runtimes.checkpoints.damage import damage_of
@@ -17,7 +18,7 @@ COMPLETED_PREFIX = ".completed-"
 
 
 def initialize_from(init_checkpoint: str) -> int:
-    """Makes the initial values of the default graph those of another run's checkpoint.
+    """Replaces the initial values of the default graph by those of another run's checkpoint.
 
     The step starts at 0. Variables that the other model did not have keep their own
     initial values.
@@ -52,22 +53,21 @@ def initialize_from(init_checkpoint: str) -> int:
     if not chosen:
         raise ConfigError(
             f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
-            f"has for example {sorted(saved)[:3]}"
+            f"has {some_of(sorted(saved))}"
         )
     tf.train.init_from_checkpoint(init_checkpoint, chosen)
     return len(chosen)
 
 
 def completed(path: str, new: Mapping[str, np.ndarray]) -> str:
-    """Writes a checkpoint with more variables beside a run's own.
+    """Writes a copy of a checkpoint with more variables, and returns its path.
+
+    It is in a new directory beside the other, so that every machine that sees one sees both. The
+    caller removes the directory.
 
     Args:
       path: a checkpoint; it is only read.
-      new: more variables, by name.
-
-    Returns:
-      The new checkpoint, in a directory of its own beside the other, where every machine sees it
-      that sees the other; whoever called removes it.
+      new: the variables to add, by name.
     """
     directory = tempfile.mkdtemp(prefix=COMPLETED_PREFIX, dir=os.path.dirname(path))
     target = os.path.join(directory, os.path.basename(path))

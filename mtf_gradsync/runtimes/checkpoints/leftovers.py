@@ -1,4 +1,4 @@
-"""Keeps a run's directory for one run at a time, and free of what killed ones left half written."""
+"""Keeps a directory for one run at a time, and removes files that killed runs left half written."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 
 
 def remove_leftovers(model_dir: str) -> None:
-    """Removes files that were being written, or being deleted, when a process was killed.
+    """Removes files that a killed process was writing or deleting.
 
-    Of a checkpoint that is deleted the index goes first: its data cannot be read any more. What the
-    state file lists stays, whatever it lacks.
+    A checkpoint without its index was being deleted, and its data cannot be read any more. Files of
+    checkpoints that the state file lists stay.
 
     Args:
       model_dir: a directory in which nobody writes now.
@@ -51,7 +51,7 @@ def remove_leftovers(model_dir: str) -> None:
 
 
 def _listed(model_dir: str) -> set[str] | None:
-    """The checkpoints that the state file lists, by name; None where it lists none."""
+    """Returns the checkpoints that the state file lists, by name; None where it lists none."""
     try:
         state = tf.train.get_checkpoint_state(model_dir)
     except ValueError:
@@ -63,7 +63,7 @@ def _listed(model_dir: str) -> set[str] | None:
 
 @contextlib.contextmanager
 def only_run_in(model_dir: str) -> Iterator[None]:
-    """Holds a directory, so that no second run writes there; makes it where it is not there.
+    """Locks a directory, so that no second run writes there; makes it first if it is missing.
 
     Args:
       model_dir: the directory.
@@ -98,7 +98,7 @@ def only_run_in(model_dir: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, model_dir: str) -> None:
-    """Takes the lock, which ends with the process, however that ends."""
+    """Takes the lock, which ends with the process in any case."""
     try:
         import fcntl
     except ImportError:  # no POSIX
@@ -107,7 +107,7 @@ def _lock(descriptor: int, model_dir: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"another run writes to {model_dir}: wait for its end, or choose another --model_dir"
+            f"Another run writes to {model_dir}: wait for its end, or choose another --model_dir"
         ) from error
     except OSError:  # a file system without locks
         return

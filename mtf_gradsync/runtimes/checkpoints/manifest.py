@@ -1,7 +1,7 @@
-"""What a run has written: which files each checkpoint has, and what tells them from others.
+"""The manifest of a run: which files it wrote for each checkpoint.
 
-TensorFlow's index of a checkpoint has a checksum of each variable; the manifest has one of the
-index. So together they tell a checkpoint of this run from any other file under its name.
+TensorFlow's index of a checkpoint has a checksum of each variable, and the manifest has one of the
+index. Together they distinguish a checkpoint of this run from any other file of the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MANIFEST_FILE = "checkpoints.json"
 
 
 def note_checkpoint(path: str) -> None:
-    """Adds a checkpoint to the manifest of its directory; what is no longer there goes.
+    """Adds a checkpoint to its directory's manifest, and removes those whose files are gone.
 
     Args:
       path: a checkpoint, just written.
@@ -37,7 +37,7 @@ def note_checkpoint(path: str) -> None:
 
 
 def forget_checkpoint(path: str) -> None:
-    """Takes a checkpoint out of the manifest, before other files get its name."""
+    """Removes a checkpoint from the manifest, before other files get its name."""
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
     entries = _read(manifest)
@@ -46,13 +46,13 @@ def forget_checkpoint(path: str) -> None:
 
 
 def differs_from_manifest(path: str) -> str | None:
-    """Says in which way a checkpoint's files are not those that the run wrote.
+    """Returns how a checkpoint's files differ from those that the run wrote.
 
     Args:
       path: a checkpoint.
 
     Returns:
-      What differs; None where nothing does, or the manifest does not know the checkpoint.
+      The difference; None where there is none, or the manifest does not list the checkpoint.
     """
     prefix = Path(path)
     entry = _read(prefix.parent / MANIFEST_FILE).get(prefix.name)
@@ -70,7 +70,7 @@ def differs_from_manifest(path: str) -> str | None:
 
 
 def checkpoint_files(path: str) -> list[Path]:
-    """The files of a checkpoint that are there, its index first."""
+    """Returns the existing files of a checkpoint, its index first."""
     prefix = Path(path)
     data = sorted(prefix.parent.glob(f"{prefix.name}.data-?????-of-?????"))
     return [file for file in (prefix.with_name(f"{prefix.name}.index"), *data) if file.exists()]
@@ -81,9 +81,9 @@ def _index_hash(path: str) -> str:
 
 
 def _read(manifest: Path) -> dict[str, Any]:
-    """The checkpoints by name; none where there is no manifest, or one that cannot be read.
+    """Returns the manifest's checkpoints by name; none if it is missing or cannot be read.
 
-    It is there for comparison alone: without it, TensorFlow's checksums still hold.
+    A missing manifest is no error: TensorFlow's checksums still hold.
     """
     try:
         entries = json.loads(manifest.read_text(encoding="utf-8"))["checkpoints"]

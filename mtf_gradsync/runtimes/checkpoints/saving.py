@@ -1,4 +1,4 @@
-"""Writes checkpoints, in the format and under the names of Mesh-TensorFlow's own."""
+"""Writes and reads checkpoints in the format, and under the names, of Mesh-TensorFlow's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
@@ -21,18 +22,19 @@ from mtf_gradsync.runtimes.errors import TrainingError, first_line
 
 
 class RunSaver(ReshardingSaver):
-    """Writes and reads the checkpoints of a run, by default all global variables of a graph.
+    """A Saver of a run's checkpoints, by default of all global variables of a graph.
 
-    Slices are copied to the masters first, whoever asks for a checkpoint. What is written is on the
-    disk, and in the directory's manifest.
+    Before it writes, it copies the slices to the masters. When `save` returns, the files are on the
+    disk and in the directory's manifest.
     """
 
     def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
         """Adds the operations to the default graph.
 
         Args:
-          lowering: whose variables are all made; None where who saves copies its slices.
-          **kwargs: as for `tf.train.Saver`.
+          lowering: the lowering whose slices are copied, with all its variables made; None if the
+            caller copies them.
+          **kwargs: arguments of `tf.train.Saver`.
         """
         kwargs.setdefault("var_list", tf.global_variables())
         super().__init__(save_relative_paths=True, **kwargs)
@@ -41,7 +43,7 @@ class RunSaver(ReshardingSaver):
     def save(
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
-        """See `tf.train.Saver.save`."""
+        """Writes a checkpoint; see `tf.train.Saver.save`."""
         if self._to_masters:
             sess.run(self._to_masters)
         self._check_masters(sess, global_step)
@@ -54,7 +56,7 @@ class RunSaver(ReshardingSaver):
         return path
 
     def restore(self, sess: Any, save_path: str) -> None:
-        """See `tf.train.Saver.restore`.
+        """Restores a checkpoint; see `tf.train.Saver.restore`.
 
         Raises:
           ConfigError: if the checkpoint is of another model or inner optimizer; names each variable
@@ -66,20 +68,20 @@ class RunSaver(ReshardingSaver):
         super().restore(sess, save_path)
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
-        """Raises an error if what is to be written is of no use."""
+        """Raises an error if the values to be written are of no use; here none are checked."""
 
 
 class TrainingSaver(RunSaver):
-    """Writes nothing that a run could not go on from."""
+    """A RunSaver that refuses to write what a run could not go on from."""
 
     def __init__(self, sums_may_be_bad: bool, lowering: mtf.Lowering | None = None, **kwargs: Any):
         """Adds the operations to the default graph.
 
         Args:
-          sums_may_be_bad: whether an optimizer leaves out sums that are not finite, so that a
+          sums_may_be_bad: whether an optimizer skips sums that are not finite, so that a
             checkpoint may hold some.
-          lowering: as for `RunSaver`.
-          **kwargs: as for `tf.train.Saver`.
+          lowering: see `RunSaver`.
+          **kwargs: arguments of `tf.train.Saver`.
         """
         super().__init__(lowering, **kwargs)
         names = {v.op.name for v in tf.trainable_variables()}
@@ -96,11 +98,11 @@ class TrainingSaver(RunSaver):
     def save(
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
-        """See `tf.train.Saver.save`.
+        """Writes a checkpoint; see `tf.train.Saver.save`.
 
         Raises:
-          TrainingError: if a trained variable or a sum of gradients holds what is no finite number,
-            or the checkpoint cannot be written. The one before is as it was.
+          TrainingError: if a trained variable or a sum of gradients is not finite, or the
+            checkpoint cannot be written. The previous checkpoint is untouched.
         """
         try:
             return super().save(sess, save_path, global_step, *args, **kwargs)
@@ -109,7 +111,7 @@ class TrainingSaver(RunSaver):
             # They take room where there may be none.
             remove_leftovers(directory)
             raise TrainingError(
-                f"the checkpoint of step {global_step} cannot be written to {directory}: "
+                f"The checkpoint of step {global_step} cannot be written to {directory}: "
                 f"{first_line(error)}"
             ) from error
 
@@ -120,15 +122,14 @@ class TrainingSaver(RunSaver):
         finite = np.asarray(sess.run(self._finite))
         if not finite.all():
             bad = [name for name, ok in zip(self._checked, finite) if not ok]
-            more = f" and {len(bad) - 2} more" if len(bad) > 2 else ""
             raise TrainingError(
-                f"{', '.join(bad[:2])}{more} hold numbers that are not finite, after step "
+                f"{some_of(bad)} hold numbers that are not finite, after step "
                 f"{global_step}; no checkpoint was written of it"
             )
 
 
 def _put_on_disk(path: str) -> None:
-    """Waits until a checkpoint outlives the machine's power."""
+    """Waits until a checkpoint is on the disk, and so outlives a power failure."""
     directory = os.path.dirname(path) or "."
     state = os.path.join(directory, "checkpoint")
     for file in (*map(os.fspath, checkpoint_files(path)), state, directory):

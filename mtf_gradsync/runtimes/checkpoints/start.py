@@ -1,4 +1,4 @@
-"""What a session begins with: initial values, or a checkpoint of whatever run."""
+"""Where a session begins: with initial values, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mtf_gradsync.runtimes.checkpoints.initial import completed
 
 
 class Start(NamedTuple):
-    """What a session begins with.
+    """Where a session begins.
 
     Attributes:
-      path: the checkpoint that is restored; None for initial values.
+      path: the checkpoint to restore; None for initial values.
       kept: all checkpoints of the run, from the oldest to the newest.
       step: steps made before, where they were asked for.
-      new: names of variables that the checkpoint does not have, and that begin as in a new run.
-      with_averages: whether moving averages are restored in place of the variables.
+      new: names of variables that the checkpoint lacks, and that begin as in a new run.
+      with_averages: whether to restore moving averages in place of the variables.
     """
 
     path: str | None = None
@@ -33,13 +33,12 @@ class Start(NamedTuple):
     def restorable(
         self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {}
     ) -> Iterator[str | None]:
-        """Gives a checkpoint that has all variables of the default graph.
+        """Yields the path of a checkpoint that has all variables of the default graph.
+
+        It is `path`, or a temporary copy with the missing values added; None for a run that begins.
 
         Args:
-          initial_values: gives those of variables, by name.
-
-        Yields:
-          The path; None for a run that begins.
+          initial_values: takes names of variables and returns their initial values by name.
 
         Raises:
           NoAveragesError: if averages are to be restored, and the checkpoint has none.

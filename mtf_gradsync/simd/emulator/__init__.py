@@ -1,1 +1,1 @@
-"""TPU programs on CPU replicas: every core's part as TensorFlow operations."""
+"""Runs TPU programs on CPU replicas: each core's part as TensorFlow operations."""

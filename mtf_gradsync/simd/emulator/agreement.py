@@ -1,10 +1,10 @@
-"""Where cores have to agree about a branch or one more loop turn.
+"""Checks that cores agree about a branch or one more loop iteration.
 
-A collective inside a branch needs its whole group there. Cores that test another value of the
-predicate leave the rest of the group waiting: a TPU hangs, and a CPU session fails with an error
-that names neither. A write to a variable that all cores share needs all of them: it comes after
-their reads, and one core makes it for all. So every such predicate is compared within its group
-before it is used.
+A collective inside a branch needs its whole group there. If cores of a group have different values
+of the predicate, some wait for the others: a TPU hangs, and a CPU session fails with an error that
+names neither. A write to a variable that all cores share needs all of them: it follows their reads,
+and one core makes it for all. So every such predicate is compared within its group before it is
+used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mtf_gradsync.simd.graph.facts import Context, GraphFacts, Loop
 
 
 class Meeting(NamedTuple):
-    """What cores have to come to together.
+    """An operation that several cores have to reach together.
 
     Attributes:
-      name: of the operation, a collective or a write to a shared variable.
-      groups: the cores that come to it together.
+      name: name of the operation, a collective or a write to a shared variable.
+      groups: the groups of cores that have to reach it together.
       context: the loops and branches around it.
     """
 
@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
 def find_meetings(
     facts: GraphFacts, collectives: dict[str, Collective], effects: Effects
 ) -> list[Meeting]:
-    """Finds what the cores of a graph's programs have to come to together.
+    """Finds the operations that several cores of a graph's programs have to reach together.
 
     Args:
       facts: the graph's facts.
@@ -51,9 +51,9 @@ def find_meetings(
 
 
 def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
-    """(loop, core) -> the core whose frame it shares, where cores meet inside the loop.
+    """Returns (loop, core) -> the core whose frame it shares, where cores meet inside the loop.
 
-    Cores that meet inside a loop turn together, so their clones have to be in one frame. Other
+    Cores that meet inside a loop iterate together, so their clones have to be in one frame. Other
     cores have to be in another one: in a branch that only some groups take, a frame is either
     alive or dead as a whole.
     """
@@ -91,7 +91,7 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
     Args:
       facts: the graph's facts.
-      meetings: what its cores come to together.
+      meetings: the operations that its cores reach together.
 
     Returns:
       predicate -> its `Agreement` per group of more than one core.
@@ -121,14 +121,11 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
 
 def divergence_of(error: Any, checks: dict[str, Agreement]) -> BranchDivergenceError | None:
-    """Reads a session's error.
+    """Returns the divergence that a session's error reports, or None if it is another error.
 
     Args:
       error: a ``tf.errors.InvalidArgumentError``.
       checks: name of each comparing operation -> what it compares.
-
-    Returns:
-      The divergence that the error stands for, or None when it is another error.
     """
     name = error.op.name if error.op is not None else None
     if name not in checks:

@@ -1,23 +1,21 @@
-"""The result of the rewriting, and how names before it map to names after it."""
+"""The result of the rewriting, and the new names of operations and tensors."""
 
 from __future__ import annotations
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.emulator.agreement import Agreement
+from mtf_gradsync.simd.graph.collective_ops import find_collectives
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
 from mtf_gradsync.simd.graph.fetches import check_alive_outside
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:
-    """What a core's copy of an operation or tensor is called.
+    """Returns the name of a core's copy of an operation or tensor in the rewritten graph.
 
     Args:
       prefix: the prefix that the rewriting chose.
       name: name of an operation or tensor of a program.
       core: physical core number.
-
-    Returns:
-      Its name in the rewritten graph.
     """
     return f"{prefix}_{core}/{name}"
 
@@ -48,7 +46,7 @@ class EmulatedGraph:
         self.agreements = agreements
 
     def program_of(self, name: str) -> str:
-        """The TPU program that an operation or tensor belongs to.
+        """Returns the TPU program that an operation or tensor belongs to.
 
         Args:
           name: name of an operation or tensor in the graph before the rewriting.
@@ -67,18 +65,43 @@ class EmulatedGraph:
             node = self._facts.consumers(node)[0][0]
         return self._facts.cluster.get(node, "")
 
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Where an operation of the rewritten graph runs.
+
+        Args:
+          name: the operation's.
+
+        Returns:
+          The core, and what the operation was called before the rewriting; None for what stands
+          outside every program.
+        """
+        first, _, rest = name.partition("/")
+        stem, _, number = first.rpartition("_")
+        if stem != self._prefix or not number.isdigit() or not rest:
+            return None
+        return int(number), rest
+
+    def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The groups of cores of each sum, of which one is made for all of a group.
+
+        Returns:
+          Name before the rewriting -> groups; the first core of each has the operation.
+        """
+        found = find_collectives(self._facts).values()
+        return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
+
     def names_on_replicas(self, name: str) -> list[str]:
-        """What an operation or tensor is called after the rewriting.
+        """Returns the names that an operation or tensor has after the rewriting.
 
         Args:
           name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
 
         Returns:
-          One name per core, or a single one for what stands outside every program.
+          One name per core, or a single one for what is outside every program.
 
         Raises:
           KeyError: when the graph has no such operation.
-          ValueError: when it stands in a loop or branch, or is an input of the program.
+          ValueError: when it is in a loop or branch, or is an input of the program.
         """
         node_name, number = split_input(name)
         node = self._facts.node[node_name]

@@ -111,16 +111,16 @@ class _Rewriter:
             node.attr[attr].type = value
         return node
 
-    def _add_int(self, name: str, value: Any, beside: str) -> str:
-        """A constant that lives in the same loop and branch as the node ``beside``."""
-        node = self._add(name, "Const", ["^" + beside], dtype=tf.int32.as_datatype_enum)
+    def _add_int(self, name: str, value: Any, near: str) -> str:
+        """Returns a constant that lives in the same loop and branch as the node ``near``."""
+        node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
         return name
 
     # Inputs, seen from each side of the program's boundary.
 
     def _outside_input(self, source: str, number: int) -> list[str]:
-        """An input of a node that stands outside, or that comes from outside."""
+        """Returns an input of an operation outside a program, or from outside."""
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
             inner, inner_number = facts.inputs(source)[0]
@@ -130,13 +130,13 @@ class _Rewriter:
             return [join_input(self._name(inner, number), inner_number), done]
         if source in facts.cluster:
             if node.op == "TPUReplicateMetadata":
-                # It stands at the start of the program: waiting for it is not waiting for the end.
+                # It is at the start of the program: waiting for it is not waiting for the end.
                 return ["^" + self._name(source, core) for core in self._cores(source)]
             return ["^" + self._done[facts.cluster[source]]]
         return [join_input(source, number)]
 
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
-        """An input of a node inside a program, on one core."""
+        """Returns an input of a node inside a program, on one core."""
         node = self._facts.node[source]
         if source in self._facts.cluster:
             return [join_input(self._name(source, core), number)]
@@ -149,7 +149,7 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """The data inputs or the control inputs of a node on one core."""
+        """Returns the data inputs or the control inputs of a node on one core."""
         found = [
             text
             for source, number in self._facts.inputs(name)
@@ -254,8 +254,8 @@ class _Rewriter:
         dimension = int(constant)
         for group in collective.groups:
             for core in group:
-                name, beside = self._name(node.name, core), split_input(sent[core])[0]
-                axis = self._add_int(name + "/split_axis", dimension, beside)
+                name, near = self._name(node.name, core), split_input(sent[core])[0]
+                axis = self._add_int(name + "/split_axis", dimension, near)
                 split = self._add(name + "/split", "Split", [axis, sent[core]], T=kind)
                 split.attr["num_split"].i = len(group)
             waits = [text for c in group for text in control[c]]
@@ -273,8 +273,8 @@ class _Rewriter:
     ) -> None:
         kind, parts = node.attr["T"].type, node.attr["split_count"].i
         for core in self._cores(node.name):
-            name, beside = self._name(node.name, core), split_input(sent[core])[0]
-            axis = self._add_int(name + "/split_axis", node.attr["split_dimension"].i, beside)
+            name, near = self._name(node.name, core), split_input(sent[core])[0]
+            axis = self._add_int(name + "/split_axis", node.attr["split_dimension"].i, near)
             split = self._add(name + "/split", "Split", [axis, sent[core]] + control[core], T=kind)
             split.attr["num_split"].i = parts
             group = collective.group_of(core)
@@ -282,20 +282,20 @@ class _Rewriter:
                 join_input(self._name(node.name, other) + "/split", group.index(core))
                 for other in group
             ]
-            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, beside)
+            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, near)
             concat = self._add(name, "ConcatV2", pieces + [axis], T=kind)
             concat.attr["N"].i = parts
             concat.attr["Tidx"].type = tf.int32.as_datatype_enum
 
     def _add_done(self) -> None:
-        """One operation per program that waits for everything with an effect, on all cores."""
+        """Adds one operation per program that waits for everything with an effect, on all cores."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:
             if name in facts.cluster:
                 continue
             for source, number in facts.inputs(name):
-                # Someone outside waits for this operation, so it has to run.
+                # An operation outside waits for this one, so it has to run.
                 if number != CONTROL or source not in facts.cluster:
                     continue
                 if not facts.context_of_output(source, number):
@@ -311,7 +311,7 @@ class _Rewriter:
     # Predicates that a group has to agree on.
 
     def _compared(self, text: str, predicate: str, core: int) -> str:
-        """The predicate that a core may use: itself, or what comes after its group compared it."""
+        """Returns the predicate for a core: itself, or the output of its group's comparison."""
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text
         return self._agreed.setdefault((predicate, core), self._compared_name(predicate, core))
@@ -330,7 +330,7 @@ class _Rewriter:
             boolean = tf.bool.as_datatype_enum
             pack = self._add(stem + "/values", "Pack", values, T=boolean)
             pack.attr["N"].i = len(group)
-            axis = self._add_int(stem + "/axis", [0], beside=pack.name)
+            axis = self._add_int(stem + "/axis", [0], near=pack.name)
             index = tf.int32.as_datatype_enum
             self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
             self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
@@ -349,7 +349,7 @@ class _Rewriter:
 
 
 def _data_first(inputs: Iterable[str]) -> list[str]:
-    """Data inputs in their order, then each control input once."""
+    """Returns data inputs in their order, then each control input once."""
     data: list[str] = []
     control: set[str] = set()
     for text in inputs:

@@ -1,4 +1,4 @@
-"""Runs an emulated TPU program, with fetches and feeds named by the user's own tensors."""
+"""Runs an emulated TPU program; fetches and feeds are the user's own tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.emulator.agreement import divergence_of
+from mtf_gradsync.simd.emulator.result import EmulatedGraph
 from mtf_gradsync.simd.emulator.rewrite import emulate
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
@@ -15,7 +16,7 @@ from mtf_gradsync.simd.session import ReplicaSession
 
 
 def cpu_config() -> tf.ConfigProto:
-    """The session configuration in which emulated programs run.
+    """Returns the session configuration in which emulated programs run.
 
     Returns:
       A configuration with one CPU device and without graph rewriting, so that the program runs as
@@ -38,7 +39,7 @@ class PreparedGraph:
     """
 
     def __init__(self, source: tf.Graph, lowerings: Sequence[mtf.Lowering]):
-        check_can_be_emulated(GraphFacts(source.as_graph_def()))  # before anything is added to it
+        check_can_be_emulated(GraphFacts(source.as_graph_def()))  # before operations are added
         self.source = source
         self.ops = MasterOps(source, lowerings)
         self.version = source.version
@@ -65,15 +66,25 @@ class CpuReplicaSession(ReplicaSession):
             self._session.close()
             raise
 
+    @property
+    def emulated(self) -> EmulatedGraph:
+        """The graph that runs, and how names of the user's graph map to its own."""
+        return self._emulated
+
+    @property
+    def source(self) -> tf.Graph:
+        """The user's graph."""
+        return self._prepared.source
+
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Any:
-        """See `ReplicaSession.run`.
+        """Runs the program once; see `ReplicaSession.run`.
 
         Raises:
           BranchDivergenceError: when cores that have to meet in a collective took different
             branches.
-          ValueError: as there.
+          ValueError: see `ReplicaSession.run`.
         """
         also: list[str] = []
         mapped = tf.nest.map_structure(lambda f: self._fetch(f, per_replica, also), fetches)
@@ -111,7 +122,7 @@ def session_on(
 
     Args:
       graph: the graph. Operations that initialize, copy and save variables are added to it.
-      lowering: as for `Program.session`.
+      lowering: see `Program.session`.
       config: session configuration; default `cpu_config`.
 
     Returns:

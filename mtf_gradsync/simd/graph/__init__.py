@@ -1,1 +1,1 @@
-"""What the graph of a TPU program says: its structure, effects, loops and collective operations."""
+"""Analyses the graph of a TPU program: its structure, effects, loops and collectives."""

@@ -8,7 +8,7 @@ _PREFIXES = ("_tpu", "_xla", "_Xla")
 
 
 def untie(node: tf.NodeDef) -> None:
-    """Takes out of a node what ties it to a device, to other operations' devices or to a TPU.
+    """Removes the attributes that tie a node to a device, to other operations' devices or to a TPU.
 
     Args:
       node: the node, changed in place.

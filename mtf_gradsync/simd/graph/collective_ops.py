@@ -1,4 +1,4 @@
-"""The operations through which the cores of a TPU program talk, and who talks to whom."""
+"""Reads the collective operations of a TPU program, and which cores take part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Collective(NamedTuple):
         ``CollectivePermute``, the cores that its pairs connect.
       pairs: ``CollectivePermute`` only: (source, target) core numbers.
       context: the loops and branches around it.
-      together: name of the group of sums that it is one of; "" for one that is made alone.
+      together: name of its group of sums; "" for a sum that is in none.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Collective(NamedTuple):
     together: str = ""
 
     def group_of(self, core: int) -> tuple[int, ...]:
-        """The group that a core belongs to, itself included."""
+        """Returns the group that a core belongs to, itself included."""
         return next(group for group in self.groups if core in group)
 
 
@@ -104,7 +104,7 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 
 
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The sets of cores that groups connect, directly or through other cores.
+    """Returns the sets of cores that groups connect, directly or through other cores.
 
     Args:
       groups: groups of core numbers, which may overlap.

@@ -1,8 +1,8 @@
-"""Which operations of a program have effects, and in which order they have to happen.
+"""Finds the operations of a program that have effects, and the order that they need.
 
-A TPU runs a program whole and in order. A CPU session runs what a fetch needs, in any order that
-the edges allow. The edges found here close that gap: reads and writes of a variable happen in
-program order, and everything with an effect happens before the program counts as done.
+A TPU runs a whole program in order. A CPU session runs what a fetch needs, in any order that the
+edges allow. The edges found here close that gap: reads and writes of a variable happen in program
+order, and everything with an effect happens before the program counts as done.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Effects(NamedTuple):
     """The edges that a program needs beyond its own.
 
     Attributes:
-      after: node -> nodes of the same program that it has to wait for, each core for its own.
-      after_all_cores: the same, but each core waits for all cores. Around both nodes there is what
-        is around a shared write too, and nothing else.
+      after: node -> nodes of the same program that it waits for, each core for its own.
+      after_all_cores: the same, but each core waits for all cores. Both nodes are in the same loops
+        and branches as a shared write.
       last: program -> nodes that have to run before it is done.
       shared_writes: writes to variables of which all cores see one copy (a global step that lives
-        on the host): every core holds the same new value, so one core's write stands for all.
-        Inside of branches and loops that takes all cores, as a collective does.
+        on the host): every core has the same new value, so one core's write is enough. Inside of
+        branches and loops it needs all cores, as a collective does.
     """
 
     after: dict[str, set[str]]
@@ -44,15 +44,12 @@ def find_effects(facts: GraphFacts) -> Effects:
 
     Args:
       facts: the graph's facts.
-
-    Returns:
-      The `Effects` of all its programs.
     """
     return _Finder(facts).effects
 
 
 def variables_written(facts: GraphFacts) -> dict[str, list[str]]:
-    """Finds which variables the operations of TPU programs write.
+    """Returns the variables that the operations of TPU programs write.
 
     Args:
       facts: the graph's facts.
@@ -77,16 +74,16 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
         return handle
     # Mesh-TF makes slices in a name scope of the variable's own name: "w/w_slice_0", or
     # "w_1/w_slice_0" where "w" is taken, which it is as the master is called that.
-    whole = handle[: -len("_slice_0")]
-    for slash in re.finditer("/", whole):
-        scope, name = whole[: slash.start()], whole[slash.end() :]
+    stem = handle[: -len("_slice_0")]
+    for slash in re.finditer("/", stem):
+        scope, name = stem[: slash.start()], stem[slash.end() :]
         if name and re.search(f"(^|/){re.escape(name)}(_[0-9]+)?$", scope):
             return name
-    return whole
+    return stem
 
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
-    """The variables that a node reads or writes, as the nodes that name them.
+    """Returns the variables that a node reads or writes, as the nodes that name them.
 
     Args:
       facts: the graph's facts.
@@ -144,11 +141,11 @@ class _Finder:
                 self.effects.last[cluster].update(self._ends(name, ()))
         for key in last_write:
             for name in all_reads[key]:
-                # A loop's next turn may write what this one reads.
+                # A loop's next iteration may write what this one reads.
                 self._ends(name, ())
 
     def _find_ends(self) -> None:
-        """Where loops turn and end, and where the sides of conditionals meet."""
+        """Finds where loops iterate and end, and where the sides of conditionals meet."""
         facts = self._facts
         for name in facts.order:
             op, context = facts.node[name].op, facts.context[name]
@@ -202,7 +199,7 @@ class _Finder:
         return ends
 
     def _begins(self, name: str, context: Context) -> list[str]:
-        """Where to make ``name`` wait for something of an outer context."""
+        """Returns where to make ``name`` wait for something of an outer context."""
         facts = self._facts
         inner = facts.context[name][len(context) :]
         loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]

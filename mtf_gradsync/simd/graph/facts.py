@@ -1,7 +1,7 @@
-"""What a graph's structure says: program order, and the loops and branches around each operation.
+"""The structure of a graph: program order, and the loops and branches around each operation.
 
-Everything in this package is one walk over a ``GraphDef``; the walk's results stand here. It reads
-control flow version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF makes.
+All other modules here use the results of this one walk over a ``GraphDef``. It reads control flow
+version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF makes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Branch(NamedTuple):
 
     Attributes:
       predicate: name of the tensor that the conditional tests.
-      taken: which value of the predicate runs this side.
+      taken: the predicate's value that runs this side.
     """
 
     predicate: str
     taken: bool
 
 
-# What stands around an operation, outermost first.
+# The loops and branches around an operation, outermost first.
 Context = Tuple[Union[Loop, Branch], ...]
 
 _PASS_THROUGH = frozenset(["Identity", "Enter", "RefEnter", "Switch", "RefSwitch"])
@@ -67,14 +67,11 @@ def split_input(text: str) -> tuple[str, int]:
 
 
 def join_input(name: str, number: int) -> str:
-    """The inverse of `split_input`.
+    """Returns the inverse of `split_input`.
 
     Args:
       name: a node's name.
       number: an output's number, or `CONTROL`.
-
-    Returns:
-      The input as a ``NodeDef`` spells it.
     """
     if number == CONTROL:
         return "^" + name
@@ -116,11 +113,11 @@ class GraphFacts:
         self._walk()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
-        """The inputs of a node as ``(name, number)``, see `split_input`."""
+        """Returns the inputs of a node as ``(name, number)``, see `split_input`."""
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[tuple[str, int]]:
-        """The nodes that use a node, as ``(consumer's name, which output of the node)``."""
+        """Returns the nodes that use a node, as ``(consumer's name, which output of the node)``."""
         if self._consumers is None:
             self._consumers = collections.defaultdict(list)
             for consumer, inputs in self._inputs.items():
@@ -153,7 +150,7 @@ class GraphFacts:
             if not self._is_back_edge(source, name)
         ]
         if node.op in _MERGE:
-            # Both sides of a conditional meet here; what they share stands around both.
+            # Both sides of a conditional meet here; the context that they share is around both.
             shared = found[0]
             for other in found[1:]:
                 size = 0
@@ -167,11 +164,11 @@ class GraphFacts:
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """The context in which an output of a node is alive.
+        """Returns the context in which an output of a node is alive.
 
         Args:
           name: the node's name.
-          number: which output, see `split_input`.
+          number: number of the output, see `split_input`.
 
         Returns:
           The node's own context, except behind the end of a loop and on the sides of a conditional.
@@ -186,11 +183,11 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """For the first Switch of each conditional, the predicate that its other ones test.
+        """Returns the predicate that a conditional's Switch nodes test, by its first Switch.
 
-        ``tf.cond`` makes Switch(p, p), which what has no inputs hangs on, and right after it
-        Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
-        only the Identity tells them apart.
+        ``tf.cond`` makes Switch(p, p), on which operations without inputs depend, and right after
+        it Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
+        only the Identity distinguishes them.
         """
         found: dict[str, str] = {}
         open_pivots: dict[str, list[str]] = collections.defaultdict(list)
@@ -202,19 +199,19 @@ class GraphFacts:
         return found
 
     def predicate_of(self, name: str) -> str:
-        """The predicate that a conditional's ``Switch`` stands for, as an input is spelled."""
+        """Returns the predicate of a conditional's ``Switch``, in the spelling of an input."""
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
-        """Whether a ``Switch`` belongs to a while loop, not to a conditional."""
+        """Returns whether a ``Switch`` belongs to a while loop, not to a conditional."""
         return self.node[self._inputs[name][1][0]].op == "LoopCond"
 
     def is_conditional_switch(self, name: str) -> bool:
-        """Whether a node is the ``Switch`` of a conditional."""
+        """Returns whether a node is the ``Switch`` of a conditional."""
         return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
 
     def loop_of(self, name: str) -> Loop:
-        """The loop that a node stands in first, not in a conditional inside of it."""
+        """Returns the innermost loop around a node that is in no conditional inside that loop."""
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop
@@ -226,7 +223,7 @@ class GraphFacts:
         return name
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The value of a constant, also from inside loops and branches.
+        """Returns the value of a constant, also from inside loops and branches.
 
         Args:
           name: a node's name.

@@ -1,4 +1,4 @@
-"""Which tensors of a program a fetch can reach."""
+"""Checks whether a fetch can reach a tensor of a program."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from mtf_gradsync.simd.graph.facts import GraphFacts
 
 
 def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
-    """Refuses to fetch what exists only inside a loop or conditional.
+    """Raises an error for what exists only inside a loop or conditional, and cannot be fetched.
 
     Args:
       facts: the graph's facts.
       name: a node's name.
-      number: which of its outputs, or `CONTROL` for the node itself.
+      number: number of its output, or `CONTROL` for the node itself.
 
     Raises:
       ValueError: when it stands in a loop or conditional.

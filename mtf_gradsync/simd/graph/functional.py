@@ -1,8 +1,8 @@
 """Rebuilds a graph with functions in place of the loops and conditionals of control flow v1.
 
-TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``; it wants
+TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``; it needs
 ``While`` and ``If``, whose bodies are functions. `rebuild` makes every operation of a graph again,
-level by level: what stands in a branch is made inside the function of that branch.
+level by level: operations of a branch are made inside the function of that branch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, 
 from mtf_gradsync.simd.graph.order import CycleError, in_order
 
 _Values = MutableMapping[Tuple[str, int], Any]
-# Makes something else in an operation's place: takes its node and its inputs, returns its outputs.
+# Replaces an operation: takes its node and its inputs, returns its outputs.
 StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
@@ -40,7 +40,7 @@ def rebuild(
     fetches: Sequence[str],
     stand_ins: Mapping[str, StandIn] = {},
 ) -> list[Any]:
-    """Makes a graph's operations again in the current default graph, a function's.
+    """Rebuilds a graph's operations in the current default graph, which is a function's.
 
     Control flow v2 has to be enabled.
 
@@ -48,7 +48,7 @@ def rebuild(
       graph_def: the graph; control flow version 1.
       given: name of an operation -> the tensor to take in its place.
       fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
-      stand_ins: type of an operation -> what makes something else in its place.
+      stand_ins: type of an operation -> its replacement.
 
     Returns:
       The tensors and operations that were made for the fetches.
@@ -63,7 +63,7 @@ def rebuild(
 
 
 class _Builder:
-    """What all levels share."""
+    """State that all levels share."""
 
     def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
         self.facts = facts
@@ -80,18 +80,18 @@ class _Builder:
         return self.facts.node[name].op == "Merge"
 
     def is_loop_variable(self, name: str) -> bool:
-        """Whether a node is the ``Merge`` at which a loop's variable enters each turn."""
+        """Returns whether a node is the ``Merge`` at which a loop's variable enters each turn."""
         return self._is_merge(name) and any(
             self.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
         )
 
     def next_value(self, variable: str) -> str:
-        """The ``NextIteration`` of a loop's variable."""
+        """Returns the ``NextIteration`` of a loop's variable."""
         sources = (source for source, _ in self.facts.inputs(variable))
         return next(s for s in sources if self.is_back_edge(s, variable))
 
     def item_of(self, name: str, around: Context) -> Hashable:
-        """What a node belongs to on the level with the given surroundings."""
+        """Returns the item that a node belongs to on the level with the given context."""
         facts, depth = self.facts, len(around)
         context = facts.context[name]
         if len(context) > depth:
@@ -104,13 +104,13 @@ class _Builder:
         return _Single(name)
 
     def side_of(self, source: str, number: int, depth: int) -> Branch:
-        """Which side of a conditional a ``Merge`` gets a value from."""
+        """Returns which side of a conditional a ``Merge`` gets a value from."""
         side = self.facts.context_of_output(source, number)[depth]
         assert isinstance(side, Branch)
         return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
-        """The nodes inside a loop's turn that the wanted ones need, themselves included."""
+        """Returns the nodes of a loop's iteration that some nodes need, themselves included."""
         found: set[str] = set()
         pending = list(wanted)
         while pending:
@@ -123,7 +123,7 @@ class _Builder:
         return sorted(found, key=self.position.__getitem__)
 
     def _opens_turn(self, name: str, around: Context) -> bool:
-        """Whether a node only carries values into a turn of the loop of this level."""
+        """Returns whether a node only carries values into an iteration of this level's loop."""
         if self.facts.context[name] != around:
             return False
         op = self.facts.node[name].op
@@ -157,11 +157,11 @@ class _Level:
                 self._make_conditional(item, members)
 
     def value(self, source: str, number: int) -> Any:
-        """The tensor that stands for an output of a node."""
+        """Returns the tensor made for an output of a node."""
         return self.values[source, number]
 
     def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
-        """The items of this level, each after what it needs, otherwise in order of creation."""
+        """Returns the items of this level, each after those it needs, else in order of creation."""
         builder = self._builder
         members: dict[Hashable, list[str]] = {}
         item_of = {}
@@ -196,7 +196,7 @@ class _Level:
             self.values[name, number] = tensor
 
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
-        """What the members wait for by control edges from outside, on this level."""
+        """Returns the operations of this level that members wait for by control edges."""
         sources = {
             source: None
             for name in members
@@ -205,7 +205,7 @@ class _Level:
         }
         for name in members:
             sources.pop(name, None)
-        # What was made on an outer level has run before the function that this level is.
+        # Operations of an outer level have run before this level's function.
         return [self.operations[s] for s in sources if s in self.operations]
 
     def _make_conditional(self, item: _Conditional, members: Sequence[str]) -> None:
@@ -253,7 +253,7 @@ class _Level:
         variable_of = {s: facts.inputs(s)[0][0] for s in switches}
 
         def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
-            """A level inside the loop, with the wanted nodes made."""
+            """Returns a level inside the loop, with the wanted nodes made."""
             given: _Values = {(v, 0): value for v, value in zip(variables, values)}
             given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
             for name in here:
@@ -289,7 +289,7 @@ class _Level:
 def _copied(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> tf.Operation:
     op, attrs = node.op, dict(node.attr)
     if op in ("LoopCond", "NextIteration"):
-        # Where a loop turns, its function just returns a value.
+        # At the end of an iteration, a loop's function just returns a value.
         op, attrs = "Identity", {"T": tf.AttrValue(type=data[0].dtype.as_datatype_enum)}
     return tf.get_default_graph().create_op(
         op, list(data), attrs=attrs, name=node.name, compute_device=False
@@ -297,7 +297,7 @@ def _copied(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 def _functional() -> Any:
-    """TensorFlow 2's functions for control flow; those of ``tf.compat.v1`` follow a switch."""
+    """Returns TensorFlow 2's module of control flow; ``tf.compat.v1``'s depends on a switch."""
     import tensorflow as tf2
 
     return tf2

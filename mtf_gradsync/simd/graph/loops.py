@@ -1,4 +1,4 @@
-"""How often a while loop turns, as far as the graph says."""
+"""Counts the iterations of while loops, as far as the graph determines them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mtf_gradsync.simd.graph.facts import GraphFacts
 
 
 def loop_turns(facts: GraphFacts, frame: str) -> int | None:
-    """How often a loop turns, where it counts from one constant to another by a third.
+    """Returns how often a loop runs, if it counts from one constant to another by a third.
 
     Args:
       facts: the graph's facts.
       frame: the loop's frame name.
 
     Returns:
-      The number of turns, or None where the graph does not say it that plainly.
+      The number of iterations, or None where the graph does not determine it that plainly.
     """
     condition = next(
         name
@@ -42,13 +42,13 @@ def loop_turns(facts: GraphFacts, frame: str) -> int | None:
 
 
 def product_of_turns(counts: Sequence[int | None]) -> int | None:
-    """How often the innermost of nested loops turns; None where one of them does not say it."""
+    """Returns how often the innermost of nested loops runs; None if one of the counts is None."""
     known = [count for count in counts if count is not None]
     return math.prod(known) if len(known) == len(counts) else None
 
 
 def _step(facts: GraphFacts, name: str) -> float | None:
-    """What an addition of a constant adds."""
+    """Returns the constant that an addition adds, or None."""
     if facts.node[name].op not in ("Add", "AddV2"):
         return None
     values = [facts.constant(source) for source, number in facts.inputs(name) if number >= 0]

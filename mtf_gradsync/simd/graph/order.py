@@ -1,4 +1,4 @@
-"""Orders in which everything comes after what it needs."""
+"""Sorts items so that each comes after those that it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 class CycleError(ValueError):
-    """Items need each other.
+    """Items need each other in a cycle.
 
     Attributes:
       cycle: the items, each needed by the next, the last by the first.
@@ -23,13 +23,10 @@ class CycleError(ValueError):
 
 
 def in_order(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
-    """Sorts items so that each comes after what it needs, and otherwise stays where it is.
+    """Returns items sorted so that each comes after those it needs, otherwise in the given order.
 
     Args:
       needs: each item -> the items of the same mapping that have to come first.
-
-    Returns:
-      The items. Of those that could come next, it is always the first in the mapping's order.
 
     Raises:
       CycleError: when items need each other.

@@ -1,4 +1,4 @@
-"""Finds what cannot be emulated before anything is built, and refuses it by name."""
+"""Refuses programs that cannot be emulated, before anything is built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES, find_collectives
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts
 
-# These are rewritten, so they need no CPU kernel.
+# The emulator rewrites these, so they need no CPU kernel.
 _REWRITTEN = frozenset(COLLECTIVE_TYPES) | {"TPUReplicateMetadata"}
 _BOUNDARY = frozenset(["TPUReplicatedInput", "TPUReplicatedOutput"])
 
@@ -24,13 +24,13 @@ _REMEDIES = {
 
 
 def check_can_be_emulated(facts: GraphFacts) -> None:
-    """Refuses a graph that the emulator would get wrong.
+    """Raises an error for a graph that the emulator would get wrong.
 
     Args:
       facts: the graph's facts.
 
     Raises:
-      UnsupportedProgramError: names the operation, its type, and what would do.
+      UnsupportedProgramError: names the operation, its type, and what to do.
     """
     if not facts.num_replicas:
         raise UnsupportedProgramError(
@@ -51,12 +51,12 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
             _check_outside(facts, node)
     for op_type, node in types.items():
         if op_type not in _REWRITTEN and not kernel_devices(op_type) & {"CPU", "DEFAULT"}:
-            remedy = _REMEDIES.get(op_type, "leave it out of the program, or run it on a TPU")
+            remedy = _REMEDIES.get(op_type, "remove it from the program, or run it on a TPU")
             raise UnsupportedProgramError.of(node, "TensorFlow has no CPU kernel for it", remedy)
 
 
 def check_functions_are_silent(facts: GraphFacts) -> None:
-    """Refuses programs that call a function with a collective inside.
+    """Raises an error for programs that call a function with a collective inside.
 
     Args:
       facts: the graph's facts.
@@ -114,7 +114,7 @@ def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
 
 
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
-    """The functions that a node calls: its own type, and those in its attributes."""
+    """Yields the functions that a node calls: its own type, and those in its attributes."""
     yield node.op
     for value in node.attr.values():
         if value.HasField("func"):
@@ -124,7 +124,7 @@ def _functions_named(node: tf.NodeDef) -> Iterator[str]:
 
 
 def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
-    """Function name -> "'operation' of type T", for functions that reach a collective."""
+    """Returns function name -> "'operation' of type T", for functions that reach a collective."""
     calls: dict[str, list[str]] = {}
     talking: dict[str, str] = {}
     for name, function in functions.items():

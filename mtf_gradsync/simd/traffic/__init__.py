@@ -1,1 +1,1 @@
-"""Lists of what processors send each other, on SIMD and on placement meshes."""
+"""Lists what processors send each other, on SIMD and on placement meshes."""

@@ -1,4 +1,4 @@
-"""Lists the collectives of SIMD programs: what, how much, between whom, where, and for what."""
+"""Lists the collectives of SIMD programs: sizes, groups, loops and branches, and variables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def list_collectives(
         )
     check_functions_are_silent(facts)
     collectives = find_collectives(facts)
-    group_names = {} if mesh_impl is None else _groups_of(mesh_impl)
+    group_names = {} if mesh_impl is None else groups_by_axes(mesh_impl)
     around = [c for collective in collectives.values() for c in collective.context]
     turns = {c.frame: loop_turns(facts, c.frame) for c in around if isinstance(c, Loop)}
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
@@ -98,8 +98,15 @@ def _row(
     )
 
 
-def _groups_of(mesh_impl: Any) -> dict[frozenset, str]:
-    """Every way to group a mesh's cores by axes -> the axes' names."""
+def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
+    """Returns every way to group a mesh's cores by axes.
+
+    Args:
+      mesh_impl: the ``SimdMeshImpl``.
+
+    Returns:
+      Sets of physical core numbers -> the axes' names, joined by "+".
+    """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
     names: dict[frozenset, str] = {}
@@ -115,7 +122,7 @@ def _groups_of(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Name of each variable that Mesh-TF stacked -> the names of what is in it."""
+    """Returns name of each variable that Mesh-TF stacked -> the names of the variables in it."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings
@@ -127,7 +134,7 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """The names a reader knows: unstacked, and without the slots of trainable variables."""
+    """Returns the names that a reader knows: unstacked, without slots of trainable variables."""
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.
     known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]
@@ -137,19 +144,19 @@ def _spell(
 def _variables_reached(
     facts: GraphFacts, collectives: dict[str, Collective]
 ) -> dict[str, list[str]]:
-    """Collective -> the variables written with its result, no other collective in between."""
+    """Returns collective -> variables written with its result, with no other collective between."""
     written = variables_written(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}
     reach = {name: sum(bit[v] for v in set(vs)) for name, vs in written.items()}
     changed = True
-    while changed:  # a second pass carries what goes round a loop, further ones loops in loops
+    while changed:  # a second pass follows values around a loop, further ones around nested loops
         changed = False
         for name in reversed(facts.order):
             found = reach.get(name, 0)
             if not found or name in collectives:
                 continue
-            # A predicate steers what happens; it is no part of the value.
+            # A predicate chooses a value; it is no part of it.
             count = 1 if facts.node[name].op == "Switch" else None
             for source, number in facts.inputs(name)[:count]:
                 if number >= 0 and found & ~reach.get(source, 0):

@@ -1,4 +1,4 @@
-"""A program's communication as a table, as JSON and as a picture."""
+"""Reports a program's communication as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Sequence
 
 from tabulate import tabulate
 
+from mtf_gradsync._names import some_of
+
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationRow:
@@ -16,12 +18,12 @@ class CommunicationRow:
     Attributes:
       operation: the operation's type; "transfer" for the copies of a placement mesh.
       name: name of the operation; for copies, their name scope and "/transfer".
-      dtype: what is sent, as in "float32".
+      dtype: dtype of the operand, such as "float32".
       shape: shape of the operand on one core; None where it is not known or not one tensor.
       bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. It
         is what the core puts in, not what crosses the wires: that depends on the algorithm. For
         transfers: bytes received, averaged over the devices. None where it is not known.
-      group: who exchanges: names of mesh axes joined by "+", or lists of core numbers.
+      group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around it, outermost first.
       turns: how often the loops run it in one step; None where the graph does not say.
       branches: the conditionals around it: ("predicate", the value that runs it).
@@ -50,7 +52,7 @@ class CommunicationRow:
 
     @property
     def where(self) -> str:
-        """The loop and the branches that it stands in, for people to read; "" outside all."""
+        """The loop and the branches around it, for people to read; "" outside all."""
         parts = []
         if self.loops:
             turns = "?" if self.turns is None else self.turns
@@ -87,7 +89,7 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationReport:
-    """What a program's cores exchange.
+    """The communication of a program: what its cores exchange.
 
     Attributes:
       rows: one row per operation, in program order.
@@ -99,21 +101,21 @@ class CommunicationReport:
 
     @property
     def every_step(self) -> Total:
-        """What runs on every step."""
+        """Total of the operations that run on every step."""
         return _total([r for r in self.rows if not r.is_conditional])
 
     @property
     def conditional(self) -> Total:
-        """What runs only when its branch is taken."""
+        """Total of the operations that run only when their branch is taken."""
         return _total([r for r in self.rows if r.is_conditional])
 
     @property
     def update_step(self) -> Total:
-        """What runs on a step that takes every branch, as an update step does."""
+        """Total of a step that takes every branch, as an update step does."""
         return _total(self.rows)
 
     def scalars(self) -> dict[str, float]:
-        """Bytes per core of a step by name, as summaries have them."""
+        """Returns bytes per core of a step by name, as summaries have them."""
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
         if other != update:
@@ -121,7 +123,7 @@ class CommunicationReport:
         return values
 
     def by_group(self) -> dict[str, Total]:
-        """Totals of an update step for each group, in order of first appearance."""
+        """Returns totals of an update step for each group, in order of first appearance."""
         groups: dict[str, list[CommunicationRow]] = {}
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
@@ -160,7 +162,7 @@ class CommunicationReport:
         )
 
     def to_json(self) -> str:
-        """The report as JSON text: "mesh", "rows" and "totals", with the attributes' names."""
+        """Returns the report as JSON: "mesh", "rows" and "totals", with the attributes' names."""
         content = {
             "mesh": self.mesh,
             "rows": [dataclasses.asdict(row) for row in self.rows],
@@ -228,10 +230,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _names(names: Sequence[str] | None) -> str:
-    if names is None:
-        return "?"
-    shown = ", ".join(names[:2])
-    return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"
+    return "?" if names is None else some_of(names, 2)
 
 
 def _sentence(total: Total) -> str:

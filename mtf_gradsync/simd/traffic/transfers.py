@@ -1,4 +1,4 @@
-"""Lists what a placement mesh copies between devices: the same report as for collectives."""
+"""Lists what a placement mesh copies between devices, in the same report as collectives."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mtf_gradsync.simd.graph.facts import Branch, Context, GraphFacts, Loop
 from mtf_gradsync.simd.graph.loops import loop_turns, product_of_turns
 from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
 
-# What they do is not looked into.
+# Operations that call functions, whose content is not listed.
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Whether a graph calls functions, as an update that is not always due may be one.
+    """Returns whether a graph calls functions, into which `list_transfers` does not look.
 
-    `list_transfers` does not look into them.
+    An update that is not always due may be such a call.
     """
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
 
 def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationReport:
-    """Lists what crosses between the devices of a placement mesh.
+    """Lists the copies between the devices of a placement mesh.
 
     A tensor is copied once to each device that uses it. Copies from and to devices outside the
-    mesh (the host's inputs, master variables) are left out, and so is what TensorFlow would place
+    mesh (the host's inputs, master variables) are not listed, nor what TensorFlow would place
     differently from what the graph asks for.
 
     Args:
@@ -72,11 +72,11 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
 
 
 class ProcessTransfers(NamedTuple):
-    """What crosses between processes in a step.
+    """The messages between processes in a step.
 
     Attributes:
       tensors: messages that carry a tensor.
-      bytes: what they carry; None where a shape is unknown.
+      bytes: size of these tensors; None where a shape is unknown.
       signals: messages without content, from operations that others wait for.
     """
 
@@ -108,10 +108,10 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     for operation in _needed(_operations(fetches, "count_process_transfers")):
         target = _certain_process(operation)
         for tensor in operation.inputs:
-            if _crosses(tensor.op, target) and tensor.dtype != tf.resource:
+            if _is_sent(tensor.op, target) and tensor.dtype != tf.resource:
                 tensors[tensor.name, target] = tensor
         for before in operation.control_inputs:
-            if _crosses(before, target):
+            if _is_sent(before, target):
                 signals.add((before.name, target))
     known = all(x.shape.is_fully_defined() for x in tensors.values())
     return ProcessTransfers(
@@ -123,7 +123,7 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     )
 
 
-def _crosses(source: tf.Operation, target: Any) -> bool:
+def _is_sent(source: tf.Operation, target: Any) -> bool:
     return target is not None and _certain_process(source) not in (None, target)
 
 
@@ -144,7 +144,7 @@ def _canonical(device: str) -> str:
 
 
 def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """All operations that some operations need, themselves included, in order of creation."""
+    """Returns all operations that some need, themselves included, in order of creation."""
     graph_order = {op.name: i for i, op in enumerate(operations[0].graph.get_operations())}
     needed: dict[str, tf.Operation] = {}
     pending = list(operations)
@@ -158,7 +158,7 @@ def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
-    """The mesh axes along which two cores differ, joined by "+"."""
+    """Returns the mesh axes along which two cores differ, joined by "+"."""
     pairs = zip(
         mesh_impl.shape.dims,
         mtf.pnum_to_processor_coordinates(mesh_impl.shape, source),

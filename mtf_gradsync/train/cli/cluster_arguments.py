@@ -1,4 +1,4 @@
-"""The arguments that make a run one of several processes."""
+"""The command-line arguments of a run of several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROCESS = ("coordinator", "num_processes", "process_id")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what says which processes there are, and which this one is."""
+    """Adds the arguments that say which processes there are, and which of them this one is."""
     group = parser.add_argument_group(
         "several processes",
         "A placement mesh over tf.train.Servers: give --cluster_spec, --job_name and\n"
@@ -60,8 +60,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_task(args: argparse.Namespace) -> Task | None:
-    """The task that this process is, by the flags, or TF_CONFIG where they are absent.
+def task_of_flags(args: argparse.Namespace) -> Task | None:
+    """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
 
     Returns:
       The task; None for a run in one process.
@@ -87,8 +87,8 @@ def given_task(args: argparse.Namespace) -> Task | None:
     return task
 
 
-def given_process(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Which process of XLA devices this is, by the names of `run_on_processes`.
+def process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns the flags of a process of XLA devices, by the argument names of `run_on_processes`.
 
     Returns:
       The flags; None without any.
@@ -100,7 +100,10 @@ def given_process(args: argparse.Namespace) -> dict[str, Any] | None:
     if values is None:
         return None
     if any(getattr(args, name) is not None for name in _TASK):
-        raise ConfigError("--coordinator is for XLA devices, --cluster_spec for a placement mesh")
+        raise ConfigError(
+            f"--coordinator={args.coordinator} is for XLA devices, --cluster_spec for a placement "
+            "mesh: give one of them"
+        )
     if not 0 <= values["process_id"] < values["num_processes"]:
         raise ConfigError(
             f"--process_id must be between 0 and {values['num_processes'] - 1}; got "

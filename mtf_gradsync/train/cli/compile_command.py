@@ -1,4 +1,4 @@
-"""``mtf-gradsync compile``: has the TPU compiler judge what gin files describe, without a TPU."""
+"""``mtf-gradsync compile``: compiles the step of gin files for a TPU, without a TPU."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def compile_config(
     host, as with TPUEstimator.
 
     Args:
-      topology: as for `mtf_gradsync.xla.compile_for_tpu`.
-      save_hlo: as there.
-      compare_with_bare: whether to have the estimate for the innermost optimizer alone, too.
-      update_not_split: as there.
+      topology: see `mtf_gradsync.xla.compile_for_tpu`.
+      save_hlo: see there.
+      compare_with_bare: whether to estimate the innermost optimizer alone, too.
+      update_not_split: see there.
 
     Returns:
       A `mtf_gradsync.xla.CompiledProgram`.
@@ -98,9 +98,10 @@ def compile_config(
       ConfigError: if a binding or the topology cannot work.
       TrainingError: if this environment has no TPU compiler, or the compiler died.
     """
-    # Not above: these take seconds, which `--help` need not.
+    # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import tf
+    from mtf_gradsync.simd.compiled_only import compiled_only
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.comparison.steps import innermost_of
     from mtf_gradsync.train.job import build_simd, resolve_job
@@ -112,9 +113,9 @@ def compile_config(
     job = resolve_job(gin_files.run_config())
     bare = None
     if compare_with_bare:
-        with tf.Graph().as_default():
+        with tf.Graph().as_default(), compiled_only():
             _, bare = build_simd(job._replace(optimizer=innermost_of(job.optimizer)))
-    with tf.Graph().as_default():
+    with tf.Graph().as_default(), compiled_only():
         graph, program = build_simd(job)
         try:
             return xla.compile_for_tpu(

@@ -1,4 +1,4 @@
-"""``mtf-gradsync env``: what is installed here, and which runtimes that makes."""
+"""``mtf-gradsync env``: prints what is installed, and which runtimes that makes available."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     _print("machine", f"{platform.platform()}, {os.cpu_count()} processors")
     for name in _LIBRARIES:
         _print(name, version_of(name) or "not installed")
-    # First what cannot fail: the rest is what a broken environment is asked for.
+    # First what cannot fail: this command is for finding out why an environment is broken.
     sys.stdout.flush()
     try:
         import_package(verbosity=-1)
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def version_of(name: str) -> str:
-    """The version of a distribution; "" where it is not installed."""
+    """Returns the version of a distribution; "" where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def _print(name: str, value: str) -> None:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """What is known once the package is imported."""
+    """Yields names and values of what is known once the package is imported."""
     import mtf_gradsync
     from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
@@ -85,7 +85,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     found, no_xla = "", xla.why_no_xla()
     if not no_xla:
         try:
-            # The first of them; asking for more would make more CPU devices.
+            # One device: asking for more would make more CPU devices.
             (first,) = xla.devices_for(1)
             kinds = collections.Counter(d.device_kind for d in first.client.devices())
             found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())

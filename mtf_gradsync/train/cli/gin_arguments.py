@@ -1,4 +1,4 @@
-"""The arguments that every command takes which reads gin files, and what they bring about."""
+"""The arguments of every command that reads gin files, and what they do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_gin_arguments(parser: Any) -> None:
 
 
 def gin_file_names(args: argparse.Namespace) -> list[str]:
-    """The gin files, with lists taken apart."""
+    """Returns the names of the gin files; an argument may list several."""
     return _split_lists(args.gin_file)
 
 
@@ -68,10 +68,10 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     paths = _split_lists(args.gin_location_prefix)
     files = [*before, *gin_file_names(args)]
     if not files and not args.gin_param:
-        raise ConfigError("give at least one --gin_file or --gin_param; there is nothing to train")
+        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
     check_spelling(files, args.gin_param, paths)
     import_package(args.verbosity)
-    # Not above: these take seconds, which `--help` need not.
+    # Imported here because it takes seconds, which `--help` need not wait for.
     from absl import flags
     from absl import logging as absl_logging
 

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     name = Path(args.config).stem
     if name not in texts:
-        raise ConfigError(f"there is no config {args.config!r}; there are {', '.join(texts)}")
+        raise ConfigError(f"There is no config {args.config!r}; there are {', '.join(texts)}")
     path = output_path("FILE", args.file or f"{name}.gin")
     text = texts[name].replace(f"{_COMMAND}configs/{name}.gin", f"{_COMMAND}{path}")
     assert path is not None
@@ -62,14 +62,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _examples() -> dict[str, str]:
-    """The configs that can be trained as they are, by name."""
+    """Returns the configs that can be trained as they are, by name."""
     files = sorted(configs_dir().glob("*.gin"))
     texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
     return {name: text for name, text in texts.items() if _COMMAND in text}
 
 
 def _summary(text: str) -> str:
-    """The first sentences of a config's comment."""
+    """Returns the first sentences of a config's comment."""
     lines = text.splitlines()[1:]
     comment = lines[: lines.index("#")] if "#" in lines else lines[:1]
     return "\n    ".join(line.lstrip("# ") for line in comment)

@@ -10,8 +10,10 @@ from mtf_gradsync.train.cli import (
     compile_command,
     env_command,
     init_command,
+    plan_command,
     report_command,
     sample_command,
+    timeline_command,
     train_command,
 )
 from mtf_gradsync.train.errors import ConfigError, TrainingError
@@ -23,6 +25,8 @@ _COMMANDS = (
     sample_command,
     report_command,
     compile_command,
+    plan_command,
+    timeline_command,
     env_command,
 )
 

@@ -1,4 +1,4 @@
-"""Files that a command is asked to write."""
+"""Checks files that a command is to write."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mtf_gradsync.train.errors import ConfigError
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
-    """The file to write, checked before the command's work begins.
+    """Returns the path of a file to write, checked before the command's work begins.
 
     Args:
-      flag: what names the file on the command line.
-      name: the name; None or "" for no file.
+      flag: the command-line flag that names the file.
+      name: the file's name; None or "" for no file.
 
     Raises:
       ConfigError: if there is no directory for it, or it may not be written.

@@ -1,4 +1,4 @@
-"""Imports what a command works with, which takes seconds: the package, and with it TensorFlow."""
+"""Imports the package, and with it TensorFlow, which takes seconds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def import_package(verbosity: int) -> None:
-    """Imports ``mtf_gradsync``, where the command has started without it.
+    """Imports ``mtf_gradsync``, unless the command was started with it imported.
 
     Args:
-      verbosity: below 0, TensorFlow's C++ code logs what ends the process alone, and nothing while
-        it is imported, unless the environment variable TF_CPP_MIN_LOG_LEVEL is set.
+      verbosity: below 0, TensorFlow's C++ code logs fatal errors only, and nothing during its
+        import, unless the environment variable TF_CPP_MIN_LOG_LEVEL is set.
     """
     package = sys.modules["mtf_gradsync"]
     is_quiet = verbosity < 0 and _LEVEL not in os.environ
     if is_quiet:
         os.environ[_LEVEL] = _FATAL_ALONE
-        # Of Mesh-TensorFlow's imports.
+        # Mesh-TensorFlow's imports raise this warning.
         warnings.filterwarnings("ignore", "pkg_resources is deprecated")
     if not hasattr(package, "__all__"):
         with _without_lines_of_c() if is_quiet else contextlib.nullcontext():
@@ -37,9 +37,9 @@ def import_package(verbosity: int) -> None:
 
 @contextlib.contextmanager
 def _without_lines_of_c() -> Iterator[None]:
-    """Drops what C++ code prints: from TensorFlow 2.17 on, its log knows no level at first.
+    """Hides what C++ code prints, which TensorFlow 2.17 and later do before a log level is set.
 
-    Where the block fails, it is printed after all; where it ends the process, Python says where.
+    If the block raises, what was hidden is printed; if it ends the process, Python says where.
     """
     try:
         real = os.dup(2)

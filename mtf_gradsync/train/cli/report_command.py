@@ -1,4 +1,4 @@
-"""``mtf-gradsync report``: what the cores exchange in a training step, without training."""
+"""``mtf-gradsync report``: lists what the cores exchange in a training step, without training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--no_placement",
         action="store_true",
-        help="leave out the placement mesh, whose graphs take long to build on large meshes",
+        help="skip the placement mesh, whose graphs take long to build on large meshes",
     )
     parser.set_defaults(run_command=main)
 
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     json_file, png_file = output_path("--json", args.json), output_path("--png", args.png)
     with loaded_config(args):
-        # Not above: these take seconds, which `--help` need not.
+        # Imported here because it takes seconds, which `--help` need not wait for.
         from tqdm import tqdm
 
         from mtf_gradsync.train import gin_files

@@ -1,4 +1,4 @@
-"""``mtf-gradsync sample``: what a trained model writes after a prompt."""
+"""``mtf-gradsync sample``: continues a prompt with a trained model."""
 
 from __future__ import annotations
 
@@ -68,9 +68,12 @@ def main(args: argparse.Namespace) -> int:
             "mtf-gradsync train writes"
         )
     if args.temperature < 0 or args.keep_top_k < 0:
-        raise ConfigError("--temperature and --keep_top_k must not be negative")
+        raise ConfigError(
+            "--temperature and --keep_top_k must not be negative; got "
+            f"{args.temperature} and {args.keep_top_k}"
+        )
     with loaded_config(args, [str(config_file)]):
-        # Not above: these take seconds, which `--help` need not.
+        # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.evaluation.sample import sample_after

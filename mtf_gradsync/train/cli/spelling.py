@@ -1,8 +1,8 @@
-"""Finds what is misspelt in gin files and bindings, without importing what they configure.
+"""Finds misspelt names in gin files and bindings, without importing what they configure.
 
-The configurables of this package and of Mesh-TensorFlow are read from their sources. What others
-register is not known here: where a file imports other modules, names that are not found are left
-to gin, which knows all of them once they are imported.
+The configurables of this package and of Mesh-TensorFlow are read from their sources. Those of
+other modules are not known here: where a file imports some, gin checks the names that are not
+found.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _OF_GIN = ("gin.macro", "gin.constant", "gin.singleton")
 
 
 class _Use(NamedTuple):
-    """A name that gin files use.
+    """A name in a gin file.
 
     Attributes:
-      selector: of a configurable.
-      parameter: of the configurable, where it is bound; "" for none.
+      selector: name of a configurable.
+      parameter: name of its bound parameter; "" for none.
       where: the file and line, or the binding.
     """
 
@@ -45,12 +45,9 @@ class _Use(NamedTuple):
 def check_spelling(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> None:
-    """Checks files and bindings as far as it can be done in a moment.
+    """Raises an error for what is misspelt, as far as it can be found in a moment.
 
-    Args:
-      gin_files: as for `mtf_gradsync.train.gin_files.load`.
-      gin_params: as there.
-      search_paths: as there.
+    The arguments are those of `mtf_gradsync.train.gin_files.load`.
 
     Raises:
       ConfigError: if a file is missing, a line cannot be read, or a name is misspelt.
@@ -65,13 +62,14 @@ def check_spelling(
         return
     known = known_configurables()
     for use in reader.uses:
-        found = {name: known[name] for name in known if _means(use.selector, name)}
+        found = {name: known[name] for name in known if _matches(use.selector, name)}
         if not found:
             if not reader.imports_others and not _is_registered(use.selector):
                 last = use.selector.split(".")[-1]
                 names = sorted({name.split(".")[-1] for name in known})
                 raise ConfigError(
-                    f"{use.where}: No configurable matching {use.selector!r}{_meant(last, names)}"
+                    f"{use.where}: No configurable matching {use.selector!r}"
+                    f"{_suggestion(last, names)}"
                 )
         elif use.parameter and all(
             parameters is not None and use.parameter not in parameters
@@ -80,12 +78,12 @@ def check_spelling(
             names = sorted({name for parameters in found.values() for name in parameters or ()})
             raise ConfigError(
                 f"{use.where}: {use.selector} has no parameter {use.parameter!r}"
-                f"{_meant(use.parameter, names)}"
+                f"{_suggestion(use.parameter, names)}"
             )
 
 
 def _is_registered(selector: str) -> bool:
-    """Whether a program that calls the command has registered a configurable itself."""
+    """Returns whether a program that calls the command has registered a configurable itself."""
     try:
         return gin.get_configurable(selector) is not None
     except (KeyError, ValueError):
@@ -94,7 +92,7 @@ def _is_registered(selector: str) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def known_configurables() -> dict[str, tuple[str, ...] | None]:
-    """What this package and Mesh-TensorFlow register with gin, read from their sources.
+    """Returns what this package and Mesh-TensorFlow register with gin, by their sources.
 
     Returns:
       Parameters by full name; None where they are not to be seen, as with ``**kwargs``.
@@ -147,7 +145,7 @@ class _Reader(config_parser.ParserDelegate):
 
     Attributes:
       uses: the names in them.
-      imports_others: whether they import what is not known here.
+      imports_others: whether they import modules that are not known here.
       is_dynamic: whether they register what they import, by gin's dynamic registration.
     """
 
@@ -158,7 +156,7 @@ class _Reader(config_parser.ParserDelegate):
         self.imports_others = self.is_dynamic = False
 
     def read_file(self, name: str) -> None:
-        """Reads a file; one that only gin's other readers can open counts as unknown."""
+        """Reads a file; one that only gin's other readers can open counts as an import."""
         for prefix in self._prefixes:
             path = os.path.join(prefix, name)
             if os.path.isfile(path):
@@ -173,7 +171,7 @@ class _Reader(config_parser.ParserDelegate):
             self.imports_others = True
             return
         folders = ", ".join(dict.fromkeys(map(os.path.abspath, self._prefixes)))
-        raise ConfigError(f"there is no gin file {name!r}; looked for it in {folders}")
+        raise ConfigError(f"There is no gin file {name!r}; looked for it in {folders}")
 
     def read(self, text: str, where: str) -> None:
         """Reads statements; `where` names them in errors."""
@@ -212,7 +210,7 @@ class _Reader(config_parser.ParserDelegate):
 
 
 def _unreadable(error: Exception, text: str) -> str:
-    """What is wrong with a statement, and what would do."""
+    """Returns what is wrong with a statement, and how to write it."""
     if isinstance(error, tokenize.TokenError):
         return "it ends in the middle of a value"
     line = (getattr(error, "text", None) or text).strip()
@@ -226,10 +224,10 @@ def _unreadable(error: Exception, text: str) -> str:
     )
 
 
-def _means(selector: str, name: str) -> bool:
+def _matches(selector: str, name: str) -> bool:
     return name == selector or name.endswith("." + selector)
 
 
-def _meant(given: str, names: Sequence[str]) -> str:
+def _suggestion(given: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(given, names, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -12,8 +12,8 @@ from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, MissingProcess
 from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
-    given_process,
-    given_task,
+    process_of_flags,
+    task_of_flags,
 )
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_names, loaded_config
 
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     files = gin_file_names(args)
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
     with loaded_config(args):
-        # Not above: these take seconds, which `--help` need not.
+        # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.on_cluster import run_on_cluster
         from mtf_gradsync.train.on_processes import run_on_processes
@@ -79,8 +79,8 @@ def main(args: argparse.Namespace) -> int:
         accepted = Accepted(
             differences=args.accept_checkpoint_differences, damage=args.skip_damaged_checkpoint
         )
-        process = given_process(args)
-        task = None if process else given_task(args)
+        process = process_of_flags(args)
+        task = None if process else task_of_flags(args)
         config = gin_files.run_config()
         watch = {"timeout": args.timeout, "silence": args.silence}
         result: RunResult | None

@@ -1,1 +1,1 @@
-"""What a training step exchanges, bare and wrapped, side by side."""
+"""Compares what a training step exchanges with bare Mesh-TensorFlow and with the wrappers."""

@@ -1,7 +1,7 @@
-"""Tells which part of a training step a collective belongs to.
+"""Assigns collectives to parts of a training step: model, gradient sums, and the rest.
 
-By where they stand in the graph, not by name: bare Mesh-TensorFlow sums a gradient wherever it is
-first used, under that operation's name.
+It follows the graph, not names: bare Mesh-TensorFlow sums a gradient wherever it is first used,
+under that operation's name.
 """
 
 from __future__ import annotations
@@ -12,54 +12,54 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd import CommunicationReport
 from mtf_gradsync.train.train_graph import TrainGraph
 
-# The forward and backward pass, the sums that make gradients whole, and everything else.
+# The forward and backward pass, the sums that reduce gradients, and everything else.
 MODEL, GRADIENTS, OPTIMIZER = "model", "gradients", "optimizer"
 PARTS = (MODEL, GRADIENTS, OPTIMIZER)
 
-# What moves a tensor, or a part of it, without another value.
+# Operations that move a tensor, or a part of it, and keep its values.
 _MOVES = frozenset({
     "Add", "AddN", "AddV2", "Cast", "ConcatV2", "Enter", "Exit", "ExpandDims", "Identity", "Merge",
     "NextIteration", "Pack", "Pad", "PadV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze",
     "StridedSlice", "Switch", "Transpose", "Unpack",
 })  # fmt: skip
 _PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
-# Gradients are also scaled, clipped and left out before they are summed. No reduction is here, so
+# Operations that scale, clip or skip gradients before they are summed. No reduction is here, so
 # that a norm or a mean of a gradient counts as the optimizer's.
 _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
 def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
-    """Finds the part that each collective belongs to.
+    """Returns the part of the training step that each collective belongs to.
 
     Args:
       graph: a training step on a SIMD mesh.
-      report: of `simd.list_collectives` for it.
+      report: the list that `simd.list_collectives` returned for it.
 
     Returns:
       For each row's name one of `PARTS`.
     """
-    partial, whole = [], []
+    partial, reduced = [], []
     for grad in graph.gradients:
         lowered = graph.lowering.tensors[grad]
         if isinstance(lowered, mtf.LazyAllreduceSum):
             partial += lowered.laid_out_input.to_laid_out_tensor().tensor_list
         else:
             # Summed in the backward pass already, because something else was done to it there.
-            whole += lowered.to_laid_out_tensor().tensor_list
+            reduced += lowered.to_laid_out_tensor().tensor_list
     names = {row.name for row in report.rows}
     # A sum may take what another sum gives, in stages.
-    sums = _after(partial, names) | _before(whole, lambda op: op.type in _MOVES)
+    sums = _after(partial, names) | _before(reduced, lambda op: op.type in _MOVES)
     # What is summed together with gradients belongs to them.
     with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
     sums |= {row.name for row in report.rows if row.together in with_gradients}
-    model = _before([*partial, *whole, graph.loss], lambda op: True)
+    model = _before([*partial, *reduced, graph.loss], lambda op: True)
     return {
         name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names
     }
 
 
 def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """The collectives that partial sums get to, and the operations on the way."""
+    """Returns the collectives that partial sums reach, and the operations on the way."""
     seen: set[str] = set()
     pending = list(tensors)
     while pending:
@@ -75,7 +75,7 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
 
 
 def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
-    """What is read from a variable, in branches too."""
+    """Returns what is read from a variable, in branches too."""
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
     handles, values = [handle], []
@@ -89,7 +89,7 @@ def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
-    """The operations that tensors come from, back to the first for which `passes` is false."""
+    """Returns the operations behind tensors, back to the first for which `passes` is false."""
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
     while pending:

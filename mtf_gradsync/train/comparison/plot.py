@@ -1,4 +1,4 @@
-"""A comparison of two training steps as a picture."""
+"""Draws a comparison of two training steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABELS = dict(zip(PARTS, _COLORS))
 
 
 class _Bar(NamedTuple):
-    """A piece of a stacked bar."""
+    """A segment of a stacked bar."""
 
     label: str
     conditional: bool
@@ -43,7 +43,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         sections.append(("transfers, placement mesh", _transfers(comparison)))
     sizes = [max(1, len(bars)) for _, bars in sections]
     figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
-    # Behind new_figure, which says what to install.
+    # After new_figure, whose error says what to install.
     from matplotlib.patches import Patch
 
     panels = figure.subplots(
@@ -69,7 +69,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def _collectives(comparison: Comparison) -> dict[str, list[_Bar]]:
-    """A stacked bar for each group and step, the two steps of a group next to each other."""
+    """Returns a stacked bar for each group and step, both steps of a group side by side."""
     steps = {"bare": comparison.bare, "wrapped": comparison.wrapped}
     groups = dict.fromkeys(g for step in steps.values() for g in step.collectives.by_group())
     return {

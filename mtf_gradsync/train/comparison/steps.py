@@ -1,4 +1,4 @@
-"""What a config's training step exchanges, with bare Mesh-TensorFlow and with its own optimizer."""
+"""Builds a config's training step with and without wrappers, and lists what each exchanges."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Step(NamedTuple):
     """The communication of one training step.
 
     Attributes:
-      optimizers: class names, from the outside in.
-      collectives: of the SIMD program.
+      optimizers: class names, outermost first.
+      collectives: those of the SIMD program.
       part: for each row of `collectives` by name, which of `PARTS` it belongs to.
-      transfers: between the devices of a placement mesh; None where that was not asked for.
+      transfers: copies between the devices of a placement mesh; None if they were not listed.
     """
 
     optimizers: tuple[str, ...]
@@ -30,7 +30,7 @@ class Step(NamedTuple):
     transfers: simd.CommunicationReport | None
 
     def of_part(self, part: str) -> simd.CommunicationReport:
-        """The collectives of one part."""
+        """Returns the collectives of one part."""
         rows = tuple(row for row in self.collectives.rows if self.part[row.name] == part)
         return simd.CommunicationReport(rows, self.collectives.mesh)
 
@@ -40,8 +40,8 @@ class Comparison(NamedTuple):
 
     Attributes:
       mesh: the mesh, as in "batch:4;model:2".
-      bare: with the innermost optimizer alone.
-      wrapped: with the config's optimizer; the same object as `bare` if that has no wrapper.
+      bare: the step with the innermost optimizer alone.
+      wrapped: the step with the config's optimizer; `bare` itself if that is no wrapper.
     """
 
     mesh: str
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
     wrapped: Step
 
     def to_json(self) -> str:
-        """All rows and totals as JSON text, in the form of `simd.CommunicationReport.to_json`."""
+        """Returns all rows and totals as JSON text; see `simd.CommunicationReport.to_json`."""
         content: dict[str, Any] = {"mesh": self.mesh}
         for name, step in (("bare", self.bare), ("wrapped", self.wrapped)):
             collectives = json.loads(step.collectives.to_json())
@@ -75,7 +75,7 @@ def compare(
     Nothing is trained and no data is read. Each program has a graph of its own.
 
     Args:
-      job: what to build.
+      job: the step to build.
       with_transfers: whether to build for the placement mesh too, whose graphs grow with the
         number of devices.
       done: called after each of the two steps was built.
@@ -97,7 +97,7 @@ def compare(
 
 
 def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of the innermost optimizer of the stacks that a factory makes."""
+    """Returns a factory of the innermost optimizer of the stacks that a factory makes."""
 
     def make(learning_rate: Any) -> Any:
         made = optimizer(learning_rate=learning_rate)
@@ -107,7 +107,7 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
-    """One step, and whether its optimizer is a wrapper."""
+    """Returns one step, and whether its optimizer is a wrapper."""
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         collectives = simd.list_collectives(program, lowering=graph.lowering)
@@ -122,7 +122,7 @@ def _list(job: TrainingJob, with_transfers: bool) -> tuple[Step, bool]:
 
 def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
     mesh = job.model.mesh
-    # Not the config's devices, which may all be one: what is copied does not depend on them.
+    # Not the config's devices, which may all be the same: copies do not depend on them.
     devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
     mesh_impl = mesh.placement_mesh(devices)
     with tf.Graph().as_default():

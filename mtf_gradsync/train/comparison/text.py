@@ -1,4 +1,4 @@
-"""A comparison of two training steps as text for a terminal."""
+"""Formats a comparison of two training steps for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TITLES = ("bare", "wrapped")
 _PART_LABELS = dict(zip(PARTS, ("forward and backward pass", "gradients", "optimizer")))
 _BRANCHES, _UPDATE_STEP = "in branches", "update step"
 _WIDTH = 118
-# tabulate makes a column that much wider than its header.
+# tabulate makes a column this much wider than its header.
 _PADDING = 2
 # Columns that are cut where a line gets too long, and how they share what room there is.
 _SHARES = {"group": 2, "where": 4, "variables": 4, "at": 5}
@@ -22,11 +22,11 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 
 
 def as_text(comparison: Comparison, rows: bool = False) -> str:
-    """Totals of both steps side by side, and the collectives that sum gradients.
+    """Returns a comparison as text: totals of both steps, and the collectives that sum gradients.
 
     Args:
       comparison: both steps.
-      rows: also all other collectives and transfers, one a line.
+      rows: whether to list all other collectives and transfers, too, one a line.
 
     Returns:
       Lines of at most 120 characters.
@@ -88,7 +88,7 @@ def _group_lines(report: CommunicationReport) -> list[tuple[str, Total]]:
 
 
 def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
-    """Labelled totals of both sides; a label that one side lacks stands for nothing there."""
+    """Returns a table of labelled totals of both sides; a side without a label has zeros there."""
     labels = list(dict.fromkeys(label for side in sides for label, _ in side))
     if not any(total.operations for side in sides for label, total in side if label == _BRANCHES):
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
@@ -101,12 +101,12 @@ def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
         for totals in map(dict, sides):
             line += _cells(totals.get(label, _NOTHING), totals[_UPDATE_STEP])
         lines.append(line)
-    return _laid_out(lines, headers, "plain", left=[""])
+    return _format(lines, headers, "plain", left=[""])
 
 
-def _cells(total: Total, whole: Total) -> list[str]:
+def _cells(total: Total, bare: Total) -> list[str]:
     about = "" if total.is_exact else ">="
-    share = f"{total.bytes_per_core / whole.bytes_per_core:.0%}" if whole.bytes_per_core else "-"
+    share = f"{total.bytes_per_core / bare.bytes_per_core:.0%}" if bare.bytes_per_core else "-"
     return [
         f"{total.operations:,}",
         f"{total.groups:,}",
@@ -117,7 +117,7 @@ def _cells(total: Total, whole: Total) -> list[str]:
 
 
 def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
-    """One line a row; a column that is empty everywhere is left out."""
+    """Returns a table with a line for each row, without columns that are empty everywhere."""
     lines = [
         {
             "operation": row.operation,
@@ -137,25 +137,25 @@ def _table(rows: Iterable[CommunicationRow], step: Step | None = None) -> str:
     columns = [column for column in lines[0] if any(line[column] for line in lines)]
     widths = _fit({c: max(len(c) + _PADDING, *(len(x[c]) for x in lines)) for c in columns})
     cells = [[_cut(line[column], widths[column]) for column in columns] for line in lines]
-    return _laid_out(cells, columns, "simple", left=[c for c in columns if c != "bytes"])
+    return _format(cells, columns, "simple", left=[c for c in columns if c != "bytes"])
 
 
-def _laid_out(
+def _format(
     lines: Sequence[Sequence[str]], headers: Sequence[str], style: str, left: Sequence[str]
 ) -> str:
-    """Lines as text; columns stand to the right unless they are named in left."""
+    """Returns a table as text; columns are right-aligned unless they are named in left."""
     align = ["left" if header in left else "right" for header in headers]
     text = tabulate(lines, headers, style, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _fit(widths: dict[str, int]) -> dict[str, int]:
-    """Narrower columns, where the line would be too long; short ones keep their width."""
+    """Returns widths of columns with which lines are not too long; short columns keep theirs."""
     room = _WIDTH - 2 * (len(widths) - 1)
     room -= sum(width for column, width in widths.items() if column not in _SHARES)
     flexible = [column for column in _SHARES if column in widths]
     fitted = dict(widths)
-    # From the least demanding column to the most, so that each passes on what it does not need.
+    # Narrow columns come first, so that each passes on the room that it does not need.
     for column in sorted(flexible, key=lambda c: widths[c] / _SHARES[c]):
         share = room * _SHARES[column] // sum(_SHARES[c] for c in flexible)
         fitted[column] = min(widths[column], max(share, len(column) + _PADDING))
@@ -165,7 +165,7 @@ def _fit(widths: dict[str, int]) -> dict[str, int]:
 
 
 def _cut(text: str, width: int) -> str:
-    """A text without its middle, where it is too long: names say most at their ends."""
+    """Returns a text without its middle where it is too long: names say most at their ends."""
     if len(text) <= width:
         return text
     front = max(0, width - 3) // 3

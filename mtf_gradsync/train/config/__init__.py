@@ -1,1 +1,1 @@
-"""What a run may be given, checked before anything is built."""
+"""The settings of a run, checked before anything is built."""

@@ -1,4 +1,4 @@
-"""What gin binds on ``train.run``."""
+"""RunConfig: the parameters that gin binds on ``train.run``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VariableFilter = Union[None, str, Callable[[Any], bool]]
 @gin.configurable("run", module="mtf_gradsync.train")
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run as it was asked for, not checked yet; gin fills in what is left out.
+    """The settings of a run, not checked yet; gin fills in those that are not given.
 
     Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here.
 
@@ -48,18 +48,20 @@ class RunConfig:
       variable_filter: which variables train: a regular expression or a function of an mtf
         variable; None for all.
       perplexity_eval_steps: evaluate on at most this many batches.
-      evaluate_with_averages: whether what is held out is scored, and samples are written, with the
+      evaluate_with_averages: whether held-out data are scored, and samples are written, with the
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
         variables. Training goes on with the variables.
       init_checkpoint: begin with the variables of this checkpoint where names and shapes agree.
-      log_steps: what is measured is written every this many steps.
+      log_steps: measurements are written every this many steps.
       reports: whether to measure what the optimizers report, norms of gradients above all.
       noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
         the norms of the shards' gradients beside the loss.
       hooks: functions without arguments that each return a tf.train.SessionRunHook.
-      seed: of the initial values.
+      seed: seed of the initial values.
       runtime: what runs the steps: "xla", "cpu_replicas", "placement_mesh", or "fastest" for the
         fastest that is installed.
+      timeline_steps: record this many steps, a few after the run's first, and show where their time
+        went in the report; 0 records none.
     """
 
     model_type: ModelType = "lm"
@@ -90,3 +92,4 @@ class RunConfig:
     hooks: Sequence[Any] = ()
     seed: int = 0
     runtime: RuntimeName = "fastest"
+    timeline_steps: int = 0

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtf_gradsync._numbers import is_whole
+from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync.train.errors import ConfigError
 
 
 def check_count(name: str, value: Any, optional: bool = False) -> None:
-    """Checks that a binding of ``train.run`` is a positive integer.
+    """Raises ConfigError unless a binding of ``train.run`` is a positive integer.
 
     Raises:
       ConfigError: if it is not.
     """
-    if (optional and value is None) or is_whole(value):
+    if (optional and value is None) or is_whole_number(value):
         return
     raise ConfigError(
         f"train.run.{name} must be a positive integer{' or None' if optional else ''}; "
@@ -23,7 +23,7 @@ def check_count(name: str, value: Any, optional: bool = False) -> None:
 
 
 def check_callable(name: str, value: Any, example: str, optional: bool = False) -> None:
-    """Checks that a binding of ``train.run`` is a class or function.
+    """Raises ConfigError unless a binding of ``train.run`` is a class or function.
 
     Raises:
       ConfigError: if it is not; a gin reference with parentheses is the usual reason.
@@ -37,7 +37,7 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Checks that a vocabulary, or an (inputs, targets) pair of them, can be used.
+    """Raises ConfigError unless a vocabulary, or an (inputs, targets) pair of them, can be used.
 
     Raises:
       ConfigError: if one lacks vocab_size, encode or decode.

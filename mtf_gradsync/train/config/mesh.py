@@ -1,4 +1,4 @@
-"""The mesh that a run asks for: shape, layout and devices, checked against each other."""
+"""Checks a run's mesh: shape, layout and devices against each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class MeshSettings(NamedTuple):
-    """A mesh, and the devices that it stands on.
+    """A mesh and its devices.
 
     Attributes:
       shape: mtf.Shape of the mesh.
       layout: mtf.LayoutRules from tensor dimensions to mesh dimensions.
       devices: a device string for each processor of the mesh.
-      num_cpu_devices: how many CPU devices the session has to have.
+      num_cpu_devices: how many CPU devices the session needs.
       mesh_impl: makes a placement mesh of shape, layout and devices.
     """
 
@@ -37,7 +37,7 @@ class MeshSettings(NamedTuple):
         return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
     def on_one_process(self) -> MeshSettings:
-        """The same mesh on the devices that each process has: what tasks share is left out."""
+        """Returns the same mesh on the devices of each process, without a cluster's tasks."""
         devices = [
             tf.DeviceSpec.from_string(device).replace(job=None, replica=None, task=None).to_string()
             for device in self.devices
@@ -45,7 +45,7 @@ class MeshSettings(NamedTuple):
         return self._replace(devices=devices)
 
     def split(self, dimension: str) -> int:
-        """Returns into how many parts the mesh splits tensor dimensions of this name."""
+        """Returns into how many parts the mesh splits tensor dimensions of a name."""
         return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
 
 
@@ -80,7 +80,7 @@ def resolve_mesh(
         given = repr(mesh_devices) if isinstance(mesh_devices, str) else f"{len(mesh_devices)}"
         raise ConfigError(
             f"train.run.mesh_devices must list {shape.size} devices, one for each processor of "
-            f'the mesh "{mesh_text(shape)}"; got {given}. Leave it out (None) to run on '
+            f'the mesh "{mesh_text(shape)}"; got {given}. Give None to run on '
             f"{shape.size} virtual CPU devices."
         )
     check_callable("mesh_impl", mesh_impl, "@placement_mesh_impl", optional=True)
@@ -106,11 +106,11 @@ def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str)
 
 
 def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
-    """Tells a misspelled mesh dimension from a rule that is kept for other meshes.
+    """Raises an error for a rule with a misspelt mesh dimension; allows rules for other meshes.
 
     T5's layouts name dimensions that most meshes lack ("ensemble:ensemble"), and Mesh-TensorFlow
-    ignores such rules. It does so too when a name is misspelled, and then trains unsplit: a
-    dimension of the mesh is left without any rule.
+    ignores such rules. It also ignores a misspelt name, and then trains unsplit. A rule counts as
+    misspelt if the mesh has a dimension without any rule.
     """
     names = [dim.name for dim in mesh_shape.dims]
     absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]
@@ -132,7 +132,7 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
 
 
 def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
-    """The rules as given; none for an mtf.LayoutRules, which does not tell them."""
+    """Returns the rules as given; none for an mtf.LayoutRules, which has no public list of them."""
     if isinstance(layout_rules, mtf.LayoutRules):
         return []
     if isinstance(layout_rules, str):
@@ -142,7 +142,7 @@ def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
 
 
 def _num_cpu_devices(mesh_devices: Sequence[str]) -> int:
-    """One more than the largest CPU number that a device string names."""
+    """Returns one more than the largest CPU number that a device string names."""
     highest = 0
     for device in mesh_devices:
         try:

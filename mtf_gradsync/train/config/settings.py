@@ -1,4 +1,4 @@
-"""Batches, lengths and learning rates, as a run may give them and as the model takes them."""
+"""Resolves the batch size, lengths and learning rate of a run for its model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any, Callable, Dict, Tuple, Union
 
-from mtf_gradsync._numbers import is_number, is_whole
+from mtf_gradsync._numbers import is_number, is_whole_number
 from mtf_gradsync.train.config.mesh import MeshSettings
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.transformer import learning_rate_schedules, transformer_utils
@@ -22,12 +22,12 @@ def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
     Raises:
       ConfigError: if it is neither a positive integer nor a dict of them with "targets".
     """
-    if is_whole(sequence_length):
+    if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}
     if (
         isinstance(sequence_length, dict)
         and "targets" in sequence_length
-        and all(map(is_whole, sequence_length.values()))
+        and all(map(is_whole_number, sequence_length.values()))
     ):
         return dict(sequence_length)
     raise ConfigError(
@@ -55,7 +55,7 @@ def resolve_batch_size(
       ConfigError: if it has another form, or the mesh cannot split it evenly.
     """
     given = batch_size
-    if is_whole(given):
+    if is_whole_number(given):
         size = given
     else:
         try:
@@ -86,9 +86,9 @@ def resolve_learning_rate(
     """Returns None, a number, or a function of the keyword argument ``step``.
 
     Args:
-      learning_rate_schedule: None (the optimizer knows better), a number, a function of ``step``
+      learning_rate_schedule: None (the optimizer has its own), a number, a function of ``step``
         and ``total_train_steps``, or a list of numbers and functions to multiply.
-      total_steps: what the schedule sees as the length of the run.
+      total_steps: the length of the run for the schedule.
 
     Raises:
       ConfigError: if it is something else, or a number that is negative or not finite.
@@ -97,7 +97,7 @@ def resolve_learning_rate(
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:
         if is_number(one) and not 0 <= one < math.inf:
             raise ConfigError(
-                "numbers in train.run.learning_rate_schedule must be finite and not negative; got "
+                "Numbers in train.run.learning_rate_schedule must be finite and not negative; got "
                 f"{learning_rate_schedule!r}"
             )
     if isinstance(factors, (list, tuple)) and all(callable(f) or is_number(f) for f in factors):

@@ -1,7 +1,7 @@
-"""The batches of a training run, drawn outside of the training step and checked before it.
+"""Draws the batches of a training run outside of the training step, and checks them.
 
-They come from a session of their own and are fed to the step. So an error while one is drawn is one
-of the data, on every runtime, and nothing of the step has run yet.
+A session of its own draws a batch, which is then fed to the step. So an error while drawing is
+reported as one of the data, on every runtime, and nothing of the step has run yet.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mtf_gradsync.train.data.datasets import MODEL_FEATURES, mapped
 from mtf_gradsync.train.errors import ConfigError, DataError, first_line
 
 _FUNCTION = "train.run.train_dataset_fn"
-# Of an example whose shape is not known before: its rank, and so many of its dimensions.
+# Length of the shape vector of an example of unknown shape: its rank, then its dimensions.
 _DIMS_SHOWN = 3
 
 
 class TrainingBatches:
     """Draws a run's batches, one for each step. Use it as a context manager.
 
-    A data set is repeated when it ends. An end is also where a function of the data set raises
+    A data set is repeated when it ends. It also ends where one of its functions raises
     StopIteration or OutOfRangeError.
     """
 
@@ -79,7 +79,7 @@ class TrainingBatches:
         self._session.close()
 
     def placeholders(self) -> dict[str, tf.Tensor]:
-        """Adds to the default graph what the batches are fed to.
+        """Adds the placeholders that batches are fed to, to the default graph.
 
         Returns:
           int32 placeholders ``[batch_size, length]`` by feature name.
@@ -90,7 +90,7 @@ class TrainingBatches:
         return self._feeds
 
     def begin(self, first: int) -> None:
-        """Sets how many batches were drawn before, by the runs that this one goes on from."""
+        """Sets how many batches earlier sessions of the run have drawn."""
         self._first = self._step = first
         self._begun = False
 
@@ -98,10 +98,10 @@ class TrainingBatches:
         """Draws the batch of the next step.
 
         Returns:
-          What to feed: arrays by the placeholders that were made last.
+          A feed dict: arrays by the placeholders that were made last.
 
         Raises:
-          DataError: if there is none, or it is none to train on.
+          DataError: if there is no batch, or the model cannot train on it.
         """
         step = self._step + 1
         try:
@@ -126,7 +126,7 @@ class TrainingBatches:
     def _example(
         self, example: dict[str, tf.Tensor], specs: dict[str, Any]
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Features of the shapes that were promised, and the shapes that they had."""
+        """Returns features in the shapes that the model wants, and the shapes that they had."""
         features, shapes = {}, {}
         for name, spec in specs.items():
             x = example[name]
@@ -163,7 +163,7 @@ class TrainingBatches:
         size = self._vocab_sizes.get(name)
         if size is None:
             return
-        # Mesh-TensorFlow takes no loss from a negative target, and reads its id all the same.
+        # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
         low = 1 - size if name == "targets" else 0
         if ids.min() >= low and ids.max() < size:
             return
@@ -177,7 +177,7 @@ class TrainingBatches:
 
 
 def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """What the features of single examples are, by name."""
+    """Returns the specs of the features of single examples, by name."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(f"{_FUNCTION} must return a tf.data.Dataset; got {dataset!r}")
     spec = dataset.element_spec

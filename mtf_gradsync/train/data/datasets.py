@@ -17,7 +17,7 @@ from mtf_gradsync.train.data import text as text_lib
 from mtf_gradsync.train.data.vocabulary import EOS_ID, PAD_ID
 from mtf_gradsync.train.errors import ConfigError, first_line
 
-# What mesh_tensorflow.transformer models read; data sets often carry more (plain text, ids).
+# What mesh_tensorflow.transformer models read; data sets often have more (plain text, ids).
 MODEL_FEATURES = (
     "inputs",
     "inputs_position",
@@ -37,14 +37,14 @@ def python_topics(
     seed: int = 0,
     held_out_every: int = 10,
 ) -> tf.data.Dataset:
-    """Language-model examples from Python's own documentation.
+    """Returns language-model examples from Python's own documentation.
 
     Args:
       sequence_length: length of each feature; "targets" is used.
       vocabulary: turns text into ids.
       dataset_split: "train": windows at random places, without end. "validation": the held-out
         topics cut into windows, once.
-      seed: which random places. The n-th window is a function of seed and n alone.
+      seed: seed of the random places. The n-th window is a function of seed and n alone.
       held_out_every: about one topic in this many is held out.
 
     Returns:
@@ -65,14 +65,14 @@ def text_files(
     seed: int = 0,
     held_out_every: int = 10,
 ) -> tf.data.Dataset:
-    """Language-model examples from text files; otherwise as `python_topics`.
+    """Returns language-model examples from text files; otherwise as `python_topics`.
 
     Args:
       sequence_length: length of each feature; "targets" is used.
       vocabulary: turns text into ids.
       dataset_split: "train" or "validation".
       files: names of UTF-8 text files, each one document.
-      seed: which random windows.
+      seed: seed of the random windows.
       held_out_every: about one file in this many is held out; of a single file its last part.
 
     Returns:
@@ -98,7 +98,7 @@ def text_windows(
       sequence_length: length of each feature; "targets" is used.
       vocabulary: turns text into ids.
       dataset_split: "train" for endless random windows, otherwise all windows once, side by side.
-      seed: which random windows.
+      seed: seed of the random windows.
 
     Returns:
       A data set of ``{"targets": int32[length]}``.
@@ -113,7 +113,7 @@ def text_windows(
     )
     if len(ids) <= length:
         raise ConfigError(
-            f"the {dataset_split} split has {len(ids)} tokens, less than one window of "
+            f"The {dataset_split} split has {len(ids)} tokens, less than one window of "
             f"train.run.sequence_length = {length}"
         )
     if dataset_split == "train":
@@ -141,7 +141,10 @@ def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """`dataset.map` of a function without control flow, which AutoGraph takes half a second for."""
+    """Returns `dataset.map` of a function without control flow, without AutoGraph.
+
+    AutoGraph takes half a second.
+    """
     return dataset.map(tf.autograph.experimental.do_not_convert(function))
 
 
@@ -157,7 +160,7 @@ def read_batches(
       make_dataset: returns a data set of single examples.
       batch_size: examples in a batch; the last batch is filled up with padding.
       max_batches: stop after this many; None reads to the end.
-      name: whose data set it is, for errors.
+      name: the binding of the data set, for errors.
 
     Returns:
       Batches of arrays ``[batch_size, length]``.

@@ -1,4 +1,4 @@
-"""Documents to train on, and which of them are held out."""
+"""Documents to train on, split into training text and held-out text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Sequence
 
 from mtf_gradsync.train.errors import ConfigError
 
-# Shorter paragraphs ("Note:", a lone heading) recur everywhere and tell nothing about their text.
+# Shorter paragraphs ("Note:", a lone heading) recur everywhere and do not identify their text.
 _MIN_SHARED_PARAGRAPH = 40
 
 
@@ -20,13 +20,13 @@ def python_topics() -> dict[str, str]:
     text changes a little with every Python version, and so do figures measured on it.
 
     Raises:
-      ConfigError: if this Python came without it.
+      ConfigError: if this Python was installed without it.
     """
     try:
         from pydoc_data import topics
     except ImportError as error:
         raise ConfigError(
-            "this Python has no pydoc_data (some distributions strip it), the text that "
+            "This Python has no pydoc_data (some distributions strip it), the text that "
             "python_topics trains on; use another Python, or bind "
             "train.run.train_dataset_fn = @text_files"
         ) from error
@@ -54,17 +54,14 @@ def split_documents(documents: dict[str, str], split: str, held_out_every: int) 
     """Returns the documents of one split, in the order of their names.
 
     Whether a document is held out depends on its name alone. Documents quote each other, so
-    paragraphs that also stand in a held-out document are taken out of the training text: what is
-    held out has not been seen. A single document is split at a paragraph instead, its last
+    paragraphs of held-out documents are removed from the training text: held-out text has not been
+    seen in training. A single document is split at a paragraph instead, its last
     ``1 / held_out_every`` held out.
 
     Args:
       documents: text by name.
       split: ``"train"`` or ``"validation"``.
       held_out_every: about one in this many documents is held out.
-
-    Returns:
-      The texts.
 
     Raises:
       ConfigError: if the split is unknown, or one of the splits would be empty.
@@ -101,7 +98,7 @@ def split_documents(documents: dict[str, str], split: str, held_out_every: int) 
         ]
     if not any(text.strip() for text in texts):
         raise ConfigError(
-            f"the {split} split is empty: {len(documents)} documents with "
+            f"The {split} split is empty: {len(documents)} documents with "
             f"held_out_every={held_out_every} leave no text for it"
         )
     return texts
@@ -112,7 +109,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _paragraph_key(paragraph: str) -> str:
-    """What makes two paragraphs the same, "" for one too short to matter."""
+    """Returns a key that equal paragraphs share, "" for a paragraph too short to matter."""
     key = " ".join(paragraph.split())
     return key if len(key) >= _MIN_SHARED_PARAGRAPH else ""
 

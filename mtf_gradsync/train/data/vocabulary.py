@@ -1,4 +1,4 @@
-"""A vocabulary that needs no data: bytes."""
+"""A vocabulary of bytes, which needs no data."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ByteVocabulary:
         return [byte + self.NUM_SPECIAL_IDS for byte in text.encode("utf-8")]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the ids; special ids are left out, broken UTF-8 is marked."""
+        """Returns the text of the ids; special ids are skipped, broken UTF-8 is marked."""
         return self._bytes(ids).decode("utf-8", errors="replace")
 
     def num_bytes(self, ids: Iterable[int]) -> int:
-        """How many bytes of text the ids stand for."""
+        """Returns how many bytes of text the ids stand for."""
         return len(self._bytes(ids))
 
     def _bytes(self, ids: Iterable[int]) -> bytes:

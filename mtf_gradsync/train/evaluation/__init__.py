@@ -1,1 +1,1 @@
-"""What a model has learned: held-out text, baselines, samples, the loss curve."""
+"""Evaluates a model: held-out text, baselines, samples, the loss curve."""

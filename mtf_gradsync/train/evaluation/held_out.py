@@ -1,4 +1,4 @@
-"""The held-out side of a run: points on the way, and the report at the end."""
+"""Evaluates a run on held-out data: while it trains, and at its end."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ RESULT_FILE = "result.json"
 PLOT_FILE = "loss.png"
 SAMPLES_FILE = "samples.txt"
 
-# Batches in which the unigram baseline counts; enough to know every byte or common subword.
+# Batches that the unigram baseline counts in; enough to see every byte or common subword.
 _BASELINE_BATCHES = 100
 
 
 class HeldOut:
-    """The held-out side of a run; does little more than draw when nothing is held out.
+    """Evaluates a run on held-out data; without any, only draws the loss curve.
 
     Attributes:
       unigram: the baseline's score.
-      result: what the result file holds, once the run is finished.
-      samples: what the model wrote then.
+      result: content of the result file, once the run is finished.
+      samples: text that the model wrote then.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class HeldOut:
 
         Args:
           model: the model.
-          directory: where the run's files are.
-          config: of the sessions.
-          say: takes each line of the report.
-          with_averages: whether moving averages stand in place of the variables.
+          directory: the run's directory.
+          config: the sessions' config.
+          say: called with each line of the report.
+          with_averages: whether to evaluate moving averages in place of the variables.
         """
         self._with_averages = with_averages
         self._model = model
@@ -70,8 +70,8 @@ class HeldOut:
         """Reads the held-out data and counts the baseline.
 
         Args:
-          train_dataset_fn: as `train.run` takes it.
-          eval_dataset_fn: as `train.run` takes it.
+          train_dataset_fn: see `train.run`.
+          eval_dataset_fn: see `train.run`.
           steps: at most this many batches are read.
 
         Raises:
@@ -90,7 +90,9 @@ class HeldOut:
             held_out_dataset, self._model.batch_size, steps, "train.run.eval_dataset_fn"
         )
         if not held_out:
-            raise ConfigError("train.run.eval_dataset_fn gives an empty data set")
+            raise ConfigError(
+                f"train.run.eval_dataset_fn = {eval_dataset_fn!r} gives an empty data set"
+            )
         train = data.read_batches(
             lambda: train_dataset_fn(dataset_split="train", **arguments),
             self._model.batch_size,
@@ -114,7 +116,7 @@ class HeldOut:
             )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
-                "the model cannot be built for the batches of train.run.eval_dataset_fn: "
+                "The model cannot be built for the batches of train.run.eval_dataset_fn: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
 
@@ -134,7 +136,7 @@ class HeldOut:
         progress.message(f"step {step}: held-out perplexity {score.perplexity:.3f}")
 
     def plot(self) -> None:
-        """Draws what the metrics file has so far."""
+        """Draws the loss curve from the metrics file."""
         plot_losses(
             read_metrics(self._directory / METRICS_FILE),
             self._directory / PLOT_FILE,
@@ -143,11 +145,11 @@ class HeldOut:
         )
 
     def finish(self, path: str | None, **result: Any) -> Score | None:
-        """Evaluates the finished model, lets it write, and leaves the results behind.
+        """Evaluates the finished model, writes samples and the result file.
 
         Args:
           path: the last checkpoint; None without any, where nothing is held out.
-          **result: more for the result file.
+          **result: more items of the result file.
 
         Returns:
           The held-out score, or None without held-out data.
@@ -174,7 +176,7 @@ class HeldOut:
         return score
 
     def _score(self, path: str) -> Score:
-        """The score of a checkpoint, whose variables are then in the evaluator."""
+        """Scores a checkpoint, and leaves its variables in the evaluator."""
         self.build()
         if self._scored is None or self._scored[0] != path:
             assert self._evaluator is not None  # the callers have asked

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 from __future__ import annotations
 

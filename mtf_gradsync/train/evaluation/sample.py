@@ -1,4 +1,4 @@
-"""Text that a trained language model writes."""
+"""Samples of text from a trained language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtf_gradsync.train.model import ModelSettings
 
 
 class Sample(NamedTuple):
-    """A prompt, and what the model wrote after it."""
+    """A prompt, and the text that the model wrote after it."""
 
     prompt: str
     continuation: str
@@ -46,7 +46,7 @@ def sample(
         later half of it as context.
       temperature: 0 takes the most likely token, 1 draws from the model's distribution.
       keep_top_k: draw from this many most likely tokens only; 0 for all.
-      seed: of the draws.
+      seed: seed of the draws.
 
     Returns:
       Prompts and continuations.
@@ -66,7 +66,7 @@ def sample(
             f"got {temperature!r} and {keep_top_k!r}"
         )
     vocabulary = evaluator.settings.vocabulary
-    # Fixed before writing, because a full sequence has no place for a continuation.
+    # Decided before writing, because a full sequence has no place for a continuation.
     given = np.array(evaluator.batches[0]["targets"])[:, :prompt_tokens]
     rows = np.flatnonzero(np.all(given > 0, axis=1))
     num_samples = min(num_samples, len(rows))
@@ -75,7 +75,7 @@ def sample(
     # Spread over the batch, so that the prompts are not neighbours in one text.
     rows = rows[((np.arange(num_samples) + 0.5) * len(rows) / num_samples).astype(int)]
     prompts = given[rows]
-    written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
+    written = _write_after(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
     return [
         Sample(prompt=vocabulary.decode(prompt), continuation=vocabulary.decode(ids))
         for prompt, ids in zip(prompts.tolist(), written)
@@ -97,14 +97,14 @@ def sample_after(
 
     Args:
       model: a language model.
-      checkpoint: with its variables, of any runtime.
+      checkpoint: path of its checkpoint, of any runtime.
       prompt: the text. Where it does not fit into the model's sequence, its end counts.
       num_samples: how many continuations.
-      max_tokens: as for `sample`.
-      temperature: as for `sample`.
-      keep_top_k: as for `sample`.
-      seed: as for `sample`.
-      with_averages: whether the checkpoint's moving averages stand in place of the variables.
+      max_tokens: see `sample`.
+      temperature: see `sample`.
+      keep_top_k: see `sample`.
+      seed: see `sample`.
+      with_averages: whether the checkpoint's moving averages replace the variables.
 
     Returns:
       The prompt with each continuation.
@@ -114,7 +114,9 @@ def sample_after(
         averages.
     """
     if model.model_type != "lm":
-        raise ConfigError(f'a model of train.run.model_type = "{model.model_type}" does not write')
+        raise ConfigError(
+            f'train.run.model_type = "{model.model_type}" cannot continue a text; "lm" can'
+        )
     length = model.sequence_length["targets"]
     ids = list(model.vocabulary.encode(prompt))
     # As much as a sequence keeps where it goes on.
@@ -128,11 +130,11 @@ def sample_after(
     prompts = np.tile(np.array(context, np.int32), [num_samples, 1])
     with Evaluator(model, [batch], config, with_averages) as evaluator:
         evaluator.restore(checkpoint, os.path.dirname(checkpoint))
-        written = _written(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
+        written = _write_after(evaluator, prompts, max_tokens, temperature, keep_top_k, seed)
     return [Sample(prompt, model.vocabulary.decode(one)) for one in written]
 
 
-def _written(
+def _write_after(
     evaluator: Evaluator,
     prompts: np.ndarray,
     max_tokens: int,
@@ -140,7 +142,7 @@ def _written(
     keep_top_k: int,
     seed: int,
 ) -> list[list[int]]:
-    """What the model writes after prompts ``[samples, tokens]``: ids, for each prompt."""
+    """Returns the ids that the model writes after each of the prompts ``[samples, tokens]``."""
     length = evaluator.settings.sequence_length["targets"]
     random = np.random.RandomState(seed)
     count, position = prompts.shape

@@ -1,4 +1,4 @@
-"""Perplexity on held-out text, and what a model that only knows frequencies would get."""
+"""Perplexity on held-out text, and that of a baseline that knows only frequencies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Score(NamedTuple):
 
     Attributes:
       nats: sum over the targets of minus the natural logarithm of their probability.
-      tokens: number of targets, padding left out.
+      tokens: number of targets, without padding.
       num_bytes: bytes of text that the targets stand for.
     """
 
@@ -34,17 +34,17 @@ class Score(NamedTuple):
 
     @property
     def nats_per_token(self) -> float:
-        """Cross entropy."""
+        """Cross entropy in nats per target."""
         return self.nats / max(1, self.tokens)
 
     @property
     def perplexity(self) -> float:
-        """Per token: the size of a fair die that would be as hard to guess."""
+        """Perplexity per token: the size of a fair die that would be as hard to guess."""
         return math.exp(min(self.nats_per_token, 700.0))
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between vocabularies."""
+        """Cross entropy in bits per byte of text, which can be compared between vocabularies."""
         return self.nats / math.log(2) / max(1, self.num_bytes)
 
 
@@ -62,8 +62,8 @@ class Evaluator:
 
         Args:
           settings: the model.
-          batches: what is held out, at least one batch.
-          config: of the session.
+          batches: the held-out batches, at least one.
+          config: the session's config.
           with_averages: whether moving averages are restored in place of the variables.
         """
         self._settings = settings
@@ -84,11 +84,11 @@ class Evaluator:
 
     @property
     def batches(self) -> Batches:
-        """What is held out."""
+        """The held-out batches."""
         return self._batches
 
     def restore(self, path: str, model_dir: str) -> None:
-        """Takes the variables from a checkpoint.
+        """Restores the variables from a checkpoint.
 
         Args:
           path: the checkpoint.
@@ -107,7 +107,7 @@ class Evaluator:
             raise ConfigError(str(error)) from error
         except UNREADABLE as error:
             raise TrainingError(
-                f"checkpoint {path} cannot be read any more: {first_line(error)}"
+                f"The checkpoint {path} cannot be read any more: {first_line(error)}"
             ) from error
         self._session.run(self._masters_to_slices)
 
@@ -136,7 +136,7 @@ class Evaluator:
         return logits.reshape(-1, logits.shape[-1])[:, :size]
 
     def close(self) -> None:
-        """Ends the session."""
+        """Closes the session."""
         self._session.close()
 
     def __enter__(self) -> Evaluator:
@@ -160,9 +160,6 @@ def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
       train: batches that the frequencies are counted in.
       held_out: batches to score.
       vocabulary: a vocabulary or an (inputs, targets) pair.
-
-    Returns:
-      The score.
     """
     targets_vocabulary = vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary
     size = targets_vocabulary.vocab_size

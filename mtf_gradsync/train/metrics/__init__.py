@@ -1,1 +1,1 @@
-"""What a run measures, and where it is written."""
+"""Writes the measurements of a run."""

@@ -1,4 +1,4 @@
-"""TensorBoard event files of a run."""
+"""Writes TensorBoard event files of a run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.files import free_name
 from mtf_gradsync.train.errors import first_line
 
-# What a killed run loses at most, besides what it makes again after its newest checkpoint.
+# Seconds of events that a killed run may lose, besides the steps that are made again.
 _FLUSH_SECONDS = 30
 
 
 class EventFile:
-    """Scalar summaries in an event file of this session: records of TensorFlow's event protocol.
+    """Writes scalar summaries to an event file of this session.
 
-    Not a ``tf.summary.FileWriter``, whose thread keeps to itself that it could not write. Every
-    method raises OSError where it cannot.
+    Unlike a ``tf.summary.FileWriter``, whose thread keeps errors to itself, every method raises
+    OSError where it cannot write.
     """
 
     def __init__(self, directory: Path, first_step: int):
-        """Begins a file.
+        """Creates the file.
 
         Args:
-          directory: where it is made; those of earlier sessions stay.
-          first_step: steps made before. What earlier sessions wrote of later ones is made again:
-            an event of the kind that TensorFlow's own sessions write says so to TensorBoard.
+          directory: its directory; files of earlier sessions stay.
+          first_step: steps made before. Later steps of earlier sessions are made again: an event
+            like that of TensorFlow's own sessions tells TensorBoard to ignore those.
         """
         now = time.time()
         # Files are named by the second; a session may begin within the same one.
@@ -45,11 +45,11 @@ class EventFile:
         self._add(tf.Event(wall_time=now, step=first_step + 1, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Adds values of a step.
+        """Adds the values of a step.
 
         Args:
           step: steps made.
-          scalars: numbers by tag; those that are not finite are left out.
+          scalars: numbers by tag; those that are not finite are skipped.
         """
         values = [
             tf.Summary.Value(tag=tag, simple_value=float(value))

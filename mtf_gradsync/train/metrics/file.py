@@ -1,4 +1,4 @@
-"""The metrics file of a run: lines of JSON."""
+"""The metrics file of a run, one line of JSON for each logged step."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from mtf_gradsync.runtimes.files import write_text
 
 
 class MetricsFile:
-    """A JSON object per line: ``step`` and what was measured there."""
+    """Writes a JSON object per line: ``step`` and what was measured there."""
 
     def __init__(self, path: Path, first_step: int):
         """Opens the file.
 
         Args:
-          path: the file; a run that goes on adds to it.
-          first_step: where the run goes on. Lines of later steps are of a run that was killed
-            after its last checkpoint; those steps are made again, so their lines go.
+          path: the file; a run that goes on appends to it.
+          first_step: steps made before. Lines of later steps are from a killed session, which made
+            them after its last checkpoint; they are deleted, because those steps are made again.
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, **values: Any) -> None:
-        """Adds a line."""
+        """Appends a line."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -33,7 +33,7 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a metrics file; none if there is no file.
 
-    A last line that a killed process left half written is passed over.
+    A last line that a killed process left half written is skipped.
     """
     rows = []
     if path.exists():

@@ -1,4 +1,4 @@
-"""One place for all that a run measures: the metrics file and TensorBoard's event file."""
+"""Writes a run's measurements to the metrics file and TensorBoard's event file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mtf_gradsync.optimizers import split_by_shard
 from mtf_gradsync.train.metrics.events import EventFile
 from mtf_gradsync.train.metrics.file import MetricsFile
 
-# Names in the metrics file, which are older, to tags.
+# Names in the metrics file that differ from their tags in the event file, for old files' sake.
 _TAGS = {"held_out_nats": "held_out/nats_per_token"}
 
 
 class Recorder:
-    """Writes what was measured at a step, to both files, as long as it is entered."""
+    """Writes the measurements of steps to both files, while it is entered."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
         """Begins a session of a run.
 
         Args:
-          directory: the run's.
+          directory: the run's directory.
           metrics_file: name of the metrics file there.
           first_step: steps made before.
         """
@@ -36,12 +36,12 @@ class Recorder:
         self._events.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Adds what was measured at a step.
+        """Adds the measurements of a step.
 
         Args:
           step: steps made.
-          values: numbers, or arrays with one for each shard, by name. What is no finite number is
-            left out, but for the loss.
+          values: numbers, or arrays with one for each shard, by name. Only the loss may be not
+            finite; other such values are skipped.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
@@ -53,16 +53,16 @@ class Recorder:
         self._metrics.write(step, **line)
 
     def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds numbers that do not change while a run goes on to the event file alone."""
+        """Adds numbers that do not change during a run, to the event file alone."""
         self._events.write(step, scalars)
 
     def flush(self) -> None:
-        """Puts on disk what was written; before a checkpoint counts on it."""
+        """Puts on disk what was written, before a checkpoint is saved."""
         self._events.flush()
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: a number, or a list in the order of the shards; None for none."""
+    """Returns a value for JSON: a number, or a list with one for each shard; None if not finite."""
     array = np.asarray(value)
     if not np.all(np.isfinite(array)):
         return None

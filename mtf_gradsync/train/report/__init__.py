@@ -1,1 +1,1 @@
-"""The page at the end of a run: what was trained, how it went, what crossed the mesh."""
+"""Writes the page at the end of a run: what was trained, how it went, and the mesh traffic."""

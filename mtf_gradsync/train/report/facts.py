@@ -1,4 +1,4 @@
-"""What is known of a run once its graph is built, kept for the page and for later sessions."""
+"""Facts of a run that are known once its graph is built, kept for the page and later sessions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
 
 
 class Facts(NamedTuple):
-    """A run, apart from how it went.
+    """What a run trained, and on what.
 
     Attributes:
-      mesh: as in "batch:4;model:2".
+      mesh: for example "batch:4;model:2".
       layout: the layout rules.
-      runtime: what ran the newest steps.
-      optimizers: from the outside in.
-      parameters: trainable parameters.
+      runtime: the runtime of the newest steps.
+      optimizers: class names, outermost first.
+      parameters: number of trainable parameters.
       tokens_per_step: tokens in a global batch.
-      versions: of libraries, by name.
-      traffic: what crosses the mesh; None where it could not be listed.
+      versions: versions of libraries, by name.
+      traffic: mesh traffic of a step; None where it could not be listed.
     """
 
     mesh: str
@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries underneath, of those that are installed."""
+    """Returns the versions of Python and of those libraries underneath that are installed."""
     found = {"Python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def write_facts(directory: Path, facts: Facts) -> None:
-    """Leaves facts in a run's directory."""
+    """Writes facts to a run's directory."""
     content = facts._asdict()
     if facts.traffic is not None:
         rows = [row._asdict() for row in facts.traffic.rows]
@@ -61,7 +61,7 @@ def write_facts(directory: Path, facts: Facts) -> None:
 
 
 def read_facts(directory: Path) -> Facts | None:
-    """What `write_facts` left behind; None where there is nothing, or nothing of this form."""
+    """Returns the facts that `write_facts` wrote; None if they are missing or of another form."""
     try:
         content = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
         traffic = content["traffic"]

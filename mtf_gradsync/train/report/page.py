@@ -1,4 +1,4 @@
-"""The page ``report.html``: one file, nothing to load."""
+"""Writes the page ``report.html``: one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.files import write_text
+from mtf_gradsync.timelines import Table
 from mtf_gradsync.train.files import check_installed
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.report.facts import Facts
@@ -15,7 +16,7 @@ from mtf_gradsync.train.report.series import series_of
 
 REPORT_FILE = "report.html"
 
-# What HTML does not allow in text, and what would turn the text around it.
+# Characters that HTML does not allow in text, or that would reverse the text after them.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
 )
@@ -28,7 +29,7 @@ class Ended(NamedTuple):
       step: steps made, in all.
       train_steps: steps that were asked for.
       how: "finished", or in words why it ended before.
-      result: what the result file holds; empty for a run that ended before.
+      result: content of the result file; empty for a run that ended early.
     """
 
     step: int
@@ -38,7 +39,7 @@ class Ended(NamedTuple):
 
 
 def check_pages_installed() -> None:
-    """Checks that there is what pages are written with; a command asks before its work.
+    """Raises an error if pages cannot be written; commands call it before their work.
 
     Raises:
       ConfigError: if jinja2 or matplotlib is not installed.
@@ -55,17 +56,19 @@ def write_page(
     unigram_nats: float | None = None,
     samples: str = "",
     config: str = "",
+    timeline: Table | None = None,
 ) -> Path:
     """Writes the page of a run.
 
     Args:
-      directory: the run's; the page is `REPORT_FILE` there.
+      directory: the run's directory; the page is `REPORT_FILE` there.
       rows: lines of the metrics file.
-      ended: how it ended.
-      facts: what is known of it; None where it ended before its graph was built.
+      ended: how the run ended.
+      facts: facts of the run; None if it ended before its graph was built.
       unigram_nats: nats per token of the baseline.
-      samples: what the model wrote, any text.
-      config: the gin config, any text.
+      samples: text that the model wrote.
+      config: the gin config as text.
+      timeline: where the time of recorded steps went; None if none were recorded.
 
     Returns:
       The file.
@@ -83,7 +86,7 @@ def write_page(
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
 
     def as_markup(plot: plots.Plot) -> plots.Plot:
-        # The only text that is not escaped: it was when it was drawn.
+        # The only text that is not escaped here: matplotlib has escaped it.
         return plot._replace(svg=markupsafe.Markup(plot.svg))
 
     traffic = facts.traffic if facts else None
@@ -93,10 +96,11 @@ def write_page(
         ended=ended._replace(how=printable(ended.how)),
         tiles=_tiles(rows, ended, facts),
         plots=[as_markup(p) for p in plots.draw_plots(rows, unigram_nats)],
-        dropped=[as_markup(p) for p in plots.draw_dropped(rows)],
+        dropped=[as_markup(p) for p in plots.draw_skipped(rows)],
         replicas=_replicas(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,
+        timeline=timeline,
         facts=_facts(facts),
         samples=printable(samples),
         config=printable(config),
@@ -108,14 +112,14 @@ def write_page(
 
 
 def printable(text: str) -> str:
-    """A text whose characters a page may hold; others are shown as the replacement character."""
+    """Returns a text with a replacement character for each one that a page may not have."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def _tiles(
     rows: Sequence[dict[str, Any]], ended: Ended, facts: Facts | None
 ) -> list[tuple[str, str, str]]:
-    """The main numbers: what, how much, and a remark."""
+    """Returns the main numbers: for each a title, the number as text, and a remark."""
     result = ended.result
     tiles = []
     loss = series_of(rows, "loss")
@@ -148,7 +152,7 @@ def _tiles(
 
 
 def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """For each replica its number, contributions made, and steps on which it made none."""
+    """Returns for each replica its number, its contributions, and the steps without one."""
     made = series_of(rows, "sync_replicas/contributions")
     dropped = series_of(rows, "sync_replicas/dropped")
     if made is None or dropped is None or made.values.ndim != 2:

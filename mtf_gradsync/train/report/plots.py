@@ -11,12 +11,12 @@ from mtf_gradsync.train.report.series import Series, series_of, thinned
 from mtf_gradsync.train.report.traffic import Traffic
 
 Rows = Sequence[Any]
-# More shards than there are colors are drawn as their range.
+# If there are more shards than colors, their range is drawn.
 _MOST_LINES = len(svg.SERIES)
-# From here on small values would lie on the axis.
+# From this ratio on small values would lie on the axis, so the axis is logarithmic.
 _LOG_RATIO = 20
 _MOST_BARS = 12
-# A bar of a smaller part of the longest one is not to be seen.
+# A bar that is a smaller fraction of the longest one would be invisible.
 _SHORTEST_BAR = 0.01
 
 
@@ -24,9 +24,9 @@ class Plot(NamedTuple):
     """A plot and its texts.
 
     Attributes:
-      title: what it is.
-      svg: an ``svg`` element, which says itself what is to be seen.
-      caption: what a reader has to know of it.
+      title: the plot's title.
+      svg: an ``svg`` element, with a description of what it shows.
+      caption: what a reader has to know about it.
     """
 
     title: str
@@ -41,7 +41,7 @@ class _Line(NamedTuple):
 
 
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
-    """Draws what lines of a metrics file hold; nothing for what they do not.
+    """Draws the plots of a metrics file's lines, without plots that have no data.
 
     Args:
       rows: the lines.
@@ -68,7 +68,7 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
             "Speed",
             "tokens per second",
             [_Line("training", series_of(rows, "tokens_per_second"))],
-            "Over the last seconds of training; checkpoints and evaluations are left out.",
+            "Over the last seconds of training, without checkpoints and evaluations.",
             from_zero=True,
         ),
         _over_steps(
@@ -110,21 +110,21 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     return [plot for plot in plots if plot]
 
 
-def draw_dropped(rows: Rows) -> list[Plot]:
-    """Draws what was left out; nothing where the optimizers leave nothing out."""
+def draw_skipped(rows: Rows) -> list[Plot]:
+    """Draws what was skipped; nothing where the optimizers skip nothing."""
     plots = [
         _over_steps(
-            "Micro steps left out",
+            "Micro steps skipped",
             "micro steps so far",
-            [_Line("left out", series_of(rows, "accumulation/skipped"))],
+            [_Line("skipped", series_of(rows, "accumulation/skipped"))],
             "By should_skip_update_fn of GradientAccumulationOptimizer.",
             from_zero=True,
             is_count=True,
         ),
         _over_steps(
-            "Steps left out",
+            "Steps skipped",
             "steps so far",
-            [_Line("left out", series_of(rows, "loss_scale/skipped"))],
+            [_Line("skipped", series_of(rows, "loss_scale/skipped"))],
             "By LossScaleOptimizer: a gradient was not finite.",
             from_zero=True,
             is_count=True,
@@ -137,7 +137,7 @@ def draw_dropped(rows: Rows) -> list[Plot]:
 
 
 def draw_traffic(traffic: Traffic) -> Plot | None:
-    """Draws what crosses the mesh in an update step; None where nothing does."""
+    """Draws the mesh traffic of an update step; None where there is none."""
     present = [row for row in traffic.rows if row.bytes_per_core]
     if not present:
         return None
@@ -211,7 +211,7 @@ def _over_steps(
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
     caption += _of_means([thinned(s, is_count) for s in values])
-    return Plot(title, _drawn(title, unit, draw, values, words, not from_zero), caption)
+    return Plot(title, _to_svg(title, unit, draw, values, words, not from_zero), caption)
 
 
 def _by_shard(
@@ -248,10 +248,10 @@ def _by_shard(
         words += f"from {_short(series.last[low])} (shard {low}) to "
         words += f"{_short(series.last[high])} (shard {high})"
     caption += _of_means([points])
-    return Plot(title, _drawn(title, unit, draw, [series], words, not is_count), caption)
+    return Plot(title, _to_svg(title, unit, draw, [series], words, not is_count), caption)
 
 
-def _drawn(
+def _to_svg(
     title: str,
     unit: str,
     draw: Callable[[Any], None],

@@ -1,4 +1,4 @@
-"""Series out of the lines of a metrics file."""
+"""Extracts series from the lines of a metrics file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-# More points than these are not to be seen in a plot, and make a large page.
+# More points than these cannot be distinguished in a plot, and make a large page.
 _MOST_POINTS = 400
 
 
 class Series(NamedTuple):
-    """What was measured at some steps.
+    """Measurements at some steps.
 
     Attributes:
       steps: int array ``[points]``.
@@ -25,17 +25,17 @@ class Series(NamedTuple):
 
     @property
     def last(self) -> Any:
-        """The newest value, or one for each shard."""
+        """The newest value, or the newest for each shard."""
         return self.values[-1]
 
 
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
-    """What lines of a metrics file hold under a name.
+    """Returns the values that lines of a metrics file have under a name.
 
     Args:
       rows: the lines.
-      name: of a number, or of a list with one for each shard. Where the number of shards has
-        changed, the newest counts.
+      name: name of a number, or of a list with one for each shard. Where the number of shards has
+        changed, lines with the newest number are used.
 
     Returns:
       The series; None where no line has a finite value.
@@ -50,7 +50,7 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
 
 
 def thinned(series: Series, is_count: bool = False) -> Series:
-    """A series with fewer points: means of neighbours, or every so many of a count."""
+    """Returns a series with fewer points: means of neighbours, or every n-th of a count."""
     size = -(-len(series.steps) // _MOST_POINTS)
     if size == 1:
         return series

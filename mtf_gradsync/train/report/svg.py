@@ -1,4 +1,4 @@
-"""matplotlib figures as SVG that takes its colors and its font from the page."""
+"""Converts matplotlib figures to SVG with the colors and the font of the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mtf_gradsync.train.files import new_figure
 
-# Colors that stand for the page's own: drawn in these, replaced in the file.
+# Placeholders of the page's colors: drawn in these, replaced in the file.
 INK, GRID = "#010203", "#010204"
 SERIES = tuple(f"#0102{number:02x}" for number in range(0x10, 0x18))
 _ON_PAGE = {
@@ -31,12 +31,12 @@ _STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-# A page's column on a telephone, so that letters there have their own size.
+# The width of a page's column on a telephone, where letters then have their own size.
 WIDTH = 5.2
 
 
 def style() -> Any:
-    """A context manager within which figures are drawn for `as_svg`.
+    """Returns a context manager in which to draw figures for `as_svg`.
 
     Raises:
       ConfigError: if matplotlib is not installed.
@@ -47,20 +47,17 @@ def style() -> Any:
 
 
 def figure(height: float = 2.7) -> Any:
-    """An empty figure of the width of a column; height in inches."""
+    """Returns an empty figure as wide as a column; height in inches."""
     return new_figure(WIDTH, height)
 
 
 def as_svg(drawn: Any, prefix: str, description: str) -> str:
-    """A figure as an element of a page.
+    """Returns a figure as an ``svg`` element of a page.
 
     Args:
       drawn: a matplotlib figure, made and drawn within `style`.
-      prefix: of the names that elements have; another one for each figure of a page.
-      description: what is to be seen, for who does not see it.
-
-    Returns:
-      An ``svg`` element.
+      prefix: prefix of the names of elements, different for each figure of a page.
+      description: what the figure shows, for readers who do not see it.
     """
     content = io.StringIO()
     drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})

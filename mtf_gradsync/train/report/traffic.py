@@ -1,4 +1,4 @@
-"""What crosses the mesh in a training step, summed up."""
+"""Totals of the mesh traffic of a training step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TrafficRow(NamedTuple):
 
     Attributes:
       operation: type of the collective; "transfer" for the copies of a placement mesh.
-      group: the mesh axes that they cross.
-      part: what they are for; "" where it is not known.
+      group: the mesh axes that they run along.
+      part: the part of the step that they belong to; "" where it is not known.
       on_updates: whether only update steps have them.
       runs: how often they run in one update step.
-      bytes_per_core: bytes that a core puts in, or a device receives, in one update step.
+      bytes_per_core: bytes that a core sends, or a device receives, in one update step.
     """
 
     operation: str
@@ -35,15 +35,15 @@ class TrafficRow(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What crosses the mesh.
+    """The mesh traffic of a training step.
 
     Attributes:
       every_step: bytes per core in a step without an update.
       update_step: bytes per core in a step with an update.
-      rows: what these are made of.
+      rows: the parts of these totals.
       scalars: the totals by name, as summaries have them; empty where something is missing.
-      is_complete: whether nothing is missing: an update that is one function call is not looked
-        into.
+      is_complete: whether all traffic is counted: functions, such as an update that is one call,
+        are not looked into.
     """
 
     every_step: int
@@ -54,32 +54,32 @@ class Traffic(NamedTuple):
 
 
 def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
-    """Lists what crosses the mesh in a training step, without running it.
+    """Lists the mesh traffic of a training step, without running it.
 
     Args:
       graph: the step, in the default graph.
-      program: what it was lowered into; None on a placement mesh.
+      program: the SIMD program that it was lowered into; None on a placement mesh.
 
     Returns:
-      The totals; None where it cannot be told, as on a mesh whose processors share a device.
+      The totals; None where they cannot be known, as on a mesh whose processors share a device.
     """
     try:
         if program is not None:
             report = simd.list_collectives(program, lowering=graph.lowering)
             parts = parts_of(graph, report)
-            return _summed_up(report, {row: _PART_LABELS[part] for row, part in parts.items()})
+            return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
         (mesh_impl,) = graph.lowering.mesh_to_impl.values()
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
     except (simd.UnsupportedProgramError, ValueError):
         return None
     skips = any(traits_of(opt).schedules_updates for opt in graph.optimizers)
-    return _summed_up(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
+    return _totals(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
 
 
-def _summed_up(
+def _totals(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
-    """The totals of a report, the largest first."""
+    """Returns the totals of a report, the largest first."""
     totals: dict[tuple[str, str, str, bool], list[int]] = {}
     for row in report.rows:
         key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)

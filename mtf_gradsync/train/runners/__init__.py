@@ -1,1 +1,1 @@
-"""What makes the training steps: one way of running a graph in each file."""
+"""Runners make the training steps: a file for each way to run a graph."""

@@ -14,7 +14,7 @@ from mtf_gradsync.train.train_graph import TrainGraph
 
 
 class PlacementMeshRunner(GraphRunner):
-    """Runs the default graph, finalized here, in a monitored session."""
+    """Runs the default graph in a monitored session; finalizes the graph."""
 
     def __init__(
         self,
@@ -28,14 +28,7 @@ class PlacementMeshRunner(GraphRunner):
     ):
         """Adds what it needs to the default graph; see `GraphRunner`.
 
-        Args:
-          graph: as there.
-          batches: as there.
-          model_dir: as there.
-          start: as there.
-          keep_checkpoint_max: as there.
-          place: where it runs.
-          hooks: more tf.train.SessionRunHooks.
+        `place` is the runtime, and `hooks` are more tf.train.SessionRunHooks.
         """
         # The hook adds the copy from masters to slices and runs it after every restore.
         self._hooks = [mtf.MtfRestoreHook(graph.lowering), *hooks]
@@ -46,7 +39,7 @@ class PlacementMeshRunner(GraphRunner):
 
     def __enter__(self) -> PlacementMeshRunner:
         """See `Runner`."""
-        # Not one that begins again by itself where a device is lost: the loop counts steps.
+        # Not a session that restarts itself when a device is lost: the loop counts steps.
         self._session = singular_monitored_session(self._sessions, self._hooks).__enter__()
         self._begin()
         return self
@@ -62,7 +55,7 @@ class PlacementMeshRunner(GraphRunner):
 
     def save(self, step: int) -> str:
         """See `Runner`."""
-        # The graph is built from the config; as a file it would be many times the variables.
+        # The graph can be rebuilt from the config; its file would be larger than the variables'.
         return self._raw(
             lambda session: self._saver.save(session, self._prefix, step, write_meta_graph=False)
         )

@@ -1,4 +1,4 @@
-"""What the training loop asks of a runtime."""
+"""Runner: what the training loop needs from a runtime."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from mtf_gradsync.optimizers import LossScaleOptimizer, SyncReplicasOptimizer, t
 from mtf_gradsync.runtimes.checkpoints.saving import TrainingSaver
 from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.step import Watched
+from mtf_gradsync.timelines import Timeline, timeline
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.train_graph import TrainGraph
 
 
 class Runner(abc.ABC):
-    """Makes training steps and checkpoints. Entered, it has restored a checkpoint.
+    """Makes training steps and checkpoints. Entering it restores a checkpoint.
 
     Attributes:
       first_step: steps made before, known once it is entered.
@@ -30,7 +31,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def __enter__(self) -> Runner:
-        """Begins, from the checkpoint of its `Start` where it has one."""
+        """Begins, from the checkpoint of its `Start` if it has one."""
 
     @abc.abstractmethod
     def __exit__(self, *exception: Any) -> None:
@@ -47,31 +48,37 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def save(self, step: int) -> str:
-        """Writes a checkpoint and returns its path. All steps dispatched have been asked for."""
+        """Writes a checkpoint and returns its path. All steps' results must have been read."""
+
+    @abc.abstractmethod
+    def timeline(self) -> Timeline:
+        """Returns a context manager that records the steps that begin and end inside it."""
 
     @abc.abstractmethod
     def waits_too_long(self) -> Exception | None:
-        """Why no update comes any more, where an optimizer waits for its replicas; or None."""
+        """Returns an error if an optimizer has waited too long for its replicas, or None."""
 
     @abc.abstractmethod
-    def left_out(self) -> str | None:
-        """Why the last step was left out, where an optimizer did since this was asked last."""
+    def skip_reason(self) -> str | None:
+        """Returns why the last step was skipped, if one was since the last call, or None."""
 
     def agreed_stop(self, received: int | None) -> int | None:
-        """The signal that all processes of the run stop by now, where there are several.
+        """Returns the signal at which all processes of the run stop now, or None.
+
+        It is called before each step.
 
         Args:
-          received: the signal that this process has got, or None. It is asked before each step.
+          received: the signal that this process has received, or None.
         """
         return received
 
     def should_stop(self) -> bool:
-        """Whether somebody besides the loop wants to stop."""
+        """Returns whether something other than the loop, such as a hook, wants to stop."""
         return False
 
 
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
-    """What a step fetches."""
+    """Returns the fetches of a step."""
     fetches = {
         "step": graph.step,
         "loss": graph.loss,
@@ -83,26 +90,26 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
     return fetches
 
 
-def leaves_out_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Whether an optimizer of a stack leaves out gradients that are not finite numbers."""
+def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
+    """Returns whether an optimizer of a stack skips gradients that are not finite."""
     return any(
         traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite for opt in optimizers
     )
 
 
 class Watches:
-    """Asks optimizers after a step what it came to."""
+    """Asks optimizers after a step whether they have something to report."""
 
     def __init__(self, watched: Iterable[Watched | None]):
         """Adds what it reads to the default graph.
 
         Args:
-          watched: operations of optimizers; None is passed over.
+          watched: operations of optimizers; None is skipped.
         """
         self._watches = [one.watch() for one in watched if one]
 
     def ask(self, session: Any) -> Any:
-        """See `Watch.ask`.
+        """Returns the first report; see `Watch.ask`.
 
         Args:
           session: a ``tf.Session`` or a session of `mtf_gradsync.simd`.
@@ -112,19 +119,19 @@ class Watches:
 
 
 def watch_waits(optimizers: Sequence[Any]) -> Watches:
-    """What gives an error where an optimizer waits too long for its replicas."""
+    """Returns watches that report an error where an optimizer waits too long for its replicas."""
     waiting = [opt for opt in optimizers if isinstance(opt, SyncReplicasOptimizer)]
     return Watches(opt.steps_without_update for opt in waiting)
 
 
 def watch_skips(optimizers: Sequence[Any]) -> Watches:
-    """What gives a line for the log where a step was skipped, and does not print that itself."""
-    told = [opt.told for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
-    return Watches(one for one in told if one and one.takes_a_hook)
+    """Returns watches that return a line for the log where a step was skipped."""
+    reports = [opt.skip_report for opt in optimizers if isinstance(opt, LossScaleOptimizer)]
+    return Watches(one for one in reports if one and one.takes_a_hook)
 
 
 class GraphRunner(Runner):
-    """What the runners of a graph have in common."""
+    """Base of the runners of a graph."""
 
     def __init__(
         self,
@@ -139,16 +146,16 @@ class GraphRunner(Runner):
 
         Args:
           graph: from `build_train_graph`, in the default graph.
-          batches: what it is fed.
+          batches: draws the batches that the graph is fed.
           model_dir: directory of the checkpoints.
-          start: where it begins.
-          keep_checkpoint_max: older checkpoints are deleted; None keeps all.
+          start: where the run begins.
+          keep_checkpoint_max: how many checkpoints to keep; None keeps all.
           copies: whether the saver has to copy slices to masters.
         """
         self._start = start
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
-            leaves_out_not_finite(graph.optimizers),
+            stack_skips_not_finite(graph.optimizers),
             graph.lowering if copies else None,
             # The Saver's own word for "all" is 0.
             max_to_keep=keep_checkpoint_max or 0,
@@ -159,13 +166,18 @@ class GraphRunner(Runner):
         self._fetches, self._batches = fetches_of(graph), batches
         self._global_step = tf.train.get_global_step()
         self._session: Any = None
+        self._lowering = graph.lowering
+
+    def timeline(self) -> Timeline:
+        """See `Runner`."""
+        return timeline(self._session, lowering=self._lowering)
 
     @abc.abstractmethod
     def _raw(self, use: Callable[[Any], Any]) -> Any:
         """Calls a function with the session without hooks."""
 
     def _begin(self) -> None:
-        """Lets the batches begin where the session does."""
+        """Makes the batches begin at the session's step."""
         self.first_step = int(self._session.run(self._global_step))
         self._batches.begin(self.first_step)
 
@@ -173,6 +185,6 @@ class GraphRunner(Runner):
         """See `Runner`."""
         return self._raw(self._waits.ask)
 
-    def left_out(self) -> str | None:
+    def skip_reason(self) -> str | None:
         """See `Runner`."""
         return self._raw(self._skips.ask)

@@ -15,7 +15,7 @@ from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import GraphRunner
 from mtf_gradsync.train.train_graph import TrainGraph
 
-# Several processes ask each other this often whether one has got a signal to stop.
+# Every this many steps several processes exchange whether one has received a signal to stop.
 _AGREE_STEPS = 10
 
 
@@ -31,21 +31,21 @@ class SimdProgramRunner(GraphRunner):
         keep_checkpoint_max: int | None,
         place: OnCores,
     ):
-        """Adds what it needs to the default graph; see `GraphRunner`.
+        """Adds what it needs to the default graph; see `GraphRunner`. `place` is the runtime.
 
         Args:
-          graph: as there.
-          batches: as there.
-          model_dir: as there.
-          start: as there.
-          keep_checkpoint_max: as there.
-          place: where it runs.
+          graph: see `GraphRunner`.
+          batches: see `GraphRunner`.
+          model_dir: see `GraphRunner`.
+          start: see `GraphRunner`.
+          keep_checkpoint_max: see `GraphRunner`.
+          place: the runtime.
         """
         super().__init__(graph, batches, model_dir, start, keep_checkpoint_max, copies=False)
         scaffold = tf.train.Scaffold(local_init_op=tf.tables_initializer())
         self._sessions = place.sessions(graph.lowering, scaffold, lambda: start)
         self._runtime, self.steps_ahead = place.name, place.steps_ahead
-        self._asked = 0
+        self._calls = 0
 
     def __enter__(self) -> SimdProgramRunner:
         """See `Runner`."""
@@ -93,8 +93,8 @@ class SimdProgramRunner(GraphRunner):
         if self.is_alone:
             return received
         cores = self._session.cores
-        self._asked += 1
-        if self._asked % _AGREE_STEPS:
+        self._calls += 1
+        if self._calls % _AGREE_STEPS:
             return None
         mine = [np.int32(received or 0)] * len(cores.local)
         (signals,) = cores.gather([mine])

@@ -1,1 +1,1 @@
-"""Running programs on the devices that jax has."""
+"""Runs programs on the devices that jax has."""

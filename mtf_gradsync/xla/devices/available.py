@@ -13,14 +13,14 @@ from mtf_gradsync.xla.runner.devices import check_count, find_devices
 def devices_for(
     num_cores: int, platform: str | None = None, devices: Sequence[Any] | None = None
 ) -> list[Any]:
-    """The devices that a mesh's cores run on.
+    """Returns the devices for the cores of a mesh.
 
-    CPU devices are made up to the number that is asked for, as long as jax has not begun.
+    CPU devices are created as needed, as long as jax has not begun.
 
     Args:
       num_cores: cores of the mesh.
       platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice, which the
-        environment variable JAX_PLATFORMS can say.
+        environment variable JAX_PLATFORMS can set.
       devices: jax devices to use in place of the first ones.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Keeps what was lowered and compiled for the next start."""
+"""A cache of lowered and compiled programs for the next start."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import tempfile
 from pathlib import Path
 
-# What is read counts as used; beyond this, what was used least recently goes.
+# Beyond this size the least recently used entries are deleted; reading an entry uses it.
 _MOST_BYTES = 2 << 30
 
 
 def default_cache_dir() -> str | None:
-    """Where compiled programs are kept unless a session says otherwise.
+    """Returns where compiled programs are kept unless a session says otherwise.
 
     Returns:
       The environment variable ``MTF_GRADSYNC_CACHE_DIR``, where it is set (empty: nothing is kept,
@@ -27,18 +27,18 @@ def default_cache_dir() -> str | None:
 
 
 class Cache:
-    """A folder of entries by key. Whatever is wrong with the folder, programs just compile anew."""
+    """A folder of entries by key. Where the folder cannot be used, programs are compiled anew."""
 
     def __init__(self, folder: str | None):
         """Opens a folder.
 
         Args:
-          folder: where it is; None keeps nothing.
+          folder: the folder; None keeps nothing.
         """
         self._folder = Path(folder) if folder else None
 
     def get(self, key: str) -> bytes | None:
-        """What was put under a key, or None."""
+        """Returns the content stored under a key, or None."""
         if self._folder is None:
             return None
         path = self._folder / key
@@ -51,7 +51,7 @@ class Cache:
         return content if hashlib.sha256(content).digest() == checksum else None
 
     def put(self, key: str, content: bytes) -> None:
-        """Keeps something under a key, for this and other processes."""
+        """Stores content under a key, for this and other processes."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
@@ -72,13 +72,10 @@ class Cache:
 
 
 def key_of(*parts: bytes | str) -> str:
-    """A key that names its parts.
+    """Returns a key, usable as a file's name, that differs wherever one of its parts does.
 
     Args:
-      parts: all that decides what is kept under it.
-
-    Returns:
-      A name for a file.
+      parts: everything that the stored content depends on.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -25,8 +25,8 @@ from mtf_gradsync.xla.runner.program import (
     serialized_executable,
 )
 
-# Go up when the same program is lowered, or compiled, otherwise than before.
-_LOWERING_VERSION = 2
+# To be increased when the same program is lowered, or compiled, in another way.
+_LOWERING_VERSION = 3
 _COMPILING_VERSION = 1
 
 
@@ -53,10 +53,7 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
 
     Args:
       replica: the program.
-      cache: where it may be already, and is kept.
-
-    Returns:
-      The StableHLO.
+      cache: read and written.
 
     Raises:
       UnsupportedProgramError: when XLA has no kernel for an operation.
@@ -73,7 +70,9 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
         fields = json.loads(kept)
         return Lowered(**{**fields, "updated": tuple(fields["updated"])})
     hlo = to_hlo(replica)
-    made = Lowered(to_stablehlo(hlo), hlo.num_fetches, hlo.updated, hlo.has_randomness)
+    made = Lowered(
+        to_stablehlo(hlo, with_names=True), hlo.num_fetches, hlo.updated, hlo.has_randomness
+    )
     cache.put(key, json.dumps(made._asdict()).encode())
     return made
 
@@ -84,7 +83,7 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
     Args:
       program: the StableHLO.
       devices: one jax device for each core.
-      cache: where it may be already, and is kept.
+      cache: read and written.
 
     Returns:
       The program, ready to run.
@@ -102,7 +101,7 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
         try:
             return LoadedProgram(loaded_executable(kept, devices), devices)
         except RuntimeError:
-            pass  # made by a build that only looks the same: compile
+            pass  # written by another build with the same version: compile
     if devices[0].platform == "cpu":
         module = with_packs_by_piece(module)
     try:
@@ -115,7 +114,7 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
 
 
 def _machine(devices: Sequence[Any]) -> str:
-    """All besides a program that decides what its compiled form is."""
+    """Returns everything besides a program that its compiled form depends on."""
     import jaxlib
 
     client = devices[0].client

@@ -1,4 +1,4 @@
-"""The tensors that come into a program from outside, and their way to the devices."""
+"""Brings a program's inputs, tensors from outside, to the devices."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ from mtf_gradsync.xla.runner.devices import OnDevices, put
 
 
 class DeviceInputs:
-    """Brings inputs to the devices; those that are the same in every step only once."""
+    """Brings inputs to the devices; inputs that are the same in every step only once."""
 
     def __init__(self, outside: Outside, cores: Cores):
         """Begins with nothing on the devices.
 
         Args:
-          outside: what stands outside the program.
-          cores: the program's, and which of them are this process's.
+          outside: the part of the graph outside the program.
+          cores: the program's cores, and which of them are this process's.
         """
         self._outside = outside
         self._cores = cores
-        # Of inputs that are made of constants: the operations that they are made of.
+        # For inputs that are made of constants: the operations that they are made of.
         self._constant: dict[tuple[str, ...], set[str] | None] = {}
         self._kept: dict[tuple[str, ...], OnDevices] = {}
 
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
-        """What has to be run outside before a step.
+        """Returns the names of the tensors to be fetched outside before a step.
 
         Args:
-          inputs: the program's.
+          inputs: the program's inputs.
           fed: names of tensors that the step feeds.
-
-        Returns:
-          Names of tensors.
 
         Raises:
           ValueError: when one of them needs the program.
@@ -58,19 +55,19 @@ class DeviceInputs:
         """Puts a step's inputs on the devices.
 
         Args:
-          inputs: the program's.
-          values: of `sources`, by name.
+          inputs: the program's inputs.
+          values: values of `sources`, by name.
           fed: names of tensors that the step feeds.
 
         Returns:
-          For each input.
+          For each input its values on the devices.
         """
         copies: dict[str, np.ndarray] = {}
 
         def given(name: str) -> Any:
             if not fed:
                 return values[name]
-            # What was fed is the caller's, who may write something else there while the step runs.
+            # A copy: a fed array is the caller's, who may write to it while the step runs.
             if name not in copies:
                 copies[name] = np.array(values[name])
             return copies[name]
@@ -90,7 +87,7 @@ class DeviceInputs:
         return one.sources in self._kept and self._is_constant(one, fed)
 
     def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
-        """Whether it has the value that it has in every step without feeds."""
+        """Returns whether an input has the same value in every step, unless it is fed."""
         if one.sources not in self._constant:
             is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
             self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None

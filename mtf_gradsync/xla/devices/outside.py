@@ -1,8 +1,9 @@
-"""The part of a user's graph that stands outside the program, as TensorFlow runs it on the host.
+"""The part of a user's graph outside the program, which TensorFlow runs on the host.
 
 A step has three parts: what the program needs, the program, and what needs the program. The graph
-made here holds the first and the last. Where an operation of the last reads a tensor of the first,
-it gets the value from the first part's run, so that nothing (an input pipeline, say) runs twice.
+made here has the first and the last part. Where an operation of the last part reads a tensor of the
+first, it is fed the value that the first part computed, so that nothing (such as an input pipeline)
+runs twice.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.attributes import untie
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
 
-# Where values go into a program and come out of it.
+# Operations through which values enter and leave a program.
 BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
-# Operations that leave a variable as it is.
+# Operations that do not change a variable.
 _READS = frozenset(
     ["ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp"]
     + ["VariableShape", "_ReadVariablesOp", "SaveV2", "Identity", "Shape", "IsVariableInitialized"]
@@ -27,8 +28,8 @@ class Touched(NamedTuple):
     """The variables that some operations use, by the names of their ``VarHandleOp``.
 
     Attributes:
-      read: those that they read or write.
-      written: those that they write.
+      read: variables that they read or write.
+      written: variables that they write.
     """
 
     read: frozenset[str]
@@ -36,7 +37,7 @@ class Touched(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What the last part of a step needs of the parts before.
+    """What the last part of a step needs from the parts before.
 
     Attributes:
       carried: tensor to be fed -> tensor of the first part.
@@ -50,17 +51,17 @@ class Needs(NamedTuple):
 
 
 class Outside:
-    """What stands outside a program.
+    """The part of a graph outside a program.
 
     Attributes:
       graph: the graph that a ``tf.Session`` runs; finalized.
     """
 
     def __init__(self, facts: GraphFacts, source: tf.Graph, program: str):
-        """Cuts it out.
+        """Makes the graph of the operations outside.
 
         Args:
-          facts: of the whole graph.
+          facts: facts of the whole graph.
           source: the graph itself, which knows dtypes and shapes.
           program: the program's name; other programs of the graph do not run.
         """
@@ -68,7 +69,7 @@ class Outside:
         self._source = source
         self._program = program
         self._after = self._find_after({program})
-        self._of_others = self._find_after(set(facts.num_replicas) - {program})
+        self._of_other_programs = self._find_after(set(facts.num_replicas) - {program})
         self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
         self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
         self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
@@ -86,18 +87,15 @@ class Outside:
         self._touched: dict[frozenset[str], Touched] = {}
 
     def is_after(self, name: str) -> bool:
-        """Whether an operation or tensor needs the program."""
+        """Returns whether an operation or tensor needs the program."""
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
-        """Whether a tensor of `graph` is the same in every step.
+        """Returns whether a tensor of `graph` depends only on constants and on what is fed.
 
         Args:
-          name: of the tensor.
-          fed: names of tensors that have a value.
-
-        Returns:
-          Whether it is made of constants and of what is fed alone.
+          name: name of the tensor.
+          fed: names of tensors that are fed.
         """
         pending, seen = [name], set()
         while pending:
@@ -114,21 +112,21 @@ class Outside:
         return True
 
     def check_runs(self, name: str) -> None:
-        """Checks that nothing but this program is needed for a fetch.
+        """Raises an error if a fetch needs another program.
 
         Raises:
           ValueError: when it belongs to another program of the graph, or needs one.
         """
         node = split_input(name)[0]
         others = self._facts.cluster.get(node, self._program) != self._program
-        if others or node in self._of_others:
+        if others or node in self._of_other_programs:
             raise ValueError(
                 f"{name!r} cannot be fetched in a session of the program {self._program!r}: it "
                 "needs another program of the graph. Make a session of that one."
             )
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
-        """The operations of `graph` that some need, themselves included."""
+        """Returns the operations of `graph` that some operations need, themselves included."""
         found: set[str] = set()
         pending = [split_input(n)[0] for n in names]
         while pending:
@@ -140,7 +138,7 @@ class Outside:
         return found
 
     def needs(self, names: Iterable[str]) -> Needs:
-        """What operations and tensors of the last part need of the parts before."""
+        """Returns what operations and tensors of the last part need from the parts before."""
         found = self.ancestors(names)
         return Needs(
             {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
@@ -149,7 +147,7 @@ class Outside:
         )
 
     def touched(self, names: Iterable[str]) -> Touched:
-        """The variables that a run of some operations and tensors of `graph` uses."""
+        """Returns the variables that running some operations and tensors of `graph` uses."""
         key = frozenset(split_input(n)[0] for n in names)
         if key not in self._touched:
             read, written = set(), set()
@@ -164,7 +162,7 @@ class Outside:
         return self._touched[key]
 
     def _find_after(self, programs: set[str]) -> set[str]:
-        """What needs any of some programs."""
+        """Returns the operations that need one of some programs."""
         facts = self._facts
         found: set[str] = set()
         for name in facts.order:
@@ -172,7 +170,7 @@ class Outside:
             if name in facts.cluster or node.op == "TPUReplicatedInput":
                 continue
             for source, _ in facts.inputs(name):
-                # The program's beginning is no reason to wait for its end.
+                # What waits for the program's beginning need not wait for its end.
                 starts = facts.node[source].op == "TPUReplicateMetadata"
                 inside = facts.cluster.get(source) in programs and not starts
                 if source in found or inside:
@@ -193,7 +191,7 @@ class Outside:
             if facts.node[source].op == "TPUReplicatedOutput":
                 if number != CONTROL:
                     data.append(self._return(graph_def, source, number))
-            elif not self._crosses(name, source, number):
+            elif not self._is_sent(name, source, number):
                 (control if number == CONTROL else data).append(join_input(source, number))
             elif number == CONTROL:
                 self._run_before.setdefault(name, set()).add(source)
@@ -202,8 +200,8 @@ class Outside:
         copy.input.extend(data + control)
         graph_def.node.append(copy)
 
-    def _crosses(self, name: str, source: str, number: int) -> bool:
-        """Whether an input comes from the first part into the last, and is not just a handle."""
+    def _is_sent(self, name: str, source: str, number: int) -> bool:
+        """Returns whether an input of the last part is a value of the first, not just a handle."""
         if name not in self._after or source in self._after:
             return False
         if number == CONTROL:

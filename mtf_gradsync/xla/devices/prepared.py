@@ -1,4 +1,4 @@
-"""What all sessions on one program have in common: its parts, and what was compiled of it."""
+"""The parts and the compiled programs that all sessions on one program share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, Sequence
 
 from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.processes.watchdog import patience
+from mtf_gradsync.processes.watchdog import beats_go_on
 from mtf_gradsync.simd.graph.facts import GraphFacts
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 from mtf_gradsync.simd.masters import MasterOps
@@ -27,7 +27,7 @@ class Compiled(NamedTuple):
     Attributes:
       replica: the core's part of the graph.
       lowered: its StableHLO.
-      program: ready to run.
+      program: the loaded program, ready to run.
       inputs: those of the core's inputs that are tensors.
       variables: those that are variables.
     """
@@ -40,13 +40,13 @@ class Compiled(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A user's graph, taken apart.
+    """A user's graph, split into its program and the part outside.
 
     Attributes:
-      version: the graph's version when it was taken.
+      version: the graph's version when it was split.
       ops: operations on its variables, which are in the graph.
-      facts: of the graph.
-      outside: what stands outside the program.
+      facts: facts of the graph.
+      outside: the part outside the program.
     """
 
     version: int
@@ -56,17 +56,14 @@ class Parts(NamedTuple):
 
 
 def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
-    """Takes a program's graph apart, and adds to it what variables need.
+    """Splits a program's graph into parts, after adding the operations that variables need to it.
 
     Args:
       program: the program.
       lowerings: its lowerings.
 
-    Returns:
-      The parts.
-
     Raises:
-      UnsupportedProgramError: when the graph holds what cannot run; it is as it was then.
+      UnsupportedProgramError: when the graph has something that cannot run; it is unchanged then.
     """
     check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
     ops = MasterOps(program.graph, lowerings)
@@ -75,11 +72,11 @@ def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
 
 
 class PreparedProgram:
-    """A program for devices.
+    """A program for devices, compiled for each set of fetches.
 
     Attributes:
-      parts: of its graph.
-      version: the graph's version when it was taken.
+      parts: the parts of its graph.
+      version: the graph's version when it was split.
     """
 
     def __init__(
@@ -92,8 +89,13 @@ class PreparedProgram:
         self._cache = cache
         self._compiled: dict[tuple[str, ...], Compiled] = {}
 
+    @property
+    def all_compiled(self) -> tuple[Compiled, ...]:
+        """What was compiled so far."""
+        return tuple(self._compiled.values())
+
     def compiled(self, inside: tuple[str, ...]) -> Compiled:
-        """The program that fetches some tensors; compiled when it is asked for first.
+        """Returns the program that fetches some tensors; compiles it at the first call.
 
         Args:
           inside: names of tensors of the program.
@@ -110,7 +112,7 @@ class PreparedProgram:
             replica = replica_program(self._program, inside)
             if self._cores.devices[0].platform == "cpu":
                 replica = with_packed_sums(replica)
-            with patience():  # TensorFlow's bridge keeps Python's lock
+            with beats_go_on():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
             self._cores.check_same("the programs", module.module.encode())
             program = loaded(module, self._cores.devices, self._cache)
@@ -127,6 +129,6 @@ class PreparedProgram:
 
 
 def _order(program: LoadedProgram) -> bytes:
-    """The collectives of a program as it was compiled here, in the order in which they begin."""
+    """Returns the collectives of a compiled program, in the order in which they begin."""
     found = find_hlo_collectives(compiled_hlo(program.executable))
     return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

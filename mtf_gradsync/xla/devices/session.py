@@ -1,4 +1,4 @@
-"""Runs a SIMD program on the devices that jax has, one core on each."""
+"""XlaSession: runs a SIMD program on the devices that jax has, one core on each."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mtf_gradsync.xla.devices.variables import DeviceVariables
 from mtf_gradsync.xla.lowering.stand_ins import initial_state
 from mtf_gradsync.xla.processes.cores import Cores
 from mtf_gradsync.xla.runner.devices import OnDevices, put
-from mtf_gradsync.xla.runner.errors import explained
+from mtf_gradsync.xla.runner.errors import devices_errors
 
 
 class Dispatched:
-    """A step that runs, or waits for its turn, on the devices."""
+    """A step that runs on the devices, or waits for its turn."""
 
     def __init__(self, structure: Any, places: Sequence[Place], values: dict[str, Any]):
         self._structure = structure
@@ -36,7 +36,7 @@ class Dispatched:
         self._values = values
 
     def result(self) -> Any:
-        """Waits for the step.
+        """Waits for the step and returns its values.
 
         Returns:
           What `XlaSession.run` returns.
@@ -44,7 +44,7 @@ class Dispatched:
         Raises:
           DevicesError: when the step failed.
         """
-        with explained():
+        with devices_errors():
             found = [place.value(self._values) for place in self._places]
         return tf.nest.pack_sequence_as(self._structure, found)
 
@@ -59,8 +59,8 @@ class XlaSession(ReplicaSession):
     The first one writes checkpoints; all return when the files are there.
 
     Attributes:
-      steps: made so far, and before it where its user says so; errors of several processes name
-        the step by it.
+      steps: steps made so far. A user may set the number of steps made before; errors of several
+        processes name the step by it.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class XlaSession(ReplicaSession):
         config: tf.ConfigProto | None = None,
         cache_dir: str | None = "default",
     ):
-        """Makes a session; see `session`."""
         cores = Cores(devices_for(program.num_replicas, platform, devices))
         lowerings = lowerings_in(lowering)
         cache_dir = default_cache_dir() if cache_dir == "default" else cache_dir
@@ -107,39 +106,49 @@ class XlaSession(ReplicaSession):
         """The program's cores, and which of them are this process's."""
         return self._cores
 
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        return self._program
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """What was compiled of it so far: a program for each set of fetches."""
+        return self._prepared.all_compiled
+
+    def wait(self) -> None:
+        """Waits until the steps that were dispatched have ended on this process's devices.
+
+        Raises:
+          DevicesError: when one of them failed.
+        """
+        with devices_errors():
+            self._variables.wait()
+
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Any:
-        """See `ReplicaSession.run`.
+        """Runs the program once; see `ReplicaSession.run`.
 
-        With several processes, all of them have to call it with the same fetches. Each feeds what
-        its own cores use; values on cores of other processes are None.
+        With several processes, all of them have to call it with the same fetches. Each feeds the
+        inputs of its own cores; values on cores of other processes are None.
 
         Raises:
           DevicesError: when the step failed on the devices.
           UnsupportedProgramError: when XLA cannot run the program.
-          ValueError: as there.
+          ValueError: see `ReplicaSession.run`.
         """
         return self.dispatch(fetches, feed_dict, per_replica).result()
 
     def dispatch(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Dispatched:
-        """Begins what `run` does, and returns before it is done.
+        """Begins a step, and returns before it is done. Arguments and errors are those of `run`.
 
         Steps run in the order in which they were dispatched.
 
-        Args:
-          fetches: as for `run`.
-          feed_dict: as for `run`.
-          per_replica: as for `run`.
-
         Returns:
           The step, to ask for its result.
-
-        Raises:
-          ValueError: as for `run`.
-          UnsupportedProgramError: as for `run`.
         """
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))
@@ -169,10 +178,10 @@ class XlaSession(ReplicaSession):
     def _step(
         self, compiled: Compiled, values: dict[str, Any], fed: Collection[str]
     ) -> dict[str, OnDevices]:
-        """Runs the program; returns what it fetched, by name."""
+        """Runs the program, and returns its fetches by name."""
         self.steps += 1
         note(f"step {self.steps}")
-        with explained():
+        with devices_errors():
             arguments = self._inputs.put(compiled.inputs, values, fed)
             arguments += self._variables.take(compiled.variables)
             if compiled.lowered.has_randomness:
@@ -198,9 +207,9 @@ class XlaSession(ReplicaSession):
     def _returned(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        """What the program returned from some cores, for the host of every process."""
+        """Returns values from some cores of the program, on the host of every process."""
         inner = sorted({name for name, _ in returned.values()})
-        with explained():
+        with devices_errors():
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
         everywhere = dict(zip(inner, self._cores.gather(local) if inner else ()))
         return {
@@ -211,25 +220,25 @@ class XlaSession(ReplicaSession):
     def _run_outside(
         self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None
     ) -> dict[str, Any]:
-        """Runs operations and tensors on the host, which sees the newest variables.
+        """Runs operations and tensors on the host, with the newest values of variables.
 
         Args:
-          names: what this process runs.
-          feeds: by name.
-          everywhere: what all processes together run, where it is more.
+          names: names of what this process runs.
+          feeds: fed values by name.
+          everywhere: names of what all processes together run, if these are more.
 
         Returns:
           Values by name.
         """
         names = sorted(names)
         touched = self._outside.touched(names if everywhere is None else everywhere)
-        self._variables.bring_home(touched.read)
+        self._variables.copy_to_tensorflow(touched.read)
         values = self._session.run(names, feeds) if names else ()
         self._variables.forget(touched.written)
         return dict(zip(names, values))
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """The first process writes; it returns on all when the files are there."""
+        """Writes the checkpoint on the first process; returns on all when the files are there."""
 
         def write() -> str:
             if not self._cores.is_first:
@@ -239,11 +248,11 @@ class XlaSession(ReplicaSession):
         return self._cores.together(write)
 
     def _read(self, path: str) -> None:
-        """Every process reads."""
+        """Reads a checkpoint, on every process."""
         self._cores.together(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
-        self._variables.bring_home()
+        self._variables.copy_to_tensorflow()
         super()._bring_masters_up_to_date()
 
     def _take_masters(self) -> None:
@@ -261,7 +270,7 @@ class XlaSession(ReplicaSession):
 
 
 def host_config() -> tf.ConfigProto:
-    """The session configuration for what stands outside the program.
+    """Returns the session configuration for what is outside the program.
 
     Returns:
       A configuration that leaves GPUs to jax.
@@ -283,8 +292,8 @@ def session(
     It has the interface of `Program.session`, which runs on CPU replicas.
 
     Args:
-      program: what `tpu_program` yielded, with the whole model built.
-      lowering: as for `Program.session`.
+      program: the program that `tpu_program` yielded, with the whole model built.
+      lowering: see `Program.session`.
       devices: a jax device for each core; default the first ones that jax has.
       platform: "cpu", "gpu" or "tpu"; default jax's own choice.
       config: configuration of the ``tf.Session`` for what stands outside the program.

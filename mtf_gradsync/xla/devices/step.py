@@ -1,4 +1,4 @@
-"""Where each fetch of a step comes from, and which parts of the graph the step runs."""
+"""Plans a step: the source of each fetch, and the parts of the graph to run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mtf_gradsync.xla.processes.cores import Cores
 
 
 class Place(NamedTuple):
-    """Where a fetch comes from.
+    """The source of a fetch.
 
     Attributes:
-      names: what stands outside: one operation or tensor, or one for each core, with "" for a
+      names: for what is outside: one operation or tensor, or one for each core, with "" for a
         core of another process. Empty otherwise.
-      inside: a tensor of the program; "" for what stands outside and for operations.
-      positions: of the cores whose values are wanted among this process's; None for a core of
-        another process.
+      inside: a tensor of the program; "" for what is outside and for operations.
+      positions: positions among this process's cores of those whose values are fetched; None for a
+        core of another process.
       is_list: whether it is one value for each core.
-      runs_program: whether it stands inside.
+      runs_program: whether it is inside the program.
     """
 
     names: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     runs_program: bool = False
 
     def value(self, values: dict[str, Any]) -> Any:
-        """The fetch's value, from those of a step by name."""
+        """Returns the fetch's value, given all values of a step by name."""
         if self.inside:
             arrays = values[self.inside].arrays
             found = [
@@ -46,15 +46,15 @@ class Place(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a set of fetches makes a step do.
+    """What a step has to do for a set of fetches.
 
     Attributes:
-      places: of the fetches.
+      places: the sources of the fetches.
       runs_program: whether the program runs.
       inside: tensors of the program to fetch, sorted.
       first: what to run outside before the program.
       last: what to run outside after it.
-      needs: what `last` needs of the parts before.
+      needs: what `last` needs from the parts before.
     """
 
     places: tuple[Place, ...]
@@ -81,20 +81,17 @@ class StepPlan(NamedTuple):
 
 
 def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
-    """Where a fetch comes from.
+    """Returns the source of a fetch.
 
     Args:
-      facts: of the user's graph.
+      facts: facts of the user's graph.
       program: the program's name.
-      name: of an operation or tensor.
-      per_replica: whether tensors of the program are wanted for each core.
-      cores: the program's.
-
-    Returns:
-      The place.
+      name: name of an operation or tensor.
+      per_replica: whether tensors of the program are fetched from each core.
+      cores: the program's cores.
 
     Raises:
-      ValueError: when it stands in a loop or branch of the program.
+      ValueError: when it is in a loop or branch of the program.
     """
     node_name, number = split_input(name)
     node = facts.node[node_name]

@@ -1,4 +1,4 @@
-"""The variables of a program: on the devices while it runs, in TensorFlow when it does not."""
+"""The variables of a program: on the devices while it runs, in TensorFlow otherwise."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from mtf_gradsync.xla.runner.devices import OnDevices, put
 
 
 class DeviceVariables:
-    """Where the newest value of each variable is, and the way from there to where it is wanted."""
+    """Knows where the newest value of each variable is, and copies it where it is needed."""
 
     def __init__(self, session: tf.Session, cores: Cores):
         """Begins with all values in TensorFlow.
 
         Args:
-          session: a session that holds the variables under their names in the user's graph.
+          session: a session that has the variables under their names in the user's graph.
           cores: the program's cores, and which of them are this process's.
         """
         self._session = session
         self._cores = cores
         self._access = VariableAccess(session.graph)
         self._on_devices: dict[tuple[str, ...], OnDevices] = {}
-        self._newer: set[tuple[str, ...]] = set()  # than TensorFlow's
+        self._newer: set[tuple[str, ...]] = (
+            set()
+        )  # variables whose value on the devices is newer than TensorFlow's
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:
-        """Gives all processes the first one's values, which may have come from random numbers.
+        """Gives all processes the first one's values, since initial values may be random.
 
         With several processes, all have to call it.
         """
@@ -53,7 +55,7 @@ class DeviceVariables:
         self._access.set(self._session, zip(wanted, found))
 
     def take(self, variables: Sequence[ReplicaInput]) -> list[OnDevices]:
-        """The values of variables on the devices, copied there where they are not."""
+        """Returns the values of variables on the devices, after copying those not there yet."""
         missing = [v for v in variables if v.sources not in self._on_devices]
         local = self._cores.local
         names = {v.sources[c] for v in missing for c in local}
@@ -67,17 +69,17 @@ class DeviceVariables:
         return [self._on_devices[v.sources] for v in variables]
 
     def put(self, variable: ReplicaInput, value: OnDevices) -> None:
-        """Takes a new value that a step has left on the devices."""
+        """Stores a new value that a step has left on the devices."""
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
 
-    def bring_home(self, names: Iterable[str] | None = None) -> None:
+    def copy_to_tensorflow(self, names: Iterable[str] | None = None) -> None:
         """Copies values from the devices to TensorFlow where those are newer.
 
         With several processes, all have to call it with the same names.
 
         Args:
-          names: of the variables that are wanted there; None for all.
+          names: names of the variables to copy; None for all.
         """
         keys = self._newer
         if names is not None:
@@ -101,11 +103,17 @@ class DeviceVariables:
         self._access.set(self._session, ((n, with_own_types(v)) for n, v in values.items()))
         self._newer -= keys
 
+    def wait(self) -> None:
+        """Waits until all values are there."""
+        for value in self._on_devices.values():
+            for array in value.arrays:
+                array.block_until_ready()
+
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Drops values on the devices, because TensorFlow's have been changed.
+        """Drops values on the devices, because TensorFlow's have changed.
 
         Args:
-          names: of the variables that were; None for all.
+          names: names of the variables that have; None for all.
         """
         keys = set(self._on_devices)
         if names is not None:

@@ -1,1 +1,1 @@
-"""From a program in a TensorFlow graph to StableHLO that any PJRT device compiles."""
+"""Turns a program in a TensorFlow graph into StableHLO that any PJRT device compiles."""

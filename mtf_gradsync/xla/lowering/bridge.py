@@ -18,7 +18,8 @@ class Hlo(NamedTuple):
     """A core's program as HLO. Its parameters are `ReplicaProgram.inputs`, in that order.
 
     Attributes:
-      proto: a serialized ``HloModuleProto``; custom calls stand for the collectives.
+      proto: a serialized ``HloModuleProto``; custom calls stand for the collectives. Its
+        instructions know the operation of the graph that they are of.
       num_fetches: how many results are fetches; they come first.
       updated: for each further result, which parameter (a variable) it is the new value of.
       has_randomness: whether the program draws random numbers; its last parameter is then the
@@ -48,9 +49,9 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
     tensors = [i for i in replica.inputs if not i.is_variable]
     variables = [i for i in replica.inputs if i.is_variable]
     has_randomness = any(node.op in RANDOM_TYPES for node in replica.graph_def.node)
-    # The bridge wants live variables, and eager execution.
+    # The bridge needs live variables, and eager execution.
     with eager_mode():
-        # It reads their shapes; their values do not matter.
+        # It reads only their shapes.
         live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
         state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
 
@@ -70,7 +71,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
                     made.append(randomness.end_of_step())
             count = len(replica.fetches)
             with tf.control_dependencies(made[count:]):
-                # A function has to return something for its effects to hang on.
+                # A function has to return something that depends on its effects.
                 return [tf.identity(t) for t in made[:count]] or [tf.zeros([])]
 
         specs = [tf2.TensorSpec(i.shape, i.dtype) for i in tensors]
@@ -82,11 +83,21 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             raise UnsupportedProgramError(
                 f"TensorFlow {tf.__version__}'s bridge to XLA refuses the program: {error}"
             ) from error
-    aliases = aliases_of(read_module(proto))
+    module = read_module(proto)
+    _forget_places(module)
+    aliases = aliases_of(module)
     num_fetches = max(1, len(replica.fetches))
     if list(aliases) != list(range(num_fetches, num_fetches + len(aliases))):
         raise RuntimeError(
             f"TensorFlow {tf.__version__} returns updated variables in an order that this version "
             f"of mtf_gradsync does not know: {aliases}. TensorFlow 2.21 is known to work."
         )
-    return Hlo(proto, num_fetches, tuple(aliases.values()), has_randomness)
+    return Hlo(module.SerializeToString(), num_fetches, tuple(aliases.values()), has_randomness)
+
+
+def _forget_places(module: Any) -> None:
+    """Takes out where in Python operations were made: it differs from machine to machine."""
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            for field in ("source_file", "source_line"):
+                instruction.metadata.ClearField(field)

@@ -1,4 +1,4 @@
-"""Operations of MLIR modules: finding them, making them."""
+"""Finds and makes operations of MLIR modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Iterator
 
 
 def walk(operation: Any) -> Iterator[Any]:
-    """All operations inside one, by the bindings of old and new versions of jaxlib."""
+    """Yields all operations inside one, with old and new versions of jaxlib."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -14,8 +14,13 @@ def walk(operation: Any) -> Iterator[Any]:
                 yield from walk(inner.operation)
 
 
+def text_of(module: Any, with_names: bool) -> str:
+    """A module as text, with or without the names that its operations have in the graph."""
+    return module.operation.get_asm(enable_debug_info=with_names)
+
+
 def fill_with_sum(region: Any, operand: Any) -> None:
-    """Makes a collective of an operand's elements, to whom an empty region belongs, a sum."""
+    """Fills the empty region of a collective of an operand's elements with their sum."""
     from jaxlib.mlir import ir
 
     element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)

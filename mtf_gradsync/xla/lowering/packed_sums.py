@@ -1,7 +1,7 @@
 """Packs the collectives of a group into few, where a compiler does not combine them itself.
 
-The compilers of TPUs and GPUs make one collective of many sums that stand beside each other. XLA on
-CPUs does not, and each of its collectives is a meeting of all cores.
+The compilers of TPUs and GPUs make one collective of many sums. XLA on CPUs does not, and each of
+its collectives makes all cores wait for each other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Member(NamedTuple):
 
     @property
     def sent(self) -> tuple[int, ...]:
-        """The shape of what is sent."""
+        """Returns the shape of what is sent."""
         shape = list(self.shape)
         if self.node.op == "XlaReduceScatter":
             shape[self.axis] *= self.cores
@@ -51,13 +51,13 @@ class Member(NamedTuple):
 
 
 def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
-    """A core's program in which each group of collectives is one of a packed tensor.
+    """Returns a core's program in which each group of collectives is one of a packed tensor.
 
     Args:
       replica: the program.
 
     Returns:
-      A program with the same results; packs are as large as those of `FusedAllReduce` at most.
+      A program with the same results. Packs are no larger than those of `FusedAllReduce`.
     """
     nodes = {node.name: node for node in replica.graph_def.node}
     groups: dict[tuple[bytes, str, int, str], list[Member]] = collections.defaultdict(list)
@@ -92,7 +92,7 @@ def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
         copy = graph_def.node.add()
         copy.CopyFrom(node)
         if node.name in sum_of:
-            # Under the old name, which others know.
+            # Under the old name, which other nodes use.
             copy.op = "Identity"
             del copy.input[:]
             copy.input.append(sum_of[node.name])
@@ -103,7 +103,7 @@ def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
 
 
 def _packs(members: Sequence[Member]) -> list[list[Member]]:
-    # Neighbours of one shape are packed without being made flat.
+    # Neighbours of one shape are packed without being flattened.
     members = sorted(members, key=lambda m: m.shape)
     itemsize = tf.as_dtype(members[0].node.attr["T"].type).size
     sizes = [tf.TensorShape(m.shape).num_elements() * itemsize for m in members]
@@ -111,7 +111,7 @@ def _packs(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def _packed(pack: Sequence[Member], prefix: str) -> tuple[list[tf.NodeDef], list[str]]:
-    """The nodes that make the results of a pack, and the names of the results."""
+    """Returns the nodes that compute the results of a pack, and the names of the results."""
     first, dtype = pack[0].node, tf.as_dtype(pack[0].node.attr["T"].type)
     with tf.Graph().as_default() as graph:
         more: list[tf.Tensor] = []
@@ -134,9 +134,12 @@ def _packed(pack: Sequence[Member], prefix: str) -> tuple[list[tf.NodeDef], list
             results = [_put_together(x, m) for x, m in zip(pieces, pack)]
     source = {t.op.name: split_input(_data_inputs(m.node)[0]) for t, m in zip(given, pack)}
     waits = {text for m in pack for text in m.node.input if text.startswith("^")}
-    # What has no inputs stands in the loop or branch of what it waits for.
-    beside = "^" + source[given[0].op.name][0]
-    nodes = []
+    # A node without inputs belongs to the loop or branch of what it waits for; a Switch, which
+    # passes values into a branch, is outside of it.
+    here = tf.NodeDef(name=f"{prefix}/here", op="Identity")
+    here.attr["T"].type = dtype.as_datatype_enum
+    here.input.append(join_input(*source[given[0].op.name]))
+    nodes = [here]
     for node in graph.as_graph_def().node:
         if node.name in source:
             continue
@@ -159,14 +162,14 @@ def _packed(pack: Sequence[Member], prefix: str) -> tuple[list[tf.NodeDef], list
             own = source.get(name, (f"{prefix}/{name}", number))
             node.input.append(join_input(*own))
         if not node.input:
-            node.input.append(beside)
+            node.input.append(f"^{here.name}")
         nodes.append(node)
     names = (split_input(t.name) for t in results)
     return nodes, [join_input(f"{prefix}/{name}", number) for name, number in names]
 
 
 def _rows(x: tf.Tensor, axis: int, cores: int) -> tf.Tensor:
-    """A tensor as a row for each core that gets a part of it, cut along an axis."""
+    """Returns a tensor as a row for each core that gets a part of it, cut along an axis."""
     shape = x.shape.as_list()
     x = tf.reshape(x, [*shape[:axis], cores, shape[axis] // cores, *shape[axis + 1 :]])
     rest = [i for i in range(len(shape) + 1) if i != axis]
@@ -174,7 +177,7 @@ def _rows(x: tf.Tensor, axis: int, cores: int) -> tf.Tensor:
 
 
 def _put_together(rows: tf.Tensor, member: Member) -> tf.Tensor:
-    """What an all-gather gives, of a row from each core."""
+    """Returns what an all-gather gives, of a row from each core."""
     axis, part = member.axis, list(member.sent[1:])
     x = tf.reshape(rows, [member.cores, *part])
     # `axis` counts the dimension of the cores, which stands in front.
@@ -191,7 +194,7 @@ def _constant(node: tf.NodeDef) -> np.ndarray:
 
 
 def _shape(node: tf.NodeDef) -> tuple[int, ...]:
-    """The shape of a result, which `replica_program` writes down."""
+    """Returns the shape of a result, which `replica_program` has added as an attribute."""
     (shape,) = node.attr["_output_shapes"].list.shape
     return tuple(dim.size for dim in shape.dim)
 

@@ -1,7 +1,7 @@
-"""Packs of many tensors, written piece by piece.
+"""Writes packs of many tensors piece by piece.
 
 Where a program packs gradients, XLA's CPU compiler (jaxlib 0.4.34) makes one loop over the pack
-that looks up for each element which tensor it comes from: 6 ns an element for 35 tensors. Written
+that looks up for each element which tensor it is from: 6 ns an element for 35 tensors. Written
 into the pack one after the other, tensors are copied as they lie in memory.
 """
 
@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from mtf_gradsync.xla.lowering.operations import fill_with_sum, walk
+from mtf_gradsync.xla.lowering.operations import fill_with_sum, text_of, walk
 
-# Below, the loop takes no longer than it takes to begin as many copies.
+# For smaller packs, the loop takes no longer than starting as many copies.
 _FEWEST_TENSORS = 8
 _ELEMENTS_A_TENSOR = 512
 _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def with_packs_by_piece(module: str) -> str:
-    """A module of `to_stablehlo` in which large concatenations are made piece by piece.
+    """Returns a module of `to_stablehlo` in which large concatenations are made piece by piece.
 
     Args:
       module: its text.
@@ -41,7 +41,7 @@ def with_packs_by_piece(module: str) -> str:
             _scatter_as_packed(op)
         for op in packs:
             _by_piece(op)
-        return str(parsed)
+        return text_of(parsed, with_names=True)
 
 
 def _is_large_pack(op: Any) -> bool:
@@ -57,7 +57,7 @@ def _is_large_pack(op: Any) -> bool:
 
 
 def _is_summed(op: Any) -> bool:
-    """Whether a tensor goes into a sum over cores."""
+    """Returns whether a tensor goes into a sum over cores."""
     users = [use.owner for use in op.results[0].uses]
     users += [
         use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses
@@ -66,9 +66,9 @@ def _is_summed(op: Any) -> bool:
 
 
 def _scatter_as_packed(op: Any) -> None:
-    """Scatters a pack by its rows in the shape that it was packed in.
+    """Scatters a pack by its rows, in the shape in which it was packed.
 
-    TPUs want it in tiles. Here the change of shape would be one loop with the last piece.
+    TPUs need it in tiles. Here the change of shape would be one loop with the last piece.
     """
     from jaxlib.mlir import ir
 
@@ -82,9 +82,9 @@ def _scatter_as_packed(op: Any) -> None:
     if axis != 0 or not kind.rank or kind.shape[0] != rows:
         return
     part = ir.RankedTensorType.get([result.shape[0], *kind.shape[1:]], kind.element_type)
-    # Old and new versions of jaxlib go through them as attributes with names, and as names.
+    # Versions of jaxlib iterate over attributes with names, or over names.
     names = [getattr(one, "name", one) for one in op.attributes]
-    with ir.InsertionPoint(op):
+    with ir.InsertionPoint(op), op.location:
         made = ir.Operation.create(
             op.name,
             results=[part],
@@ -103,7 +103,7 @@ def _by_piece(op: Any) -> None:
 
     kind = ir.RankedTensorType(op.results[0].type)
     axis = ir.IntegerAttr(op.attributes["dimension"]).value
-    with ir.InsertionPoint(op):
+    with ir.InsertionPoint(op), op.location:
         zeros = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
         pack = _constant(zeros)
         first, begin = _number(0), 0

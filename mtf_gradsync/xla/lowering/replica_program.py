@@ -1,6 +1,6 @@
-"""Cuts what one core runs out of the graph of a SIMD program.
+"""Extracts the program of one core from the graph of a SIMD program.
 
-The first step to HLO. It runs beside the user's program, on any TensorFlow.
+This is the first step to HLO. It runs beside the user's program, on any TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mtf_gradsync.simd.program import Program
 
 
 class ReplicaInput(NamedTuple):
-    """Something that comes into a core's program from outside.
+    """An input of a core's program, from outside.
 
     Attributes:
-      name: name of the operation that stands for it in `ReplicaProgram.graph_def`.
+      name: name of the placeholder in `ReplicaProgram.graph_def`.
       dtype: as in "float32".
-      shape: of one core's value.
+      shape: shape of one core's value.
       sources: the tensor that each core gets, or each core's variable (its ``VarHandleOp``), by
         its name in the user's graph.
       is_variable: whether it is a variable, which the program reads and writes.
@@ -38,10 +38,10 @@ class ReplicaInput(NamedTuple):
 
 
 class ReplicaProgram(NamedTuple):
-    """What one core runs.
+    """The program of one core.
 
     Attributes:
-      graph_def: the core's operations; a placeholder stands for each of `inputs`.
+      graph_def: the core's operations, with a placeholder for each of `inputs`.
       inputs: tensors first, then variables.
       fetches: names of the tensors to return.
       effects: names of the operations that have to run.
@@ -56,28 +56,25 @@ class ReplicaProgram(NamedTuple):
 
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Cuts one core's part out of a program's graph.
+    """Extracts one core's program from a program's graph.
 
-    All of the program's effects belong to it (a TPU runs a program whole), and of the rest what
-    the fetches need.
+    It has all of the program's effects, since a TPU runs whole programs, and what the fetches need
+    of the rest.
 
     Args:
-      program: what `tpu_program` yielded.
+      program: the object that `tpu_program` yielded.
       fetches: tensors of the program, or their names.
-
-    Returns:
-      The core's program.
 
     Raises:
       UnsupportedProgramError: when an operation has no counterpart in HLO, or an input has no
         static shape; the error names it.
-      ValueError: when a fetch is no tensor of the program, or stands in a loop or conditional.
+      ValueError: when a fetch is no tensor of the program, or is in a loop or conditional.
     """
     return _Cut(program, fetches).result()
 
 
 class _Cut:
-    """The state of one cut."""
+    """Extracts one core's program."""
 
     def __init__(self, program: Program, fetches: Sequence[Any]):
         self._program = program
@@ -125,12 +122,12 @@ class _Cut:
         node.attr["_output_shapes"].list.shape.extend(shapes)
 
     def _after(self, name: str) -> set[str]:
-        """What has to run before a node because of variables that both touch."""
+        """Returns the nodes that have to run before a node because both use a variable."""
         effects = self._effects
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
 
     def _is_inside(self, name: str) -> bool:
-        """Whether a node goes into the core's program. Constants do: XLA has to know shapes."""
+        """Returns whether a node is in the core's program, as constants are: XLA reads shapes."""
         return name in self._facts.cluster or self._facts.node[name].op == "Const"
 
     def _ancestors(self, roots: Sequence[str]) -> set[str]:
@@ -145,7 +142,7 @@ class _Cut:
                 pending.extend(source for source, _ in self._facts.inputs(name))
                 pending.extend(self._after(name))
                 if self._facts.is_conditional_switch(name):
-                    # It tells two conditionals with one predicate apart.
+                    # It distinguishes two conditionals with one predicate.
                     pending.append(split_input(self._facts.predicate_of(name))[0])
         return found
 
@@ -155,7 +152,7 @@ class _Cut:
         data, control = [], {"^" + other for other in self._after(name)}
         for source, number in self._facts.inputs(name):
             if number == CONTROL:
-                # What stands outside has run before the program begins.
+                # Operations outside have run before the program begins.
                 if source in self._facts.cluster:
                     control.add("^" + source)
             elif self._is_inside(source):
@@ -165,7 +162,7 @@ class _Cut:
         return data + sorted(control)
 
     def _input(self, source: str, number: int) -> str:
-        """Makes what comes from outside an input of the core's program."""
+        """Makes a value from outside an input of the core's program, and returns its name."""
         facts = self._facts
         key = join_input(source, number)
         name = key.replace(":", "/output_")
@@ -201,7 +198,7 @@ class _Cut:
         return name
 
     def _fetch(self, fetch: Any) -> str:
-        """The name of a fetched tensor inside the program."""
+        """Returns the name of a fetched tensor inside the program."""
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
         except (KeyError, TypeError, ValueError) as error:
@@ -230,7 +227,7 @@ def _placeholder(given: ReplicaInput) -> tf.NodeDef:
 
 
 def _for_xla(node: tf.NodeDef) -> None:
-    """Takes out what ties a node to TPUs."""
+    """Removes the attributes that tie a node to TPUs."""
     untie(node)
     if node.op == "TPUReplicateMetadata":
         node.op = "NoOp"

@@ -1,4 +1,4 @@
-"""Turns HLO into StableHLO that any PJRT device compiles, with collectives in their places."""
+"""Turns HLO into StableHLO that any PJRT device compiles, with collectives in place of calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
-from mtf_gradsync.xla.lowering.operations import fill_with_sum, walk
+from mtf_gradsync.xla.lowering.operations import fill_with_sum, text_of, walk
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
 
 _STABLEHLO = {
@@ -29,11 +29,13 @@ _INTEGERS = (
 )
 
 
-def to_stablehlo(hlo: Hlo) -> str:
+def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into StableHLO.
 
     Args:
       hlo: the program.
+      with_names: whether the text says which operation of the graph each of its own is of, which
+        profiles of the compiled program then tell.
 
     Returns:
       The text of an MLIR module. Its function ``main`` takes and returns what the HLO does; new
@@ -46,36 +48,34 @@ def to_stablehlo(hlo: Hlo) -> str:
         module = hlo_to_module(hlo.proto)
         for op in list(walk(module.operation)):
             if op.name == "mhlo.copy":
-                # HLO's copy of results, which StableHLO does not have and nothing needs.
+                # HLO's copy of results, which StableHLO lacks and nothing needs.
                 op.results[0].replace_all_uses_with(op.operands[0])
                 op.operation.erase()
             elif op.name == "stablehlo.custom_call":
                 _put_collective(op)
         main = next(op for op in module.body.operations if _name(op) == "main")
-        _return_apart(main)
+        _return_separately(main)
         _mark_updates(main, hlo)
-        # What is left of HLO's header would need a dialect that other versions do not have.
+        # The rest of HLO's header needs a dialect that other versions do not have.
         for name in [getattr(a, "name", a) for a in module.operation.attributes]:
             if name.startswith("mhlo."):
                 del module.operation.attributes[name]
-        # TensorFlow's name counts the functions that a process has made, whatever they are.
-        return re.sub(r"^module @\S+", "module @step", str(module), count=1)
+        # TensorFlow's name has a count of all functions that the process has made.
+        text = text_of(module, with_names)
+        return re.sub(r"^module @\S+", "module @step", text, count=1, flags=re.MULTILINE)
 
 
 def without_overwriting(module: str) -> str:
-    """A module of `to_stablehlo` whose new values of variables are results like others.
+    """Returns a module of `to_stablehlo` that writes no results over parameters.
 
     Args:
-      module: its text.
-
-    Returns:
-      The text, with nothing said of what is written over what.
+      module: the module's text.
     """
     return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
 
 
 def _put_collective(op: Any) -> None:
-    """Puts XLA's own collective in the place of a custom call that stands for it."""
+    """Replaces a custom call by XLA's own collective."""
     from jaxlib.mlir import ir
 
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -90,7 +90,7 @@ def _put_collective(op: Any) -> None:
         if key in settings:
             attributes[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), settings[key])
     regions = 1 if collective in ("CrossReplicaSum", "XlaReduceScatter") else 0
-    with ir.InsertionPoint(op):
+    with ir.InsertionPoint(op), op.location:
         made = ir.Operation.create(
             name,
             results=[op.results[0].type],
@@ -105,7 +105,7 @@ def _put_collective(op: Any) -> None:
 
 
 def _matrix(groups: list[list[int]]) -> Any:
-    """Groups of cores as an attribute; shorter ones are filled up with -1."""
+    """Returns groups of cores as an attribute; shorter groups are filled up with -1."""
     from jaxlib.mlir import ir
 
     longest = max((len(g) for g in groups), default=0)
@@ -125,8 +125,8 @@ def _type_of(function: Any) -> Any:
     return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
 
 
-def _return_apart(main: Any) -> None:
-    """Makes a function return its results one by one where it returns one tuple of them."""
+def _return_separately(main: Any) -> None:
+    """Makes a function return its results one by one if it returns one tuple of them."""
     from jaxlib.mlir import ir
 
     last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
@@ -152,7 +152,7 @@ def _is_tuple(kind: Any) -> bool:
 
 
 def _mark_updates(main: Any, hlo: Hlo) -> None:
-    """Says that new values of variables may be written over the old ones."""
+    """Marks new values of variables as results that may be written over the old values."""
     from jaxlib.mlir import ir
 
     attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]

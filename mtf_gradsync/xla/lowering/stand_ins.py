@@ -1,9 +1,9 @@
-"""What stands in a core's program for operations that TensorFlow's bridge to XLA gets wrong.
+"""Replaces operations that TensorFlow's bridge to XLA gets wrong in a core's program.
 
-The collectives become custom calls that say which they were; `stablehlo` puts XLA's own in
-their place. (The bridge knows collectives on a TPU only, and before TensorFlow 2.18 not even the
-sum.) Random operations draw from a counter that every core has for itself, so that numbers differ
-by core and by step, and follow the seeds.
+The collectives become custom calls that name them; `stablehlo` replaces those by XLA's own. (The
+bridge knows collectives on a TPU only, and before TensorFlow 2.18 not even the sum.) Random
+operations draw from a counter that every core has for itself, so that numbers differ by core and
+by step, and depend on the seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph.functional import StandIn
 
-# Target of a custom call -> the collective that it stands for.
+# Target of a custom call -> the collective that it replaces.
 COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in (*COLLECTIVE_TYPES, "AllGather")}
 
 # Random operations that XLA would draw from one state that all cores and all steps share.
@@ -38,15 +38,15 @@ _MASK = (1 << 64) - 1
 
 
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """A custom call in place of a collective.
+    """Returns a custom call in place of a collective.
 
     Args:
       node: the collective.
-      data: what is sent, and who talks to whom, a constant; for a reduce-scatter also the
+      data: the operand, and the groups of cores, a constant; for a reduce-scatter also the
         dimension, likewise.
 
     Returns:
-      What is received.
+      The result of the collective.
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
@@ -67,11 +67,12 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         parts = settings["split_count"]
         shape[settings["split_dimension"]] //= parts
         shape[settings["concat_dimension"]] *= parts
-    return [xla_custom_call(sent, f"mtf_gradsync.{op}", json.dumps(settings), shape)]
+    target = f"mtf_gradsync.{op}"
+    return [xla_custom_call(sent, target, json.dumps(settings), shape, node.name)]
 
 
 class Randomness:
-    """Makes random operations that draw from a state, in place of TensorFlow's stateful ones."""
+    """Replaces TensorFlow's stateful random operations by ones that draw from a state."""
 
     def __init__(self, state: Any):
         """Begins a program.
@@ -82,7 +83,7 @@ class Randomness:
         self._state = state
 
     def stand_ins(self) -> dict[str, StandIn]:
-        """By type of the operation that they stand for."""
+        """Returns the replacements, by type of the operation that they replace."""
         raw = tf.raw_ops
         floats = {
             "RandomUniform": raw.StatelessRandomUniformV2,
@@ -96,13 +97,13 @@ class Randomness:
         return made
 
     def end_of_step(self) -> tf.Operation:
-        """The operation that moves the state to the next step."""
+        """Returns the operation that moves the state to the next step."""
         state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
         new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
-        """Key, counter and algorithm for a draw of so many numbers."""
+        """Returns key, counter and algorithm for a draw of so many numbers."""
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
         )
@@ -111,7 +112,7 @@ class Randomness:
         if any(seeds):
             count = tf.bitwise.bitwise_and(count, tf.constant([(1 << _STEP_BITS) - 1], tf.int64))
         # A constant of 64 bits: TensorFlow's seeds may not fit into less.
-        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([_mixed(*seeds)], tf.int64))
+        key = tf.bitwise.bitwise_xor(before[2:], tf.constant([_combined(*seeds)], tf.int64))
         return {
             "key": tf.bitcast(key, tf.uint64),
             "counter": tf.bitcast(tf.concat([before[:1], count], 0), tf.uint64),
@@ -135,7 +136,7 @@ class Randomness:
         ]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
-        """Numbers in (0, 1)."""
+        """Returns numbers in (0, 1)."""
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, _size(shape))
         )
@@ -156,7 +157,7 @@ class Randomness:
 
 
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
-    """The state that a core begins with.
+    """Returns the state that a core begins with.
 
     Args:
       core: physical core number.
@@ -167,7 +168,7 @@ def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
       int64 ``[STATE_WORDS]``.
     """
     run = entropy % (1 << _RUN_BITS)
-    return np.array([0, step | run << _STEP_BITS, _mixed(core, 1)], np.int64)
+    return np.array([0, step | run << _STEP_BITS, _combined(core, 1)], np.int64)
 
 
 def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
@@ -186,8 +187,8 @@ def _size(shape: Sequence[int]) -> int:
     return size
 
 
-def _mixed(seed: int, seed2: int) -> int:
-    """One signed 64-bit number for an operation's two seeds."""
+def _combined(seed: int, seed2: int) -> int:
+    """Returns one signed 64-bit number for an operation's two seeds."""
     word = 0
     for part in (seed, seed2):
         # The mixing step of splitmix64.

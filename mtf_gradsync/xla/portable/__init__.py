@@ -1,1 +1,1 @@
-"""A step as a folder that runs with numpy and jax alone."""
+"""Exports a step as a folder that runs with numpy and jax alone."""

@@ -1,4 +1,4 @@
-"""StableHLO in the form that other versions of jax read."""
+"""Serializes StableHLO in the form that other versions of jax read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ def to_artifact(module: str) -> tuple[bytes, str]:
       module: text of an MLIR module of StableHLO.
 
     Returns:
-      A portable artifact, and the oldest version of StableHLO that reads it: the oldest that any
-      does, where the program needs nothing newer. A program with operations that portable
-      artifacts do not have stays text.
+      A portable artifact, and the oldest version of StableHLO that reads it. If the program has
+      operations that portable artifacts lack, its text in place of an artifact.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

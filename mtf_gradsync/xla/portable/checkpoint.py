@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a folder's values, for any of the runtimes to continue."""
+"""Writes an exported step's values as a checkpoint, from which any runtime can continue."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.xla.runner.files import (
     VALUES,
+    assemble,
     dtype_of,
     key_of,
-    put_together,
     read_manifest,
     with_dtype,
 )
@@ -22,7 +22,7 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
     """Writes the values of an exported step as a checkpoint. It needs no model.
 
     Args:
-      folder: what `export` or its runner wrote.
+      folder: a folder that `export` or its runner wrote.
       path: prefix of the checkpoint's files.
 
     Returns:
@@ -42,7 +42,7 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
             if p["kind"] == "variable":
                 stored = with_dtype(file[key_of(p)], p["dtype"])
                 dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
-                for name, value in put_together(p, [stored[row] for row in p["rows"]]).items():
+                for name, value in assemble(p, [stored[row] for row in p["rows"]]).items():
                     found[name] = value.astype(dtype)
     counter = manifest["counter"]
     if counter in manifest["others"]:

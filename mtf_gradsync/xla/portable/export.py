@@ -26,7 +26,7 @@ from mtf_gradsync.xla.runner.files import (
     FORMAT,
     PROGRAM,
     check_free,
-    distinct,
+    distinct_rows,
     dtype_of,
     key_of,
     write_folder,
@@ -52,30 +52,30 @@ def export(
     """Writes a program to a folder that any machine with numpy and jax runs.
 
     The folder holds the program as StableHLO, the values of its variables, a manifest and a runner:
-    ``python FOLDER/run.py --help``. It needs no devices here. See ``docs/portable.md``.
+    ``python FOLDER/run.py --help``. Exporting needs no devices. See ``docs/portable.md``.
 
-    Only the program goes along, not what stands outside: what is made outside from placeholders
+    Only the program is exported, not what is outside: a value made outside from placeholders
     or variables (a learning rate from a step counter, say) becomes an input, to be given at each
-    step; what is made of constants, or of `keep`, is kept in the folder.
+    step; a value made of constants, or of `keep`, is stored in the folder.
 
     Args:
-      program: what `tpu_program` yielded, with the whole model built.
-      lowering: as for `Program.session`.
+      program: the program that `tpu_program` yielded, with the whole model built.
+      lowering: see `Program.session`.
       fetches: tensors of the program by the names to fetch them under, or a list of tensors, which
         are called after their operations. All of the program's updates are made in every step;
         operations of the program may be named, too, and have no value.
-      folder: where to; written whole or not at all.
+      folder: the folder to write; nothing is left of it after an error.
       session: takes variables from this session, on CPU replicas or XLA devices. With several
         processes, all have to call this, and the one with the first core writes.
-      checkpoint: takes variables from this checkpoint. Default, without a session either: as their
-        initializers make them.
-      inputs: what the program's inputs are called: name -> tensor that it reads from outside.
+      checkpoint: takes variables from this checkpoint. Without it and session, variables have their
+        initial values.
+      inputs: names for the program's inputs: name -> tensor that it reads from outside.
       keep: values of tensors outside that are the same in every step, by tensor. Where the program
         reads one of them directly, the folder's value can still be replaced in a step.
       seed: for random operations of the program without a seed; default a random one. The folder
         keeps it: runs of a folder draw the same numbers.
       replace: whether it may take the place of an exported step.
-      cache_dir: as for `session`.
+      cache_dir: see `session`.
 
     Raises:
       XlaMissingError: when jax is not installed.
@@ -86,7 +86,10 @@ def export(
     """
     check_installed("jax", "jaxlib")
     if session is not None and checkpoint is not None:
-        raise ValueError("Give a session or a checkpoint to take variables from, not both.")
+        raise ValueError(
+            "Give a session or a checkpoint to take variables from, not both; got "
+            f"session={session!r} and checkpoint={checkpoint!r}."
+        )
     check_free(Path(folder), replace)
     host = Host(program, lowering)
     names = _fetch_names(program, host.facts.cluster, fetches)
@@ -102,7 +105,7 @@ def export(
         for name, given in called.items():
             contents.add_input(name, given, host, opened, fed)
         meshed = entries.mesh_variables(host.lowerings)
-        # A counter that the program reads and the host counts up.
+        # The program reads this counter, and the host increments it.
         counted = {
             v
             for position, v in enumerate(replica.inputs)
@@ -112,7 +115,7 @@ def export(
         in_slices = {n for v in variables for n in entries.master_names(v, meshed)}
         others = host.others(held | in_slices)
         values = host.values(sorted({*held, *others}), session or opened)
-    # What numpy's files cannot hold without pickle: strings, which no program trains.
+    # numpy's files cannot hold strings without pickle; no program trains them.
     others = [name for name in others if values[name].dtype != object]
     step = 0 if host.counter is None else int(values[host.counter])
     for variable in variables:
@@ -156,7 +159,7 @@ def export(
 
 
 class _Contents:
-    """What a folder holds of a program's parameters.
+    """The values of a program's parameters, and their entries in the manifest.
 
     Attributes:
       parameters: their entries in the manifest, in the program's order.
@@ -175,7 +178,7 @@ class _Contents:
         session: tf.Session,
         fed: Mapping[str, Any],
     ) -> None:
-        """Adds an input, with its value where that is the same in every step."""
+        """Adds an input, with its value if that is the same in every step."""
         if all(host.outside.is_fixed(source, fed) for source in given.sources):
             self.parameters.append(entries.describe_input(name, given, "kept"))
             sources = self.parameters[-1]["sources"]
@@ -197,8 +200,8 @@ class _Contents:
     def add(
         self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
     ) -> None:
-        """Adds what has a value on each core; `describe` gets each core's row of the array."""
-        value, rows = distinct(per_core)
+        """Adds a parameter by its value on each core; `describe` takes each core's row."""
+        value, rows = distinct_rows(per_core)
         self.parameters.append(describe(rows))
         self.arrays[key_of(self.parameters[-1])] = value
 
@@ -206,7 +209,7 @@ class _Contents:
 def _fetch_names(
     program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
 ) -> dict[str, str]:
-    """The tensors to fetch, by the fetches' names. The program's operations run anyway."""
+    """Returns the tensors to fetch, by the fetches' names. The program's operations run anyway."""
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
     )
@@ -217,7 +220,7 @@ def _fetch_names(
             if element.name not in cluster:
                 raise ValueError(
                     f"The operation {element.name!r} stands outside the program and cannot be "
-                    "taken along. Build it inside simd.tpu_program(...), or leave it out."
+                    "exported. Build it inside simd.tpu_program(...), or remove it from fetches."
                 )
             continue
         found[split_input(element.name)[0] if name is None else name] = element.name
@@ -230,7 +233,7 @@ def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _runner() -> dict[str, bytes]:
-    """The files of the runner, by path in the folder."""
+    """Returns the files of the runner, by path in the folder."""
     runner = sorted((_HERE.parent / "runner").glob("*.py"))
     files = {"run.py": _HERE / "run.py", **{f"runner/{path.name}": path for path in runner}}
     return {name: path.read_bytes() for name, path in files.items()}

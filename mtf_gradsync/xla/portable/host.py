@@ -1,4 +1,4 @@
-"""What stands outside a program, for as long as its values are read or written."""
+"""Runs the part of a graph outside its program, to read or write its values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Collection, Iterable, Iterator
 
 import numpy as np
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
@@ -21,21 +22,21 @@ class Host:
     """The part of a user's graph outside its program, with variables in TensorFlow.
 
     Attributes:
-      facts: of the user's whole graph.
-      outside: what stands outside the program.
-      graph: the same, as a graph.
+      facts: facts of the user's whole graph.
+      outside: the part outside the program.
+      graph: its graph.
       counter: name of the variable that counts steps; None where the graph has none.
     """
 
     def __init__(self, program: Program, lowering: Any):
-        """Cuts it out; needs no devices.
+        """Splits the program's graph; needs no devices.
 
         Args:
           program: the program.
-          lowering: as for `Program.session`.
+          lowering: see `Program.session`.
 
         Raises:
-          UnsupportedProgramError: when the graph holds what cannot run.
+          UnsupportedProgramError: when the graph has something that cannot run.
           TypeError: when lowering is of no known kind.
         """
         self.lowerings = lowerings_in(lowering)
@@ -51,7 +52,7 @@ class Host:
         """Makes a session, with variables initialized and copied into slices.
 
         Args:
-          checkpoint: path of a checkpoint to take them from; None for the initializers.
+          checkpoint: path of a checkpoint to restore; None for the initializers.
 
         Yields:
           The session.
@@ -69,10 +70,10 @@ class Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Values of variables.
+        """Returns values of variables.
 
         Args:
-          names: of variables, by their ``VarHandleOp``.
+          names: names of the variables' ``VarHandleOp``.
           session: one that `session` made, or on the cores of the program.
 
         Returns:
@@ -88,19 +89,21 @@ class Host:
             access = VariableAccess(session.graph)
         unknown = sorted(set(names) - set(access.read))
         if unknown:
-            raise ValueError(f"The session has no variables {unknown}; give one of this program.")
+            raise ValueError(
+                f"The session lacks {counted(unknown, 'variable')}; give one of this program."
+            )
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """The global variables that a program does not hold.
+        """Returns the global variables that a program does not have.
 
         Args:
-          held: names of those that it holds, as it is or in slices.
+          held: names of the variables that it has, in full or in slices.
         """
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
-        """Whether a tensor outside the program is the step counter, as it is before the step."""
+        """Returns whether a tensor outside the program is the step counter before the step."""
         if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])

@@ -1,4 +1,4 @@
-"""Describes a core's program to a runner that knows no TensorFlow."""
+"""Describes a core's program for a runner without TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 from typing import Any, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import HeldSlices
 from mtf_gradsync.xla.devices.executable import Lowered
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram
 from mtf_gradsync.xla.lowering.stand_ins import STATE_WORDS
@@ -14,7 +15,7 @@ RANDOM_STATE = "random_state"
 
 
 def made_by() -> dict[str, str]:
-    """The versions of what makes a folder."""
+    """Returns the versions of the libraries that write a folder."""
     names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
     found = {"tensorflow": tf.__version__}
     for name, distribution in names.items():
@@ -28,15 +29,12 @@ def made_by() -> dict[str, str]:
 def input_names(
     inputs: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """What the inputs of a program are called.
+    """Returns the inputs of a program by name, in their order.
 
     Args:
-      inputs: of the program; variables are left out.
+      inputs: the program's inputs; its variables among them are skipped.
       names: name -> tensor: one that the program reads from outside, or what
-        `Program.per_replica` returned. The others are called after their operations.
-
-    Returns:
-      The inputs by name, in their order.
+        `Program.per_replica` returned. Other inputs are named after their operations.
 
     Raises:
       ValueError: when the program does not read such a tensor, or names are not unique.
@@ -63,22 +61,19 @@ def input_names(
 
 
 def _tensor_of(given: ReplicaInput) -> str:
-    """The tensor that an input was made for."""
+    """Returns the tensor that an input was made for."""
     name, _, number = given.name.partition("/output_")
     return f"{name}:{number or 0}"
 
 
 def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
-    """The manifest's entry of an input.
+    """Returns the manifest's entry of an input.
 
     Args:
-      name: what it is called.
+      name: name of the input.
       given: the input.
-      default: what stands where none is given: "kept" for a value in the folder, "step" for the
+      default: the value if none is given: "kept" for a value in the folder, "step" for the
         number of steps made before, None for nothing.
-
-    Returns:
-      The entry.
     """
     found = list(dict.fromkeys(given.sources))
     return {
@@ -93,11 +88,13 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
 
 
 def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
-    """Mesh-TensorFlow's variables and their meshes, by the name of the first core's slice."""
+    """Returns Mesh-TensorFlow's variables and their meshes, by the name of core 0's slice."""
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
-            # Outside a program, what stands for the slices stands for the first one.
+            if isinstance(laid_out, HeldSlices):
+                continue  # those of another variable
+            # Outside a program, the first slice's name is used for all slices.
             first = laid_out.laid_out_tensor.all_slices[0].get()
             found[first.op.name] = variable, lowering.mesh_impl(variable)
     return found
@@ -106,7 +103,7 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
 def master_names(
     given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
 ) -> list[str]:
-    """The global variables that a program's variable holds in slices."""
+    """Returns the names of the global variables of which a program's variable is a slice."""
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
 
@@ -116,12 +113,12 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """The manifest's entry of a variable.
+    """Returns the manifest's entry of a variable.
 
     Args:
       given: the variable.
-      mesh_variables: what `mesh_variables` returned.
-      rows: which of its different values each core has.
+      mesh_variables: the result of `mesh_variables`.
+      rows: for each core the row of its value among the different values.
 
     Returns:
       The entry. A Mesh-TensorFlow variable has its own name, others have their operation's.
@@ -134,12 +131,12 @@ def describe_variable(
         "shape": list(given.shape),
         "rows": list(rows),
         "sources": list(given.sources),
-        "whole": None if variable is None else _whole(variable, impl),
+        "whole": None if variable is None else _slices_of(variable, impl),
     }
 
 
-def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
-    """How the slices of a variable are put together: from which core each comes."""
+def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
+    """Returns how a variable is assembled from its slices: from which core each part is taken."""
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}
     for logical in range(impl.size):
@@ -155,7 +152,7 @@ def _whole(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
 
 
 def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
-    """The manifest's entry of the state that random numbers come from."""
+    """Returns the manifest's entry of the state that random numbers come from."""
     return {
         "kind": "random_state",
         "name": RANDOM_STATE,
@@ -172,13 +169,13 @@ def describe_results(
     names: Mapping[str, int],
     graph: tf.Graph,
 ) -> list[dict[str, Any]]:
-    """The manifest's entries of what a program returns.
+    """Returns the manifest's entries of what a program returns.
 
     Args:
       replica: the program.
       lowered: the program as StableHLO.
-      parameters: the entries of what it takes.
-      names: name of a fetch -> which of the program's fetches it is.
+      parameters: the entries of its parameters.
+      names: name of a fetch -> its number among the program's fetches.
       graph: the user's graph.
 
     Returns:
@@ -196,7 +193,7 @@ def describe_results(
             }
         )
     nothing: dict[str, Any] = {"fetches": [], "updates": None, "dtype": "float32", "shape": []}
-    # A program that fetches nothing returns a number all the same.
+    # A program that fetches nothing still returns a number.
     results += [nothing] * (lowered.num_fetches - len(results))
     for parameter in lowered.updated:
         updated = parameters[parameter]

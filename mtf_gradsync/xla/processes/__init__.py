@@ -1,1 +1,1 @@
-"""Several processes, each with a part of the devices of one mesh."""
+"""Several processes, each with some of the devices of one mesh."""

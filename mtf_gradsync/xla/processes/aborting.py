@@ -1,10 +1,10 @@
-"""Gives the watchdog time to speak before SIGABRT ends the process.
+"""Gives the watchdog time to report before SIGABRT ends the process.
 
-Where the coordinator dies, jax's client notices as fast as the watchdog and ends its process by
-SIGABRT, with a message that does not say who died. Errors that gloo throws in threads of its own
-end it likewise. Python's faulthandler writes into a pipe that it has happened, for the watchdog; a
-handler below it sleeps (``abort`` ends the process when its handler returns), which leaves the last
-word to the watchdog's thread.
+When the coordinator dies, jax's client notices as fast as the watchdog and ends its process by
+SIGABRT, with a message that does not say who died. Errors that gloo throws in its own threads end
+the process likewise. Python's faulthandler writes into a pipe when this happens, for the watchdog;
+a handler below it sleeps (``abort`` ends the process when its handler returns), which gives the
+watchdog's thread time to speak.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _FRAMES = 5
 
 
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
-    """Makes SIGABRT say so to a watchdog, and wait for some seconds before it ends this process.
+    """Makes SIGABRT alert a watchdog, and wait for some seconds before it ends this process.
 
     Returns:
-      What the watchdog reads; None where faulthandler has been enabled already, for somebody else,
-      or there is no POSIX. And a function that puts back what was before.
+      The alarm for the watchdog; None if faulthandler is enabled already, for another purpose, or
+      this is no POSIX system. And a function that restores the previous handlers.
     """
     try:
         library = ctypes.CDLL(None)
@@ -50,15 +50,15 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
         set_handler(signal.SIGABRT, before)
         os.close(writing)
 
-    return Alarm(reading, _explained), undo
+    return Alarm(reading, _in_words), undo
 
 
-def _explained(traceback: str) -> str:
-    """What is known of a crash."""
+def _in_words(traceback: str) -> str:
+    """Returns a crash in words, from faulthandler's traceback."""
     import jax
     import jaxlib
 
-    # Threads come with the newest first, and the main thread, which makes the steps, last.
+    # The newest thread is listed first, and the main thread, which makes the steps, last.
     main = traceback.rpartition("most recent call first")[2]
     own = [line.strip() for line in main.splitlines() if line.startswith("  File ")][:_FRAMES]
     where = f" The main thread stood at {'; '.join(own)}." if own else ""

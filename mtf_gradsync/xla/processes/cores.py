@@ -1,4 +1,4 @@
-"""Which cores of a program are this process's, and how the others' values get here."""
+"""The cores of this process, and the exchange of values with those of other processes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _Result = TypeVar("_Result")
 class Cores:
     """The cores of a program, one jax device each.
 
-    They are all this process's, or every process has as many of them.
+    Either they are all of this process, or every process has equally many.
 
     Attributes:
-      devices: of all cores, in physical order.
+      devices: devices of all cores, in physical order.
       local: numbers of this process's cores.
       local_devices: their devices.
     """
 
     def __init__(self, devices: Sequence[Any]):
-        """Finds out whose they are.
+        """Finds out which process each device belongs to.
 
         Args:
           devices: jax devices.
 
         Raises:
-          ProcessesError: when the processes have unlike numbers of them, or jaxlib is too old.
+          ProcessesError: when processes have different numbers of them, or jaxlib is too old.
         """
         self.devices = list(devices)
         self._me = devices[0].client.process_index()
@@ -51,13 +51,13 @@ class Cores:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what one has to do for all."""
+        """Whether this process does what one of them does for all."""
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Values on all cores, from those that each process has.
+        """Returns values on all cores, from those that each process has.
 
-        All processes have to call it with as many values of the same shapes.
+        All processes have to call it with the same number and shapes of values.
 
         Args:
           local: for each value, for each of this process's cores: an array.
@@ -79,15 +79,12 @@ class Cores:
         return [[value[process][row] for process, row in where] for value in stacked]
 
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The values of the first process, on all.
+        """Returns the values of the first process, on all processes.
 
-        All processes have to call it with as many values of the same shapes.
+        All processes have to call it with the same number and shapes of values.
 
         Args:
-          values: this process's.
-
-        Returns:
-          The first process's.
+          values: this process's values.
 
         Raises:
           ProcessesError: when they call it with other values.
@@ -95,28 +92,29 @@ class Cores:
         return list(values) if self.is_alone else gathering.from_first(values)
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """Does something on every process, and waits until all have done it.
+        """Calls a function on every process, and waits until all have done so.
 
         Args:
-          work: what to do.
+          work: the function.
 
         Returns:
-          What it returned here.
+          Its result here.
 
         Raises:
-          ProcessesError: when it failed on another process. Here it raises what it raises.
+          ProcessesError: when it failed on another process. If it failed here, its own error is
+            raised.
         """
         return work() if self.is_alone else gathering.together(work)
 
     def check_same(self, what: str, content: bytes) -> None:
-        """Checks that all processes have the same.
+        """Raises an error unless all processes have the same content.
 
         Args:
-          what: for the error.
-          content: this process's.
+          what: name of the content, for the error.
+          content: this process's content.
 
         Raises:
-          ProcessesError: names the processes whose content is another than process 0's.
+          ProcessesError: names the processes whose content differs from process 0's.
         """
         if not self.is_alone:
             gathering.check_same(what, content)

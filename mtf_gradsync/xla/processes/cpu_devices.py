@@ -10,13 +10,13 @@ _OLDEST_JAXLIB = (0, 4, 33)
 
 
 def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
-    """Does what `make_cpu_devices` does, as long as jax has not begun."""
+    """Makes CPU devices as `make_cpu_devices` does, as long as jax has not begun."""
     if not backends_are_initialized():
         make_cpu_devices(count, replace)
 
 
 def check_keeps_order() -> None:
-    """Checks that CPU devices of several processes can be in collectives together.
+    """Raises an error if CPU devices of several processes cannot be in collectives together.
 
     Raises:
       ProcessesError: when this version of jaxlib is too old for it: before 0.4.33 a process waits
@@ -28,6 +28,6 @@ def check_keeps_order() -> None:
         oldest = ".".join(map(str, _OLDEST_JAXLIB))
         raise ProcessesError(
             f"CPU devices of several processes need jaxlib {oldest} or later; this is "
-            f"{jaxlib.__version__}, which stands still in their collectives. Install a later one, "
+            f"{jaxlib.__version__}, which hangs in their collectives. Install a later one, "
             "or use one process."
         )

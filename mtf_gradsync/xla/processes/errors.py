@@ -1,4 +1,4 @@
-"""Which errors another process of the job may have caused."""
+"""Errors that another process of the job may have caused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ class ExchangeError(ProcessesError):
 
 
 class OtherProcessError(ProcessesError):
-    """Another process has raised an error, and says by itself what it was."""
+    """Another process has raised an error, which it also reports itself."""
 
 
 def may_be_from_another_process(error: BaseException | None) -> bool:
-    """Whether XLA or another process raised an error, its cause, or one that was being handled."""
+    """Returns whether XLA or another process raised an error.
+
+    The error's cause and the error that was being handled count, too.
+    """
     while error is not None:
         if isinstance(error, (ExchangeError, OtherProcessError)):
             return True

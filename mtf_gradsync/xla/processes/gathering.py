@@ -1,7 +1,7 @@
 """Exchanges values of the host between all processes of a job.
 
 All processes have to call each function here, in the same order. Each takes part with one device:
-once it has its values, nothing of the exchange runs any more.
+once that has its values, the exchange is over.
 """
 
 from __future__ import annotations
@@ -18,38 +18,35 @@ from mtf_gradsync.xla.runner.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
 
-# Of one process's values that are exchanged at a time.
+# Bytes of one process's values that are exchanged at a time.
 _PIECE_BYTES = 64 << 20
 _TEXT_BYTES = 600
 
 
 def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The values of all processes.
+    """Returns the values of all processes.
 
     Args:
-      values: this process's; the others' have the same shapes and dtypes.
+      values: this process's values; the others' have the same shapes and dtypes.
 
     Returns:
       For each value: array ``[processes, ...]``.
 
     Raises:
-      ProcessesError: when the others' have not.
+      ProcessesError: when the others' have other shapes or dtypes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     return [g for piece in _pieces(values) for g in _exchanged(piece)]
 
 
 def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The values of process 0.
+    """Returns the values of process 0.
 
     Args:
-      values: this process's; the others' have the same shapes and dtypes.
-
-    Returns:
-      Process 0's.
+      values: this process's values; the others' have the same shapes and dtypes.
 
     Raises:
-      ProcessesError: when the others' have not.
+      ProcessesError: when the others' have other shapes or dtypes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     import jax
@@ -59,57 +56,57 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         packed = _packed(piece)
         words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
         # All others add zeros to it.
-        sent = _crossed(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
+        sent = _exchange_words(words if jax.process_index() == 0 else np.zeros_like(words), "sum")
         found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
     return found
 
 
 def together(work: Callable[[], _Result]) -> _Result:
-    """Does something on every process, and waits until all have done it.
+    """Calls a function on every process, and waits until all have done so.
 
     Args:
-      work: what to do.
+      work: the function.
 
     Returns:
-      What it returned here.
+      Its result here.
 
     Raises:
-      ProcessesError: when it failed on another process. Here it raises what it raises.
+      ProcessesError: when it failed on another process. If it failed here, its own error is raised.
     """
     try:
         result = work()
     except Exception as error:
-        _said(f"{type(error).__name__}: {error}")
+        _texts_of_all(f"{type(error).__name__}: {error}")
         raise
-    said = [(i, text) for i, text in enumerate(_said("")) if text]
-    if said:
-        raise OtherProcessError(f"On process {said[0][0]}: {said[0][1]}")
+    texts = [(i, text) for i, text in enumerate(_texts_of_all("")) if text]
+    if texts:
+        raise OtherProcessError(f"On process {texts[0][0]}: {texts[0][1]}")
     return result
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Checks that all processes have the same.
+    """Raises an error unless all processes have the same content.
 
     Args:
-      what: for the error.
-      content: this process's.
+      what: name of the content, for the error.
+      content: this process's content.
 
     Raises:
-      ProcessesError: names the processes whose content is another than process 0's.
+      ProcessesError: names the processes whose content differs from process 0's.
     """
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
     others = [str(i) for i, d in enumerate(digests) if not np.array_equal(d, digests[0])]
     if others:
         raise ProcessesError(
-            f"The processes do not do the same: {what} are other ones on process "
-            f"{', '.join(others)} than on process 0. Every process has to build the same program "
-            "and to make the same calls with the same fetches in the same order."
+            f"The processes differ: {what} on process {', '.join(others)} are not those on process "
+            "0. Every process has to build the same program and to make the same calls with the "
+            "same fetches in the same order."
         )
 
 
-def _said(text: str) -> list[str]:
-    """The texts of all processes."""
+def _texts_of_all(text: str) -> list[str]:
+    """Returns the texts of all processes."""
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
     padded[: len(data)] = data
@@ -131,14 +128,14 @@ def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 
 def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return _unpacked(_crossed(_packed(values), "gather"), values)
+    return _unpacked(_exchange_words(_packed(values), "gather"), values)
 
 
-def _crossed(words: np.ndarray, how: str) -> np.ndarray:
-    """The rows of all processes, one below the other ("gather") or added up ("sum")."""
+def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
+    """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
     import jax
 
-    devices, combined = _crossing(how)
+    devices, combined = _exchange_program(how)
     wait_for_turn()
     mine = next(d for d in devices if d.process_index == jax.process_index())
     rows = jax.make_array_from_single_device_arrays(
@@ -158,8 +155,8 @@ def _crossed(words: np.ndarray, how: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=None)
-def _crossing(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
-    """A device of each process, and what brings values from each to all of them."""
+def _exchange_program(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns a device of each process, and a program that sends each one's values to all."""
     import jax
 
     first: dict[int, Any] = {}
@@ -180,7 +177,7 @@ def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The inverse of `_packed` for ``[processes, bytes]``."""
+    """Returns the inverse of `_packed` for ``[processes, bytes]``."""
     found, begin = [], 0
     for value in like:
         part = np.ascontiguousarray(packed[:, begin : begin + value.nbytes])

@@ -1,4 +1,4 @@
-"""Keeps jax from waiting for devices that are not there."""
+"""Keeps jax from waiting for devices that do not exist."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from mtf_gradsync._private.jax import backends_are_initialized
 
-# How a TPU shows itself on its host.
+# Device files of a TPU on its host.
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def leave_absent_tpus_alone() -> None:
     """Keeps jax from looking for a TPU where there is none, but libtpu is installed.
 
-    It would ask a cloud's metadata server, again and again, which takes minutes where there is
-    none. What the user said (JAX_PLATFORMS) stays.
+    It would query a cloud's metadata server, again and again, which takes minutes where there is
+    none. A user's setting of JAX_PLATFORMS is not changed.
     """
     if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
         return
@@ -35,7 +35,7 @@ def leave_absent_tpus_alone() -> None:
 
 
 def _plugins() -> list[str]:
-    """The platforms that were installed beside jax's own."""
+    """Returns the platforms that are installed beside jax's own."""
     groups: Any = metadata.entry_points()
     chosen = (
         groups.select(group="jax_plugins")

@@ -47,20 +47,20 @@ class Processes(Membership):
         self.num_processes = num_processes
         self._undo = undo
         self._exit_code: int | None = None
-        # Its end of this process comes before jax's own, which waits for all processes.
+        # Registered last, so that it runs before jax's own function, which waits for all processes.
         super().__init__(watchdog)
 
     def in_turn(self, work: Callable[[], _Result]) -> _Result:
-        """Does something on process 0, and on the others when that has done it.
+        """Calls a function on process 0 and, when it has returned there, on the others.
 
         Args:
-          work: what to do; all processes have to call this.
+          work: the function; all processes have to call this method.
 
         Returns:
-          What it returned here.
+          Its result here.
 
         Raises:
-          ProcessesError: when it failed on process 0. There it raises what it raises.
+          ProcessesError: when it failed on process 0, where its own error is raised.
         """
         if self.process_index == 0:
             return gathering.together(work)
@@ -173,7 +173,7 @@ def start_processes(
 
 
 class _Job(NamedTuple):
-    """A `Cluster` of which all is known."""
+    """A `Cluster` of which everything is known."""
 
     coordinator: str
     num_processes: int
@@ -184,7 +184,7 @@ class _Job(NamedTuple):
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
-    """The arguments, or what jax finds in their place."""
+    """Returns the arguments, or what jax finds in their place."""
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):

@@ -16,19 +16,19 @@ from .errors import StepError
 from .files import check_free, dtype_of, read_manifest, without_dtype
 from .step import Fetched, Input, Step, inputs_of
 
-# Steps that wait on the devices while the host reads what an earlier one fetched.
+# Steps that wait on the devices while the host reads the fetches of an earlier one.
 _AHEAD = 2
 
 
 def main(argv: Sequence[str], folder: str) -> int:
-    """Runs steps as a command line says.
+    """Runs steps as command-line arguments say.
 
     Args:
-      argv: the command line.
-      folder: the exported step, unless it names another.
+      argv: the arguments.
+      folder: the exported step, unless the arguments name another.
 
     Returns:
-      The exit code: 0, or 2 when something is missing, which one line on stderr says.
+      The exit code: 0, or 2 with one line on stderr when something is missing.
     """
     flags = parser(folder).parse_args(argv)
     try:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], folder: str) -> int:
 
 
 def parser(folder: str) -> argparse.ArgumentParser:
-    """The command line's flags; `folder` is the default."""
+    """Returns a parser of the command line's flags; `folder` is the default."""
     made = argparse.ArgumentParser(
         prog="run.py", description="Runs training steps that mtf_gradsync exported."
     )
@@ -88,7 +88,7 @@ def _run(flags: argparse.Namespace) -> None:
     def finish() -> None:
         number, fetched = waiting.pop(0)
         values = dict(fetched)
-        say(" ".join([f"step {number}", *(f"{n} {_shown(v)}" for n, v in values.items())]))
+        say(" ".join([f"step {number}", *(f"{n} {_as_text(v)}" for n, v in values.items())]))
         if flags.fetches:
             returned.append(values)
 
@@ -120,7 +120,7 @@ def _run(flags: argparse.Namespace) -> None:
 
 
 def _start_jax(flags: argparse.Namespace, cores: int) -> None:
-    """Begins with other processes, if there are, and asks for CPU devices."""
+    """Joins other processes, if there are any, and asks for CPU devices."""
     processes = flags.num_processes or 1
     if flags.cpu_devices or not flags.distributed:
         make_cpu_devices(flags.cpu_devices or -(-cores // processes))
@@ -129,7 +129,7 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
     try:
         import jax
     except ImportError:
-        return  # finding devices says so
+        return  # find_devices raises an error for this
     with contextlib.suppress(AttributeError):
         # Older ones have to be told how CPU devices talk to each other.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -145,7 +145,7 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
 def _batches(
     flags: argparse.Namespace, inputs: Sequence[Input], seed: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """How many steps to make, and the inputs of each."""
+    """Returns how many steps to make, and the inputs of each."""
     needed = [i for i in inputs if i.default is None]
     if flags.inputs:
         return _from_file(flags, inputs)
@@ -158,11 +158,11 @@ def _batches(
             "which has one more dimension in front for the steps, or --random-inputs."
         )
     # Made once: making them would take longer than a small step.
-    made = _made_up(needed, flags.below, np.random.RandomState(seed))
+    made = _random_inputs(needed, flags.below, np.random.RandomState(seed))
     return count, (made for _ in range(count))
 
 
-def _made_up(
+def _random_inputs(
     needed: Sequence[Input], below: int, random: np.random.RandomState
 ) -> dict[str, np.ndarray]:
     found: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _print_contents(manifest: dict[str, Any]) -> None:
         print(f"fetch {name}: {result['dtype']}{result['shape']}")
 
 
-def _shown(value: np.ndarray) -> str:
+def _as_text(value: np.ndarray) -> str:
     if np.ndim(value) == 0:
         return str(value)
     return np.array2string(np.asarray(value), threshold=8, separator=",").replace("\n", "")

@@ -1,4 +1,4 @@
-"""Finds devices, and moves arrays to them and back."""
+"""Finds devices, and copies arrays to them and back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from .errors import DevicesError, StepError, explained, short
+from .errors import DevicesError, StepError, devices_errors, short
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 class OnDevices:
-    """One value for each core of a program: an array on each device of this process."""
+    """The values of all cores of a program: an array on each device of this process."""
 
     def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
-        """Takes the value as a program is given it, or as it returns it.
+        """Takes the values in one of two forms: as programs take them, or as programs return them.
 
         Args:
           arrays: single-device jax arrays, in the order of this process's devices; or
@@ -29,21 +29,21 @@ class OnDevices:
     def arrays(self) -> list[Any]:
         """Single-device jax arrays, in the order of this process's devices."""
         if self._arrays is None:
-            # addressable_data would give the first of what is called the same on all devices.
+            # addressable_data would return the first, since the sharding says that all are equal.
             self._arrays = [shard.data for shard in self._joined.addressable_shards]
         return self._arrays
 
     @property
-    def as_it_came(self) -> Any:
-        """The joined array where there is one, the list of arrays otherwise."""
+    def arrays_or_joined(self) -> Any:
+        """Returns the joined array if there is one, the list of arrays otherwise."""
         return self._arrays if self._joined is None else self._joined
 
     def joined(self, sharding: Any) -> Any:
-        """The same as one jax array.
+        """Returns the values as one jax array.
 
         Args:
-          sharding: over all devices of the program. Values differ from device to device whatever
-            it is called: it only tells jax that each device holds an array of the full shape.
+          sharding: a sharding over all devices of the program. Values differ between devices
+            whatever it says: it only tells jax that each device has an array of the full shape.
         """
         import jax
 
@@ -55,7 +55,7 @@ class OnDevices:
 
 
 def make_cpu_devices(count: int, replace: bool = False) -> None:
-    """Asks for as many CPU devices. It has no effect once jax has started its devices.
+    """Asks jax for CPU devices. It has no effect once jax has started its devices.
 
     Args:
       count: devices of this process.
@@ -68,7 +68,7 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """The first devices that jax has.
+    """Returns the first devices that jax has.
 
     Args:
       count: how many.
@@ -101,10 +101,10 @@ def find_devices(count: int, platform: str | None) -> list[Any]:
 
 
 def check_count(devices: Sequence[Any], count: int) -> list[Any]:
-    """The first of some devices.
+    """Returns the first of some devices.
 
     Raises:
-      DevicesError: when there are too few.
+      DevicesError: when there are fewer than count.
     """
     if len(devices) >= count:
         return list(devices[:count])
@@ -122,12 +122,12 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
     """Copies one value to each device.
 
     Args:
-      per_core: for each device. A CPU device may take an array's memory as its own: nobody else
-        may write there, and two arrays that a step writes over may not share it.
-      devices: of this process.
+      per_core: a value for each device. A CPU device may use an array's memory as its own: nobody
+        else may write there, and two arrays that a step writes over may not share it.
+      devices: this process's devices.
 
     Returns:
-      The values on the devices; 64-bit numbers stay what they are.
+      The values on the devices; 64-bit numbers keep their types.
     """
     import jax
 
@@ -135,7 +135,7 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
     client = devices[0].client
     if hasattr(client, "buffer_from_pyval"):  # jaxlib 0.4
         return OnDevices([client.buffer_from_pyval(v, d) for v, d in zip(values, devices)])
-    # Keeps jax from narrowing 64-bit numbers.
+    # jax would otherwise convert 64-bit numbers to 32 bits.
     enable_x64: Any = getattr(jax, "enable_x64", None)
     if enable_x64 is None:
         from jax import experimental
@@ -146,7 +146,7 @@ def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """The same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
+    """Returns the same bytes; TensorFlow 2.12 has a bfloat16 of its own."""
     import jax.numpy as jnp
 
     if value.dtype.name == "bfloat16" and value.dtype != jnp.bfloat16:
@@ -155,16 +155,16 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 
 
 def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
-    """A value on the cores of all processes, which all have to call this.
+    """Returns the values of the cores of all processes, which all have to call this.
 
     Args:
-      value: on this process's.
-      devices: of all cores.
+      value: the values of this process's cores.
+      devices: devices of all cores.
 
     Returns:
       For each core: an array.
     """
-    with explained():
+    with devices_errors():
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
         return mine
@@ -172,11 +172,11 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
 
     owners = [d.process_index for d in devices]
     most = max(owners.count(owner) for owner in owners)
-    # As bytes, because what is gathered passes through a program, which rounds no byte.
+    # As bytes, because the program that gathers them might round numbers, but not bytes.
     packed = np.zeros((most, mine[0].nbytes), np.uint8)
     for number, array in enumerate(mine):
         packed[number] = np.frombuffer(array.tobytes(), np.uint8)
-    # One device of each process takes part: nothing of it runs any more once that has the values.
+    # One device of each process takes part: once it has the values, nothing runs any more.
     first = [devices[owners.index(owner)] for owner in sorted(set(owners))]
     mesh = jax.sharding.Mesh(np.array(first), ("process",))
     apart, everywhere = (
@@ -196,7 +196,7 @@ def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
 
 
 def describe(devices: Sequence[Any]) -> str:
-    """Devices in words, as in "8 cpu devices (cpu), 4 of them here"."""
+    """Returns a description of devices, such as "8 cpu devices (cpu), 4 of them here"."""
     here = sum(d.process_index == d.client.process_index() for d in devices)
     text = f"{len(devices)} {devices[0].platform} {'device' if len(devices) == 1 else 'devices'}"
     text += f" ({devices[0].device_kind})"

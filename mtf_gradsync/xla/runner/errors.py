@@ -1,4 +1,4 @@
-"""Says what went wrong on the devices, and what would do."""
+"""Errors of a step, which say what went wrong and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONGEST = 600
 
 
 class StepError(Exception):
-    """What a step needs is missing; the message says what, and what would do."""
+    """A step lacks something that it needs; the message says what, and what to do."""
 
 
 class DevicesError(StepError, RuntimeError):
@@ -17,15 +17,15 @@ class DevicesError(StepError, RuntimeError):
 
 
 @contextlib.contextmanager
-def explained(in_step: bool = True) -> Iterator[None]:
-    """Turns XLA's errors into `DevicesError`.
+def devices_errors(in_step: bool = True) -> Iterator[None]:
+    """Turns XLA's errors in the block into `DevicesError`.
 
     Args:
-      in_step: False while a program is compiled. What XLA says of it is then left as it is, but
-        that it does not fit.
+      in_step: False while a program is compiled. XLA's errors are then not changed, except those
+        about too little memory.
 
     Raises:
-      DevicesError: says what XLA said, and what would do.
+      DevicesError: has XLA's message, and what to do.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def explained(in_step: bool = True) -> Iterator[None]:
             raise
         # A step that failed may leave its devices unusable until the process ends.
         remedy = "Variables may be lost; go on from what was saved last in a new process."
-        # jaxlib tells it in words alone. The second is what is left of a CPU device's in 0.4.
+        # Only the message shows which error it is. The second is a CPU device's in jaxlib 0.4.
         if any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "memory allocating")):
             raise DevicesError(
                 f"The devices have no room for the step: {short(error)} Take a smaller batch, more "
@@ -47,7 +47,7 @@ def explained(in_step: bool = True) -> Iterator[None]:
 
 
 def short(error: Exception) -> str:
-    """What an error says as one sentence on one line."""
+    """Returns an error's message as one sentence on one line."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
     return text if text.endswith((".", "!", "?")) else text + "."

@@ -1,4 +1,4 @@
-"""The files of an exported step: what they are called, and how they are read and written."""
+"""Names, reads and writes the files of an exported step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a folder's manifest says, after all that is needed to run was checked.
+    """Returns a folder's manifest, after checking all files that are needed to run the step.
 
     Args:
-      folder: where it is.
-
-    Returns:
-      The manifest.
+      folder: the folder.
 
     Raises:
       StepError: when a file is missing or damaged, or the format is another.
@@ -52,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The sha256 of each file of a folder, as it was written.
+    """Returns the sha256 that each file of a folder had when it was written.
 
     Raises:
       StepError: when this is no such folder.
@@ -74,21 +71,21 @@ def write_folder(
     others: Mapping[str, bytes],
     replace: bool,
 ) -> None:
-    """Writes a folder, whole or not at all.
+    """Writes a folder, all of it or nothing.
 
     Args:
-      folder: where to.
-      manifest: what the manifest says.
+      folder: the folder.
+      manifest: content of the manifest.
       values: arrays for `VALUES`, by name.
       others: contents of the other files, by path in the folder.
-      replace: whether it may take the place of an exported step that is there.
+      replace: whether it may replace an exported step that is there.
 
     Raises:
       StepError: when something is there that may not be replaced.
     """
     check_free(folder, replace)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, so that it is a rename away.
+    # In the same directory, so that a rename puts it in place.
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         new, old = made / "new", made / "old"
@@ -116,7 +113,7 @@ def write_folder(
 
 
 def check_free(folder: Path, replace: bool) -> None:
-    """Refuses to write where something is that may not be replaced.
+    """Raises an error if something is in a folder's place that may not be replaced.
 
     Raises:
       StepError: says what is there.
@@ -130,12 +127,12 @@ def check_free(folder: Path, replace: bool) -> None:
 
 
 def key_of(parameter: Mapping[str, Any]) -> str:
-    """The name of a parameter's array in `VALUES`."""
+    """Returns the name of a parameter's array in `VALUES`."""
     return f"{parameter['kind']}s/{parameter['name']}"
 
 
-def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """What differs of the values that cores have.
+def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
+    """Returns the different values among those of cores.
 
     Args:
       per_core: an array for each core.
@@ -155,30 +152,27 @@ def distinct(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     return np.stack(kept), rows
 
 
-def put_together(
-    parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """A variable as its user knows it.
+def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Assembles a variable from its cores' slices.
 
     Args:
       parameter: its entry in the manifest.
       per_core: its value on each core.
 
     Returns:
-      name -> value, put together from the cores' slices: one, or those that Mesh-TensorFlow
-      stacked in one.
+      name -> value: one variable, or all that Mesh-TensorFlow stacked in one.
     """
-    whole = parameter["whole"]
-    if whole is None:
+    layout = parameter["whole"]
+    if layout is None:
         return {parameter["name"]: per_core[0]}
-    value = np.empty(whole["shape"], per_core[0].dtype)
-    for core, begin in whole["slices"]:
+    value = np.empty(layout["shape"], per_core[0].dtype)
+    for core, begin in layout["slices"]:
         value[tuple(slice(b, b + n) for b, n in zip(begin, parameter["shape"]))] = per_core[core]
-    return dict(zip(whole["names"], value if whole["is_stacked"] else [value]))
+    return dict(zip(layout["names"], value if layout["is_stacked"] else [value]))
 
 
 def dtype_of(name: str) -> np.dtype:
-    """The dtype of a name as in "bfloat16", which numpy alone does not know."""
+    """Returns the dtype of a name as in "bfloat16", which numpy alone does not know."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -188,7 +182,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def without_dtype(value: np.ndarray) -> np.ndarray:
-    """An array that numpy's files can hold: as its bits, where they do not know the dtype."""
+    """Returns an array that numpy's files can hold: its bits, where they do not know the dtype."""
     value = np.asarray(value)
     if value.dtype.kind != "V":
         return value
@@ -196,7 +190,7 @@ def without_dtype(value: np.ndarray) -> np.ndarray:
 
 
 def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
-    """The inverse of `without_dtype`."""
+    """Returns the inverse of `without_dtype`."""
     return value.view(dtype_of(name))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from .devices import OnDevices, describe
-from .errors import StepError, explained, short
+from .errors import StepError, devices_errors, short
 from .turns import run_in_turn
 
 _KNOWN_JAX = "0.4.30 to 0.12"
@@ -17,13 +17,13 @@ _INSTALL_JAX = "jax>=0.4.30,<0.13"
 
 
 class RefusedError(StepError):
-    """XLA cannot read a program, or not compile it."""
+    """XLA cannot read a program, or cannot compile it."""
 
 
 def compiled(
     program: bytes | str, devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compiles a program that jax did not make, one replica of it for each device, and loads it.
+    """Compiles and loads a program that jax did not make, one replica of it for each device.
 
     Args:
       program: StableHLO, as text or as a portable artifact.
@@ -34,15 +34,15 @@ def compiled(
       The executable, for `LoadedProgram`.
 
     Raises:
-      RefusedError: when this jax cannot.
+      RefusedError: when this jax cannot compile the program.
       DevicesError: when the devices have no room for it.
-      StepError: when this jax wants to be called otherwise than those that are known here.
+      StepError: when this jax has another interface than the versions that are known here.
     """
     import jax
 
     client = devices[0].client
     try:
-        with explained(in_step=False):
+        with devices_errors(in_step=False):
             chosen = compile_options(devices, options)
             if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
                 return client.compile(program, chosen)
@@ -51,7 +51,7 @@ def compiled(
         raise
     except (AttributeError, ImportError, TypeError) as error:
         raise StepError(
-            f"jax {jax.__version__} wants to be called otherwise than {_KNOWN_JAX}, which this "
+            f"jax {jax.__version__} has another interface than {_KNOWN_JAX}, which this "
             f'runner knows: {short(error)} Install one of those: pip install "{_INSTALL_JAX}".'
         ) from error
     except (RuntimeError, ValueError) as error:
@@ -62,7 +62,7 @@ def compiled(
 
 
 def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """The compiler's options for a program with one replica on each device.
+    """Returns the compiler's options for a program with one replica on each device.
 
     Args:
       devices: devices that exist, or that a topology describes.
@@ -81,7 +81,7 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """An executable as bytes that `loaded_executable` takes.
+    """Returns an executable as bytes that `loaded_executable` takes.
 
     Raises:
       RuntimeError: where the platform cannot do it.
@@ -90,7 +90,7 @@ def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
 
 
 def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
-    """The inverse of `serialized_executable`, for the same version of jaxlib and devices.
+    """Returns the inverse of `serialized_executable`, for the same version of jaxlib and devices.
 
     Raises:
       RuntimeError: when these bytes are not such an executable.
@@ -102,14 +102,13 @@ def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
 
 
 class LoadedProgram:
-    """A program that is ready to run, and what is known of how this jaxlib wants to be called.
+    """A program that is ready to run, with the interface of this jaxlib.
 
     Attributes:
-      executable: what `compiled` or `loaded_executable` returned.
+      executable: an executable from `compiled` or `loaded_executable`.
     """
 
     def __init__(self, executable: Any, devices: Sequence[Any]):
-        """Takes the executable, and a jax device for each core."""
         import jax
 
         self.executable = executable
@@ -120,23 +119,24 @@ class LoadedProgram:
         # jaxlib 0.4 takes the arrays of the devices as they are; joining them takes time.
         self._joins = hasattr(devices[0].client, "compile_and_load") or not is_alone
         self._waits = not is_alone and devices[0].platform == "cpu"
-        # They make one joined array of each result, without one for each device, in a quarter of
+        # These make one joined array of each result, without one for each device, in a quarter of
         # the time that jax's public way takes.
         self._handlers: list[Any] = []
 
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
-        """Runs it once; returns at once where it may, with results that may not be there yet.
+        """Runs the program once, and may return before the results are there.
 
         Args:
-          arguments: for each parameter. Those that results are written over are gone.
+          arguments: a value for each parameter. Those that results are written over cannot be used
+            again.
 
         Returns:
-          For each result.
+          A value for each result.
         """
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 
     def _run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
-        given = [a.joined(self._sharding) if self._joins else a.as_it_came for a in arguments]
+        given = [a.joined(self._sharding) if self._joins else a.arrays_or_joined for a in arguments]
         results = self.executable.execute_sharded(given)
         if self._handlers:
             return [OnDevices(joined=r) for r in results.consume_with_handlers(self._handlers)]

@@ -1,4 +1,4 @@
-"""A step whose variables stay on the devices."""
+"""Step: a training step whose variables stay on the devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from . import devices as device_tools
 from .devices import OnDevices
-from .errors import StepError, explained
+from .errors import StepError, devices_errors
 from .files import (
     MANIFEST,
     PROGRAM,
     VALUES,
+    assemble,
     check_free,
-    distinct,
+    distinct_rows,
     dtype_of,
     key_of,
-    put_together,
     read_manifest,
     read_sums,
     with_dtype,
@@ -30,15 +30,15 @@ from .turns import wait_for_turn
 
 
 class Input(NamedTuple):
-    """What a step has to be given, or may be.
+    """An input of a step.
 
     Attributes:
-      name: of the input.
-      shape: of the array. Where cores read different rows of it, they are along its first
+      name: the input's name.
+      shape: shape of the array. Where cores read different rows of it, they are along its first
         dimension.
-      dtype: numpy's.
-      default: what stands where none is given: "kept" for the folder's value, "step" for the
-        number of steps made before, None for nothing.
+      dtype: numpy's dtype.
+      default: the value if none is given: "kept" for the folder's value, "step" for the number of
+        steps made before, None for nothing.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Input(NamedTuple):
 
 
 class Fetched(Mapping):
-    """The values that a step returned, by name. Asking for one waits for the step.
+    """The values that a step returned, by name. Reading one waits for the step.
 
     A value is that of this process's first core; `per_core` has all of this process's.
     """
@@ -61,7 +61,7 @@ class Fetched(Mapping):
 
     def __getitem__(self, name: str) -> np.ndarray:
         array = self._values[name].arrays[0]
-        with explained():
+        with devices_errors():
             return np.asarray(array)[()]
 
     def __iter__(self) -> Iterator[str]:
@@ -71,20 +71,20 @@ class Fetched(Mapping):
         return len(self._values)
 
     def per_core(self, name: str) -> list[np.ndarray]:
-        """The values of this process's cores, in order."""
-        with explained():
+        """Returns the values of this process's cores, in order."""
+        with devices_errors():
             return [np.asarray(array)[()] for array in self._values[name].arrays]
 
 
 class Step:
-    """A step whose variables stay on the devices, where new values are written over the old ones.
+    """A training step whose variables stay on the devices, where new values overwrite the old ones.
 
     Attributes:
-      manifest: what manifest.json says.
-      inputs: what the step reads.
+      manifest: content of manifest.json.
+      inputs: the inputs that the step reads.
       devices: a jax device for each core.
       cores: numbers of this process's cores.
-      steps: made so far, those before the folder was written included.
+      steps: steps made so far, including those before the folder was written.
     """
 
     @classmethod
@@ -94,7 +94,7 @@ class Step:
         """Reads a folder, compiles its program and puts its variables on devices.
 
         Args:
-          folder: where it is.
+          folder: the folder.
           devices: a jax device for each core; default the first ones that jax has.
           platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; default jax's own choice.
 
@@ -147,11 +147,11 @@ class Step:
                     self._on_devices[p["name"]] = self._put(per_core)
 
     def __call__(self, inputs: Mapping[str, Any] | None = None) -> Fetched:
-        """Makes a step. It returns at once; steps run in the order of the calls.
+        """Makes a step; returns at once, and steps run in the order of the calls.
 
         Args:
-          inputs: name -> array. Those that the folder keeps a value for, and the
-            step counter, need not be given.
+          inputs: name -> array. Those that the folder has a value for, and the step counter, need
+            not be given.
 
         Returns:
           The fetches.
@@ -161,7 +161,7 @@ class Step:
         """
         given = {**self._counters(), **(inputs or {})}
         fresh = {name: self._put(value) for name, value in self._checked(given).items()}
-        with explained():
+        with devices_errors():
             results = self._program.run([fresh.get(n) or self._on_devices[n] for n in self._names])
         fetched: dict[str, OnDevices] = {}
         for what, value in zip(self.manifest["results"], results):
@@ -173,13 +173,13 @@ class Step:
 
     def wait(self) -> None:
         """Waits until all steps are done."""
-        with explained():
+        with devices_errors():
             for value in self._on_devices.values():
                 for array in value.arrays:
                     array.block_until_ready()
 
     def variables(self, per_core: bool = False) -> dict[str, Any]:
-        """The newest values of the variables. With several processes, all have to call it.
+        """Returns the newest values of the variables. With several processes, all have to call it.
 
         Args:
           per_core: whether to give the list of the cores' values in place of a whole array.
@@ -197,7 +197,7 @@ class Step:
             if per_core:
                 found[p["name"]] = values
             else:
-                found.update(put_together(p, values))
+                found.update(assemble(p, values))
         return found
 
     def save(self, folder: str, replace: bool = False) -> None:
@@ -206,7 +206,7 @@ class Step:
         With several processes, all have to call it; the one with the first core writes.
 
         Args:
-          folder: where to.
+          folder: the folder to write.
           replace: whether it may take the place of an exported step that is there.
 
         Raises:
@@ -220,7 +220,9 @@ class Step:
         for p in self.manifest["parameters"]:
             if p["kind"] != "input":
                 value = self._on_devices[p["name"]]
-                arrays[key_of(p)], rows = distinct(device_tools.on_all_cores(value, self.devices))
+                arrays[key_of(p)], rows = distinct_rows(
+                    device_tools.on_all_cores(value, self.devices)
+                )
                 p = {**p, "rows": rows}
             manifest["parameters"].append(p)
         if 0 in self.cores:
@@ -229,12 +231,12 @@ class Step:
             write_folder(Path(folder), manifest, arrays, others, replace)
 
     def _finish(self) -> None:
-        """Waits for what another program of all processes could mix its values up with."""
-        with explained():
+        """Waits for steps that could mix up their values with another program of all processes."""
+        with devices_errors():
             wait_for_turn()
 
     def _put(self, per_core: Sequence[np.ndarray]) -> OnDevices:
-        with explained():
+        with devices_errors():
             return device_tools.put(per_core, self._local_devices)
 
     def _counters(self) -> dict[str, np.ndarray]:
@@ -243,7 +245,7 @@ class Step:
         return {i.name: np.full(i.shape, now, i.dtype) for i in counters}
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
-        """The inputs' values on this process's cores."""
+        """Returns the inputs' values on this process's cores."""
         missing = [i.name for i in self.inputs if i.default is None and i.name not in given]
         unknown = [name for name in given if name not in self._given]
         if missing or unknown:
@@ -262,7 +264,7 @@ class Step:
                         f"and the step reads {expected.dtype.name}{list(expected.shape)}. Cast or "
                         "cut it, or export the step for such a batch."
                     )
-                # A copy: the caller may write something else there while the step waits.
+                # A copy: the caller may write to the array while the step waits.
                 value = np.array(value)
                 rows = self._given[expected.name]["rows"]
                 found[expected.name] = [
@@ -272,7 +274,7 @@ class Step:
 
 
 def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
-    """What a step reads, as its manifest says."""
+    """Returns the inputs of a step that its manifest lists."""
     found = []
     for p in manifest["parameters"]:
         if p["kind"] == "input":
@@ -283,5 +285,5 @@ def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
 
 
 def _is_split(rows: Sequence[int]) -> bool:
-    """Whether cores read different rows of an input."""
+    """Returns whether cores read different rows of an input."""
     return max(rows) > 0

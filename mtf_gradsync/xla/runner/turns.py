@@ -1,10 +1,10 @@
-"""Lets programs of several processes run one after the other, in the order of their calls.
+"""Runs programs of several processes one after the other, in the order of their calls.
 
 A collective finds its counterparts in other processes by its place in a sequence: gloo keeps one
 sequence for each group of devices. Within a program XLA's CPU runtime keeps the order that it was
 compiled with. Between two programs jaxlib 0.4 keeps none: it begins the second one beside the
-first, unless that takes results of the first. One process may then be in the first program's sum
-where another is in the second's, and values are mixed up.
+first, unless the second takes results of the first. One process may then be in the first program's
+sum while another is in the second's, and values are mixed up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Callable, Sequence
 
 from .devices import OnDevices
 
-# Of the program that was called last: what to wait for, and all its results.
+# For the program that was called last: a result to wait for, and all its results.
 _last: OnDevices | None = None
 _results: weakref.WeakSet[OnDevices] = weakref.WeakSet()
 
@@ -22,13 +22,13 @@ _results: weakref.WeakSet[OnDevices] = weakref.WeakSet()
 def run_in_turn(
     run: Callable[[Sequence[OnDevices]], list[OnDevices]], arguments: Sequence[OnDevices]
 ) -> list[OnDevices]:
-    """Runs a program after those that were called before; returns at once where it may.
+    """Runs a program after those that were called before; may return before it has ended.
 
     A program that takes results of the last one waits for them by itself, on the devices.
 
     Args:
       run: runs the program.
-      arguments: for it.
+      arguments: the program's arguments.
 
     Returns:
       Its results, which may not be there yet.
@@ -40,7 +40,7 @@ def run_in_turn(
     if _results.isdisjoint(arguments):
         wait_for_turn()
     results = run(arguments)
-    # One is as good as all: they come at once, when all collectives are over.
+    # One result is enough: all are ready at once, when all collectives are over.
     _last, _results = results[0], weakref.WeakSet(results)
     return results
 
@@ -56,4 +56,4 @@ def wait_for_turn() -> None:
     if last is not None:
         import jax
 
-        jax.block_until_ready(last.as_it_came)
+        jax.block_until_ready(last.arrays_or_joined)

@@ -38,7 +38,11 @@ def main(private: Any, folder: str) -> dict[str, Any]:
         found = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"])
     except RuntimeError as error:
         return {"no_topology": str(error)}
-    answer = {"device_kind": found.devices[0].device_kind, "num_cores": len(found.devices)}
+    answer = {
+        "device_kind": found.devices[0].device_kind,
+        "num_cores": len(found.devices),
+        "places": [(*device.coords, device.core_on_chip) for device in found.devices],
+    }
     if not request["compile"] or len(found.devices) != request["num_cores"]:
         return answer
     with open(path("module.mlir")) as file:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
@@ -21,6 +22,7 @@ from mtf_gradsync.xla.topology.own_process import ask
 from mtf_gradsync.xla.topology.topologies import GENERATIONS, generation_of
 
 _LONGEST_ERROR = 600
+_EXAMPLES = ", ".join(g.example for g in GENERATIONS)
 _STAGES = ("before", "after", "after_unsharded")
 # Estimate -> the name of its compiled program, where that is another.
 _STAGE_OF = {"step": "after"}
@@ -61,16 +63,80 @@ def compile_for_tpu(
     """
     generation_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
+    lowered = lower(program, fetches)
+    others = _others(lowered.module, bare) if lowered.module is not None else {}
+    return compile_lowered(lowered, topology, save_hlo, others, update_not_split)
+
+
+class Lowered(NamedTuple):
+    """A core's program, ready for the TPU compiler.
+
+    Attributes:
+      num_replicas: how many cores run it.
+      module: StableHLO; None where TensorFlow refused the program.
+      refused: why it did.
+    """
+
+    num_replicas: int
+    module: str | None
+    refused: str = ""
+
+
+def lower(program: Program, fetches: Sequence[Any] = ()) -> Lowered:
+    """Turns a program into what the TPU compiler takes; the compiler need not be installed.
+
+    Args:
+      program: as for `compile_for_tpu`.
+      fetches: as there.
+
+    Returns:
+      The program of a core, or why there is none.
+
+    Raises:
+      UnsupportedProgramError: as there.
+      ValueError: as there, for a fetch.
+    """
     replica = replica_program(program, fetches)
-    module, refused = None, ""
     try:
-        module = to_stablehlo(to_hlo(replica))
+        return Lowered(replica.num_replicas, to_stablehlo(to_hlo(replica)))
     except UnsupportedProgramError as error:
-        refused = str(error)
-    others = _others(module, bare) if module is not None else {}
+        return Lowered(replica.num_replicas, None, str(error))
+
+
+def compile_lowered(
+    lowered: Lowered,
+    topology: str,
+    save_hlo: str | os.PathLike[str] | None = None,
+    others: Mapping[str, str] | None = None,
+    update_not_split: bool = False,
+    begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+) -> CompiledProgram:
+    """Compiles what `lower` made.
+
+    Args:
+      lowered: the program.
+      topology: as for `compile_for_tpu`.
+      save_hlo: as there.
+      others: StableHLO of further programs, by the name of their estimate; None for the program's
+        own with its conditions true and false, where it has any.
+      update_not_split: as for `compile_for_tpu`.
+      begun: called with the compiler's process once it runs.
+
+    Returns:
+      The compiler's answer.
+
+    Raises:
+      CompilerDiedError: as for `compile_for_tpu`.
+      ValueError: as there, for the topology.
+    """
+    refused, num_replicas = lowered.refused, lowered.num_replicas
+    if others is None:
+        others = _others(lowered.module, None) if lowered.module is not None else {}
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
-        answer = ask(folder, module, topology, replica.num_replicas, others, update_not_split)
-        _check_topology(topology, answer, replica.num_replicas)
+        answer = ask(
+            folder, lowered.module, topology, num_replicas, others, update_not_split, begun
+        )
+        _check_topology(topology, answer, num_replicas)
         if "error" in answer:
             refused = f"the TPU compiler: {_short(answer['error'])}"
         found = {stage: Path(folder) / f"{stage}.hlo.pb" for stage in _STAGES}
@@ -93,7 +159,7 @@ def compile_for_tpu(
     return CompiledProgram(
         topology=topology,
         device_kind=answer["device_kind"],
-        num_replicas=replica.num_replicas,
+        num_replicas=num_replicas,
         error=refused,
         before=before,
         after=after,
@@ -104,6 +170,29 @@ def compile_for_tpu(
     )
 
 
+def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
+    """Where the cores of a topology are.
+
+    Args:
+      topology: as for `compile_for_tpu`.
+
+    Returns:
+      For each core, in the order of a program's cores, the coordinates of its chip and then its
+      number on the chip.
+
+    Raises:
+      XlaMissingError: when jax or libtpu are not installed.
+      CompilerDiedError: when the compiler's process crashed.
+      ValueError: when there is no such topology.
+    """
+    generation_of(topology)
+    check_installed("jax", "jaxlib", "libtpu")
+    with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
+        answer = ask(folder, None, topology, 0)
+    _check_known(topology, answer)
+    return tuple(tuple(place) for place in answer["places"])
+
+
 def _others(module: str, bare: Program | None) -> dict[str, str]:
     """Programs whose costs say more of a program's cost, by the name of the estimate."""
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
@@ -112,17 +201,20 @@ def _others(module: str, bare: Program | None) -> dict[str, str]:
     return {name: text for name, text in made.items() if text is not None}
 
 
-def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> None:
-    known = ", ".join(g.example for g in GENERATIONS)
+def _check_known(topology: str, answer: dict[str, Any]) -> None:
     if "no_topology" in answer:
         raise ValueError(
             f"libtpu does not know the topology {topology!r}: {_short(answer['no_topology'])} "
-            f"Topologies of 8 cores are {known}."
+            f"Topologies of 8 cores are {_EXAMPLES}."
         )
+
+
+def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> None:
+    _check_known(topology, answer)
     if answer["num_cores"] != num_cores:
         raise ValueError(
             f"topology {topology!r} has {answer['num_cores']} cores and the program's mesh "
-            f"{num_cores}; they have to agree. Topologies of 8 cores are {known}; twice "
+            f"{num_cores}; they have to agree. Topologies of 8 cores are {_EXAMPLES}; twice "
             "the chips along one direction are twice the cores."
         )
 

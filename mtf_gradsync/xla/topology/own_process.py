@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private import jax as private
 from mtf_gradsync.xla.topology import child
@@ -28,6 +28,7 @@ def ask(
     num_cores: int,
     estimate: Mapping[str, str] = {},
     update_not_split: bool = False,
+    begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
     """Has a program compiled.
 
@@ -38,6 +39,7 @@ def ask(
       num_cores: of the program's mesh.
       estimate: further programs, by name, of which only the cost is wanted.
       update_not_split: whether to compile the program again without splitting the weight update.
+      begun: called with the other process once it runs, so that it can be ended.
 
     Returns:
       What the other process answered.
@@ -66,7 +68,7 @@ def ask(
         (place / f"{name}.mlir").write_text(text)
     (place / "request.json").write_text(json.dumps(request))
     (place / "module.mlir").write_text(module or "")
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, child.__file__, private.__file__, folder],
         env=environment,
         stdout=subprocess.PIPE,
@@ -74,10 +76,17 @@ def ask(
         text=True,
         errors="replace",
     )
+    with process:
+        try:
+            begun(process)
+            said, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
     try:
         return json.loads((place / "answer.json").read_text())
     except OSError:
         raise CompilerDiedError(
-            f"The compiler's process ended with status {done.returncode} and no answer. Its "
-            f"last words:\n{done.stdout[-2000:]}"
+            f"The compiler's process ended with status {process.returncode} and no answer. Its "
+            f"last words:\n{said[-2000:]}"
         ) from None

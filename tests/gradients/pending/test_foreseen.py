@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.told_apart import mixed_gradients
+from mtf_gradsync.gradients.recoverable import mixed_gradients
 from tests import harness
 from tests.gradients.pending import programs
 

@@ -151,7 +151,7 @@ def test_what_the_program_needs_of_some_gradients_is_all_that_is_sent_for_it():
     assert sorted(sizes) == [3, 3, 3, 6, 6]
 
 
-def test_programs_own_clipping_beside_accumulation_is_one_group_a_micro_step():
+def test_programs_own_clipping_beside_accumulation_is_one_group_a_microbatch_step():
     assert gradient_sums(clipped, IN_PARTS["accumulation"]) == {"float32": 1}
 
 

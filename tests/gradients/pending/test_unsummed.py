@@ -115,7 +115,7 @@ def updated():
 
 
 @pytest.mark.parametrize("what", list(GRADIENTS))
-def test_what_nobody_sums_is_told_once_by_variable_and_operation(what, caplog, mesh_kind):
+def test_what_nothing_sums_is_warned_of_once_by_variable_and_operation(what, caplog, mesh_kind):
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         result = harness.run(mesh_kind, MESH, LAYOUT, step(GRADIENTS[what], cross_shard()), [FEED])
     said = [r.getMessage() for r in caplog.records if "nobody sums" in r.getMessage()]
@@ -164,7 +164,7 @@ def test_the_error_of_a_reshape_speaks_of_gathering():
     loss = mtf.reduce_sum(mtf.square(mtf.einsum([unsplit, gate], unsplit.shape - D)))
     variables = mesh.graph.trainable_variables
     grads = mtf.gradients([loss], [v.value for v in variables])
-    with pytest.raises(ValueError, match="gathers what all shards hold") as error:
+    with pytest.raises(ValueError, match="gathers the values of all shards") as error:
         gs.per_shard(grads, AXES)
     text = str(error.value)
     assert "ReshapeOperation" in text

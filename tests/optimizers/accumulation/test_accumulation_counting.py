@@ -1,4 +1,4 @@
-"""Which micro steps GradientAccumulationOptimizer counts: schedules, steps left out, counters."""
+"""The microbatch steps that GradientAccumulationOptimizer counts: schedules, skipped steps."""
 
 import logging
 
@@ -70,7 +70,7 @@ def with_bad_steps(feeds, value):
 
 
 @pytest.mark.parametrize("place", [LOCAL, SYNCED])
-def test_a_micro_step_that_is_not_finite_is_left_out(mesh_kind, place):
+def test_a_microbatch_step_that_is_not_finite_is_skipped(mesh_kind, place):
     program = built(
         mesh_kind,
         "2x2",
@@ -102,7 +102,7 @@ def test_without_a_skip_function_a_nan_stays_until_the_update():
     np.testing.assert_array_equal(half.variables["w1"], models.mlp_values()["w1"])
 
 
-def test_large_updates_are_left_out(mesh_kind):
+def test_large_updates_are_skipped(mesh_kind):
     feeds = models.mlp_batches(STEPS)
     feeds[1] = {k: 100 * v for k, v in feeds[1].items()}
     result = run(
@@ -123,7 +123,7 @@ def test_large_updates_are_left_out(mesh_kind):
 
 
 @pytest.mark.parametrize("kind_of_step", ["mtf", "tf"])
-def test_global_step_advances_on_every_micro_step(mesh_kind, kind_of_step):
+def test_global_step_advances_on_every_microbatch_step(mesh_kind, kind_of_step):
     def build(mesh, inputs):
         if kind_of_step == "tf":
             step = tf.train.get_or_create_global_step()
@@ -173,11 +173,11 @@ def test_bad_norm_to_skip(norm):
         gs.skip_large_updates(norm)
 
 
-def test_a_hint_when_the_inner_optimizer_counts_micro_steps(caplog):
+def test_a_hint_when_the_inner_optimizer_counts_microbatch_steps(caplog):
     tf.train.get_or_create_global_step()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):
         accumulate(mtf.optimize.AdafactorOptimizer(learning_rate=0.1), "2x2")
-    (message,) = [r.getMessage() for r in caplog.records if "micro steps" in r.getMessage()]
+    (message,) = [r.getMessage() for r in caplog.records if "microbatch steps" in r.getMessage()]
     assert "decay_rate" in message
     caplog.clear()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):
@@ -237,7 +237,7 @@ def test_schedules_that_cannot_work_are_refused(passes):
 
 
 def test_a_restored_sum_larger_than_asked_for_waits_for_a_step_that_counts():
-    """mini_step 3 of 4, then 2 are asked for: a step that is left out brings no update."""
+    """mini_step 3 of 4, then 2 are asked for: a skipped step brings no update."""
     feeds = models.mlp_batches(5)
     feeds[3]["x"] = np.full_like(feeds[3]["x"], np.nan)
     passes = lambda step: 4 - 2 * step  # noqa: E731, 4, then 2, then 0, which counts as 1

@@ -115,7 +115,7 @@ def test_placement_update_stands_in_the_branch(optimizer, floor):
         assert len(wrapped.get(kind, [])) - len(floor.get(kind, [])) <= 8, kind
 
 
-def test_micro_steps_write_accumulators_and_counters_only(fresh_graph):
+def test_microbatch_steps_write_accumulators_and_counters_only(fresh_graph):
     inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")

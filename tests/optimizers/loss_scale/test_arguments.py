@@ -23,8 +23,11 @@ def sgd():
         ({"loss_scale": float("inf")}, "loss_scale must be 'dynamic' or a number"),
         ({"loss_scale": True}, "loss_scale must be 'dynamic' or a number"),
         ({"initial_scale": -1.0}, "initial_scale must be greater than 0"),
-        ({"max_scale": 1e39}, "max_scale must be greater than 0 and one that float32 can hold"),
-        ({"min_scale": 1e-60}, "min_scale must be greater than 0 and one that float32 can hold"),
+        ({"max_scale": 1e39}, "max_scale must be greater than 0, from .* so that float32 can hold"),
+        (
+            {"min_scale": 1e-60},
+            "min_scale must be greater than 0, from .* so that float32 can hold",
+        ),
         ({"loss_scale": 1e-60}, "that float32 can hold"),
         ({"initial_scale": 2.0**30}, "between min_scale and max_scale"),
         ({"min_scale": 4.0, "initial_scale": 2.0}, "between min_scale and max_scale"),
@@ -196,9 +199,9 @@ def test_all_variables_at_once():
     loss, _ = model()
     optimizer = gs.LossScaleOptimizer(sgd())
     (first, second) = optimizer.compute_gradients(loss)
-    optimizer.apply_grad(*first)
+    optimizer.apply_grads(*zip(first))
     with pytest.raises(ValueError, match="all variables at once"):
-        optimizer.apply_grad(*second)
+        optimizer.apply_grads(*zip(second))
 
 
 def test_nothing_to_apply():

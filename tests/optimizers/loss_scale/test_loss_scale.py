@@ -27,7 +27,7 @@ def good_feeds():
 
 
 def scales(bad, initial_scale=8.0, growth_steps=2, min_scale=2.0, max_scale=16.0, multiplier=2.0):
-    """The law of the scale: (scale, good steps, steps left out) after each step."""
+    """The law of the scale: (scale, good steps, skipped steps) after each step."""
     scale, good, skipped, after = initial_scale, 0, 0, []
     for is_bad in bad:
         if is_bad:
@@ -92,7 +92,7 @@ INNER = {
         ("xla", "4", "sharded", "adam", False),
     ],
 )
-def test_what_is_not_finite_is_left_out(kind, mesh, inner, optimizer, own_gradients):
+def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradients):
     shape, layout, batch_dims = harness.MESHES[mesh]
 
     def inside():
@@ -123,7 +123,7 @@ def test_what_is_not_finite_is_left_out(kind, mesh, inner, optimizer, own_gradie
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
-def test_inside_accumulation_an_update_is_left_out_whole(kind):
+def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     shape, layout, batch_dims = harness.MESHES["2x2"]
 
     def make():
@@ -147,7 +147,7 @@ def test_inside_accumulation_an_update_is_left_out_whole(kind):
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
-def test_around_accumulation_a_micro_step_is_left_out(kind):
+def test_around_accumulation_a_microbatch_step_is_skipped(kind):
     shape, layout, batch_dims = harness.MESHES["2x2"]
 
     def make():

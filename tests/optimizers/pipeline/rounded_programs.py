@@ -25,18 +25,18 @@ def sgd():
 class Program:
     """The model with an optimizer, on any runtime; sessions that go on from checkpoints."""
 
-    def __init__(self, kind, mesh, make, reported=False):
+    def __init__(self, kind, mesh, make, reported=False, loss=rounded.loss, feed=FEEDS[0]):
         self.kind, self.mesh = kind, mesh
         shape, layout = MESHES[mesh]
         self.opt = None
 
         def build(mtf_mesh, inputs):
-            loss = rounded.loss(mtf_mesh, inputs)
+            value = loss(mtf_mesh, inputs)
             self.opt = make(dict(mesh_shape=shape, layout=layout))
-            operations = self.opt.apply_grads(*zip(*self.opt.compute_gradients(loss)))
-            return operations, {"loss": loss, **(gs.reported(self.opt) if reported else {})}
+            operations = self.opt.apply_grads(*zip(*self.opt.compute_gradients(value)))
+            return operations, {"loss": value, **(gs.reported(self.opt) if reported else {})}
 
-        self.built = harness.built(kind, shape, layout, build, FEEDS[0])
+        self.built = harness.built(kind, shape, layout, build, feed)
         if self.built.program is None:
             with self.built.graph.as_default():
                 self.saver = gs.ReshardingSaver(max_to_keep=None)

@@ -61,7 +61,7 @@ class Noted(gs.FusedAllReduce):
         return super().all_reduce(mesh_impl, values, groups)
 
 
-def test_compression_around_it_hands_it_on():
+def test_compression_around_it_passes_it_on():
     strategy = rounding()
 
     def make(mesh):
@@ -200,7 +200,9 @@ def test_gradients_are_reduced_once():
 
 
 def test_sums_of_another_shape_are_an_error():
-    with pytest.raises(ValueError, match=r"Flat.reduce_gradients gave sums that are .*\[12, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"Flat.reduce_gradients returned sums that are .*\[12, 1\]"
+    ):
         Program("simd", "4", lambda mesh: gs.CrossShardOptimizer(sgd(), reducer=Flat(), **mesh))
 
 
@@ -209,4 +211,4 @@ def test_a_strategy_that_another_wrapper_s_takes_the_place_of_is_warned_of(caplo
         return gs.LossScaleOptimizer(cross_shard(mesh), loss_scale=4.0, **mesh)
 
     Program("simd", "4", make)
-    assert "No gradients go by RoundedAllReduce" in caplog.text
+    assert "No gradients are reduced by RoundedAllReduce" in caplog.text

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 _SPEC = importlib.util.spec_from_file_location("order_table", ROOT / "docs/write_order_table.py")
 order_table = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(order_table)
-SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
+SHAPE, LAYOUT, BATCH_DIMS = order_table.MESH.values()
 TABLE = order_table.table()
 
 

@@ -81,7 +81,7 @@ def test_a_session_s_default_saver_lays_sums_out_anew(in_mid):
 def test_a_plain_saver_fails_before_training(in_mid):
     program = Program(2, local)
     scaffold = tf.train.Scaffold(saver=program.saver)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"make it gs\.ReshardingSaver"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"use gs\.ReshardingSaver"):
         program.run(1, restore=in_mid, scaffold=scaffold)
 
 

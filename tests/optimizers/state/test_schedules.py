@@ -82,7 +82,7 @@ def test_schedule_must_be_callable_or_number(schedule):
         per_update(schedule, K)
 
 
-def test_the_hint_about_micro_steps_goes_away(caplog):
+def test_the_hint_about_microbatch_steps_goes_away(caplog):
     step = tf.train.get_or_create_global_step()
     rate = per_update(lambda step, total: 1.0 / (1.0 + tf.cast(step, tf.float32)), K)
 
@@ -90,13 +90,15 @@ def test_the_hint_about_micro_steps_goes_away(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "mtf_gradsync"):
             gs.GradientAccumulationOptimizer(mtf.optimize.AdafactorOptimizer(**kwargs), K)
-        return [r.getMessage() for r in caplog.records if "counts micro steps" in r.getMessage()]
+        return [
+            r.getMessage() for r in caplog.records if "counts microbatch steps" in r.getMessage()
+        ]
 
     assert wrap()
     assert not wrap(learning_rate=rate(step, 100), decay_rate=adafactor_decay_rate_per_update(K))
 
 
-def test_update_step_drives_the_rate_where_micro_steps_change(mesh_kind):
+def test_update_step_drives_the_rate_where_microbatch_steps_change(mesh_kind):
     """K goes from 1 to 3, and the rate is halved with each update."""
     shape, layout, batch_dims = harness.MESHES["4x2"]
     feeds = models.mlp_batches(7)

@@ -35,7 +35,7 @@ def bare_report():
 
 
 @pytest.mark.parametrize("replicas_to_aggregate", [3, SHARDS, 2 * SHARDS])
-def test_gradients_cross_the_mesh_together_and_with_an_update_only(replicas_to_aggregate):
+def test_gradients_are_reduced_together_and_with_an_update_only(replicas_to_aggregate):
     report = simd_report(lambda: make(replicas_to_aggregate), MESH)
     bare = bare_report()
     gradients = [row for row in gradient_rows(report) if row.is_conditional]

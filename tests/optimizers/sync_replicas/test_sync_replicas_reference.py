@@ -56,7 +56,7 @@ TWO_OF_THREE = [[10, -10], [5.75, -5.5], [3.625, -3.25], [2.5625, -2.125]]
     ],
     ids=["all", "more than asked", "one backup"],
 )
-def test_update_averages_over_what_came(replicas_to_aggregate, contributes, expected):
+def test_update_averages_over_contributions(replicas_to_aggregate, contributes, expected):
     model = quadratic(3, replicas_to_aggregate)
     assert list(model.values["x"]) == expected[0]
     for x in expected[1:]:

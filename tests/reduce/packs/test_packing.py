@@ -31,7 +31,7 @@ def test_unpack_undoes_pack(shapes, dtype):
 
 PLANNERS = {
     "buckets": lambda n: (
-        lambda sizes, itemsize: planning.packs_of_whole(
+        lambda sizes, itemsize: planning.packs_of_groups(
             planning.plan_buckets([s * itemsize for s in sizes], 30 * n), sizes
         )
     ),

@@ -60,7 +60,7 @@ def sent(strategy, impl, place, size=12, axes=None):
     ],
 )
 @pytest.mark.parametrize("devices", [PROCESSES, INTERLEAVED])
-def test_one_copy_of_each_process_crosses_and_one_comes_back(spec, elements, devices):
+def test_one_copy_of_each_process_is_sent_and_one_is_returned(spec, elements, devices):
     strategy = reduce.HierarchicalAllReduce(spec)
     impl = mesh("all:8", devices)
     assert sent(strategy, impl, lambda p: devices[p][:18]) == elements
@@ -243,7 +243,7 @@ def test_specifications_are_completed():
         (reduce.CompressedAllReduce(reduce.HierarchicalAllReduce()), 1),
     ],
 )
-def test_what_devices_share_crosses_once(strategy, copies):
+def test_what_devices_share_is_sent_once(strategy, copies):
     """A gradient that is not split over a process's devices is one tensor for all of them."""
     impl = reduce.placement_mesh_impl("rows:2;cols:4", "", PROCESSES)
     values = []

@@ -22,6 +22,9 @@ STRATEGIES = {
     ),
     "small": lambda: reduce.AllReduce("add_n", 0, 100, 3),
     "best": lambda: reduce.BestAllReduce(),
+    # All sums but those of gradients, which tests of their own have.
+    "quantized": lambda: reduce.QuantizedAllReduce(),
+    "low_rank": lambda: reduce.LowRankAllReduce(),
 }
 SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (64, 4), (1031,)]
 # Odd groups that no set of axes describes, on any mesh of 8.

@@ -63,7 +63,7 @@ def test_damage_is_named_and_the_one_before_is_used_if_the_user_says_so(
     message = str(raised.value)
     assert f"{run / NEWEST}, is damaged: " in message
     assert "Nothing was changed. With --skip_damaged_checkpoint the run goes on from" in message
-    assert f"from {run / 'model.ckpt-20'}, which is whole" in message
+    assert f"from {run / 'model.ckpt-20'}, which is intact" in message
     assert files(run) == before
 
     said = []
@@ -91,16 +91,16 @@ def test_a_checkpoint_of_another_run_under_the_same_name_is_found_by_the_manifes
     assert damage_of(str(again / NEWEST)).startswith("weights cannot be read: ")
 
 
-def test_what_is_no_checkpoint_of_a_run_is_said(tmp_path):
+def test_a_file_that_is_no_checkpoint_of_a_run_is_named(tmp_path):
     with tf.Graph().as_default(), tf.Session() as session:
         weights = tf.get_variable("weights", [3], initializer=tf.zeros_initializer())
         session.run(weights.initializer)
         tf.train.Saver().save(session, str(tmp_path / "model.ckpt"), global_step=3)
-    with pytest.raises(ConfigError, match=r"no global_step.*No older one in .* is whole"):
+    with pytest.raises(ConfigError, match=r"no global_step.*No older one in .* is intact"):
         choose_checkpoint(str(tmp_path), True, print)
 
 
-def test_the_last_whole_one_is_found_past_other_damaged_ones(run):
+def test_the_newest_intact_checkpoint_is_found_behind_damaged_ones(run):
     damage(run / DATA, "zeros")
     damage(run / "model.ckpt-20.index", "gone")
     choice = choose_checkpoint(str(run), True, print)
@@ -139,7 +139,7 @@ def test_a_manifest_that_cannot_be_read_is_none(run, content):
     assert damage_of(str(run / NEWEST)) is None
 
 
-def test_a_manifest_does_not_speak_of_what_came_later_under_a_name(run, tmp_path):
+def test_a_manifest_does_not_describe_a_later_checkpoint_of_the_same_name(run, tmp_path):
     """A run that skipped it may be killed between its own checkpoint and the manifest."""
     damage(run / DATA, "zeros")
     choose_checkpoint(str(run), True, print)

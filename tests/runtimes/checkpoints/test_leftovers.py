@@ -52,7 +52,7 @@ def test_data_of_a_half_deleted_checkpoint_goes_unless_the_state_file_lists_it(t
 def test_a_second_run_is_refused(tmp_path):
     directory = str(tmp_path / "run")
     with only_run_in(directory):
-        with pytest.raises(ConfigError, match="another run writes to"), only_run_in(directory):
+        with pytest.raises(ConfigError, match="Another run writes to"), only_run_in(directory):
             pytest.fail("two runs at once")
     with only_run_in(directory):
         pass

@@ -1,4 +1,4 @@
-"""Variables inside programs: order of reads and writes, and nothing left out."""
+"""Variables inside programs: order of reads and writes, and nothing missing."""
 
 import pytest
 

@@ -75,7 +75,7 @@ def conditional_report():
     return program
 
 
-def test_conditionals_are_counted_apart():
+def test_conditionals_are_counted_separately():
     report = simd.list_collectives(conditional_report())
     always, sometimes = report.rows
     assert always.branches == ()
@@ -89,7 +89,7 @@ def test_conditionals_are_counted_apart():
     }
 
 
-def test_unknown_turns_are_said_to_be_unknown():
+def test_unknown_loop_counts_are_reported_as_unknown():
     turns = tf.placeholder(tf.int32, [])
     with simd.tpu_program("all:2", "") as program:
         tf.while_loop(
@@ -191,7 +191,7 @@ def test_transfers_of_a_ring_all_reduce(cores):
     assert {r.operation for r in report.rows} == {"transfer"}
 
 
-def test_transfers_name_the_axis_and_leave_out_what_is_not_fetched():
+def test_transfers_name_the_axis_and_count_only_what_is_fetched():
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     dims = [mtf.Dimension("batch", 2), mtf.Dimension("hidden", 4)]

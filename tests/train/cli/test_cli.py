@@ -78,13 +78,13 @@ def test_bad_binding_is_named(capsys, tmp_path, binding, message):
 
 def test_missing_bindings_are_named(capsys, tmp_path):
     text = fail(capsys, "--gin_param=train.run.train_steps = 1", f"--model_dir={tmp_path}")
-    assert "missing in the config: train.run." in text
+    assert "Missing in the config: train.run." in text
     assert "train.run.mesh_shape" in text
 
 
 def test_missing_macro_and_file_are_named(capsys, tmp_path):
     assert "no_such.gin" in fail(capsys, "--gin_file=no_such.gin")
-    assert "give at least one --gin_file" in fail(capsys)
+    assert "Give at least one --gin_file" in fail(capsys)
     text = fail(
         capsys, f"--gin_file={TINY}", "--gin_param=Unitransformer.d_model = %width",
         f"--model_dir={tmp_path}",

@@ -29,7 +29,7 @@ def test_without_the_compiler_the_error_says_what_to_install(capsys):
     assert 'pip install "mtf-gradsync[train,tpu]"' in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_told_first(capsys):
+def test_a_file_that_cannot_be_written_is_reported_first(capsys):
     name = "/no/such/directory/compiled.json"
     assert cli.main(["compile", f"--gin_file={TINY}", f"--json={name}"]) == cli.EXIT_BAD_CONFIG
     assert f"--json={name} cannot be written" in capsys.readouterr().err

@@ -147,7 +147,7 @@ def test_bad_config_is_one_message(capsys, argument, message):
 def test_missing_bindings_are_named(capsys):
     assert cli.main(["report", "--gin_param=train.run.train_steps = 1"]) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert "missing in the config: train.run." in error
+    assert "Missing in the config: train.run." in error
     assert "train.run.mesh_shape" in error
 
 

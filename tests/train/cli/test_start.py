@@ -36,8 +36,9 @@ TRAIN = ["train", "--gin_file=lm_cpu_mesh.gin"]
         (["--version"], 0, "mtf-gradsync "),
         (["init"], 0, "lm_cpu_mesh\n"),
         (["train", "--help"], 0, "--gin_param"),
+        (["plan", "--help"], 0, "--topologies"),
         (["train", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
-        (["train", "--gin_file=lm_cpu_mash.gin"], 2, "there is no gin file 'lm_cpu_mash.gin'"),
+        (["train", "--gin_file=lm_cpu_mash.gin"], 2, "There is no gin file 'lm_cpu_mash.gin'"),
         ([*TRAIN, "--gin_param=train.run.trian_steps=3"], 2, "did you mean train_steps"),
         ([*TRAIN, "--gin_param=CrossShardOptimzer.opt=1"], 2, "did you mean CrossShardOptimizer"),
         (
@@ -87,7 +88,7 @@ def test_what_is_known_is_what_gin_knows():
         ("train.run.train_steps 3", "bad.gin: line 1 cannot be read, 'train.run.train_steps 3'"),
         ("train.run.mesh_shape = [1, ", "bad.gin: it ends in the middle of a value"),
         ("train.run.mesh_shape = batch:4", "'batch:4'"),
-        ("include 'no_such.gin'", "there is no gin file 'no_such.gin'"),
+        ("include 'no_such.gin'", "There is no gin file 'no_such.gin'"),
     ],
 )
 def test_misspelt_files_are_named_with_their_line(tmp_path, monkeypatch, text, message):

@@ -34,7 +34,7 @@ def test_the_guide_lists_every_binding_with_its_default():
     assert shown == written
 
 
-def test_the_docstring_tells_of_every_binding():
+def test_the_docstring_lists_every_binding():
     told = re.findall(r"^  (\w+): ", inspect.getdoc(RunConfig), re.MULTILINE)
     assert told == [field.name for field in FIELDS]
 
@@ -55,7 +55,7 @@ def test_what_is_required_is_asked_for():
         gin_files.run_config()
     required = [field.name for field in FIELDS if field.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if name != "train_steps"]
-    assert str(raised.value) == f"missing in the config: {', '.join(missing)}"
+    assert str(raised.value) == f"Missing in the config: {', '.join(missing)}"
 
 
 def test_parameters_of_t5_mean_the_same():

@@ -63,7 +63,7 @@ def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
-def test_what_was_left_out_is_told(runtime, tmp_path, capfd):
+def test_skipped_steps_are_logged(runtime, tmp_path, capfd):
     bindings = [
         f"train.run.runtime = {runtime!r}",
         # A sum over all tokens: times 2^15 it is more than float16 holds.
@@ -71,5 +71,5 @@ def test_what_was_left_out_is_told(runtime, tmp_path, capfd):
     ]
     small_lm.train("lm_float16.gin", tmp_path, "batch:2;model:1", 2, *bindings)
     error = capfd.readouterr().err
-    assert "step left out, gradients that are not finite: transformer/" in error
+    assert "step skipped, gradients that are not finite: transformer/" in error
     assert "left out 2" in error

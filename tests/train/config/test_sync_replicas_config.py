@@ -1,4 +1,4 @@
-"""configs/lm_sync_replicas.gin, with the model made small and a replica that sits out."""
+"""configs/lm_sync_replicas.gin, with the model made small and a replica that is skipped."""
 
 import re
 
@@ -14,7 +14,7 @@ from tests.train.conftest import REPORTS
 
 @gin.configurable
 def contributing(absent=(), steps=()):
-    """Leaves out some of four replicas in some steps, counted from 0."""
+    """Skips some of four replicas in some steps, counted from 0."""
     step = tf.train.get_global_step().read_value()
     now = tf.reduce_any(tf.equal(step, tf.constant(steps, step.dtype)))
     out = tf.constant([replica in absent for replica in range(4)])

@@ -44,7 +44,7 @@ def test_training_goes_on_where_the_step_says():
             np.testing.assert_array_equal(batches.next()[feed], batch)
 
 
-def test_features_that_no_model_reads_are_left_out():
+def test_features_that_no_model_reads_are_dropped():
     def dataset():
         return tf.data.Dataset.from_tensors({"targets": [1, 2], "targets_pretokenized": "text"})
 

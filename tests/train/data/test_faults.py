@@ -190,7 +190,7 @@ def falls_below_zero(step, total_train_steps):
     return 0.01 * (2.0 - tf.cast(step, tf.float32))
 
 
-def test_a_learning_rate_that_is_none_is_named(train):
+def test_an_invalid_learning_rate_is_named(train):
     for numbers in ("-0.1", "1e999", "[1.0, -0.1]"):
         with pytest.raises(ConfigError, match="learning_rate_schedule must be finite and not neg"):
             train(NO_EVAL, f"train.run.learning_rate_schedule = {numbers}")

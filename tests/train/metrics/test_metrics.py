@@ -62,7 +62,7 @@ def test_steps_that_are_made_again_are_there_once(tmp_path):
     assert tensorboard_shows(tmp_path) == {"loss": expected}
 
 
-def test_shards_have_tags_of_their_own_and_what_is_not_finite_is_left_out(tmp_path):
+def test_shards_have_tags_of_their_own_and_values_that_are_not_finite_are_skipped(tmp_path):
     values = {
         "loss": np.float32(0.1),
         "norm": np.float32(np.nan),

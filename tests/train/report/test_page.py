@@ -124,7 +124,7 @@ def test_all_of_a_run(tmp_path, shards):
     page = page_of(tmp_path, rows, Ended(20, 20, "finished", result), unigram_nats=3.0)
     assert page.texts["h3"] == (
         "LossSpeedLearning rateNorm of the gradientNorms of the shards' gradients"
-        "Gradient noise scaleLoss scaleMicro steps left outSteps left out"
+        "Gradient noise scaleLoss scaleMicro steps skippedSteps skipped"
         "Steps without a contributionBytes by kind and mesh axis"
     )
     assert len(page.of("svg")) == 11
@@ -150,10 +150,10 @@ def test_an_update_that_is_not_looked_into_is_no_number(tmp_path):
     assert "130" not in page.texts["dd"]
 
 
-def test_no_section_about_what_was_left_out_where_nothing_can_be(tmp_path):
+def test_no_section_about_skipped_steps_where_none_are_skipped(tmp_path):
     rows = [{"step": 1, "loss": 5.0}]
-    assert "What was left out" not in page_of(tmp_path, rows).texts["h2"]
-    assert "What was left out" in page_of(tmp_path, rows_of(1)).texts["h2"]
+    assert "What was skipped" not in page_of(tmp_path, rows).texts["h2"]
+    assert "What was skipped" in page_of(tmp_path, rows_of(1)).texts["h2"]
 
 
 def test_every_bar_is_to_be_seen():

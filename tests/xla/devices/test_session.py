@@ -10,7 +10,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.xla.devices import executable, inputs, prepared
-from mtf_gradsync.xla.runner.errors import explained
+from mtf_gradsync.xla.runner.errors import devices_errors
 from tests import harness, models, reference
 from tests.simd.programs import MESHES, SGD, Regression
 
@@ -195,17 +195,17 @@ def test_a_platform_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     "text", ["RESOURCE_EXHAUSTED: Out of memory", "FAILED: %sOut of memory allocating 7 bytes."]
 )
-def test_a_step_without_room_says_what_would_do(text):
+def test_a_step_without_memory_says_what_to_do(text):
     """The runner of exported steps runs out of memory for real, in a process of its own."""
     XlaRuntimeError = type("XlaRuntimeError", (RuntimeError,), {})
     with pytest.raises(xla.DevicesError, match="Take a smaller batch, more microbatches"):
-        with explained():
+        with devices_errors():
             raise XlaRuntimeError(text)
     with pytest.raises(xla.DevicesError, match=r"failed on the devices: gone\. .*a new process"):
-        with explained():
+        with devices_errors():
             raise XlaRuntimeError("gone")
     with pytest.raises(RuntimeError, match="not of XLA"):
-        with explained():
+        with devices_errors():
             raise RuntimeError("not of XLA")
 
 

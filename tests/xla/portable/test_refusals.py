@@ -89,13 +89,13 @@ def test_a_program_that_this_jax_cannot_read(folder, capsys):
     assert "It was made beside jax" in said
 
 
-def test_a_jax_that_wants_to_be_called_otherwise(folder, capsys, monkeypatch):
+def test_a_jax_with_another_interface(folder, capsys, monkeypatch):
     def other(devices, options=None):
         raise TypeError("(): incompatible function arguments.")
 
     monkeypatch.setattr(programs, "compile_options", other)
     said = refused(capsys, folder, "--random-inputs")
-    assert f"jax {jax.__version__} wants to be called otherwise than 0.4.30 to 0.12" in said
+    assert f"jax {jax.__version__} has another interface than 0.4.30 to 0.12" in said
     assert said.endswith('Install one of those: pip install "jax>=0.4.30,<0.13".')
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.processes.watchdog import patience
+from mtf_gradsync.processes.watchdog import beats_go_on
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
 CORES, ROWS, COLS = 8, 4, 2
@@ -179,7 +179,7 @@ class Run:
         for step in range(first, steps):
             time.sleep(plan.pace)
             if plan.odd == "hold patiently in turn" and plan.index == step:
-                with patience():
+                with beats_go_on():
                     hold_the_lock()
             feeds = model.feeds(step, cores)
             # In turns, because steps that are only dispatched run another way through the code.
@@ -207,7 +207,7 @@ class Run:
         if plan.odd == "hold" and plan.index == 1:
             hold_the_lock()
         if plan.odd == f"hold patiently {plan.index}":
-            with patience():
+            with beats_go_on():
                 say("holds the lock")
                 hold_the_lock()
         if plan.odd in ("abort", "abort with the lock") and plan.index == plan.count - 1:

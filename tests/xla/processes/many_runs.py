@@ -27,7 +27,7 @@ from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.job import resolve_job
-from mtf_gradsync.train.run import _training_graph
+from mtf_gradsync.train.run import training_graph
 from mtf_gradsync.train.runtime import choose_runtime
 
 CORES = 8
@@ -78,7 +78,7 @@ class Model:
             tf.set_random_seed(1)
             job = resolve_job(config)
             batches = _Batches([job.model.batch_size, job.model.feature_length("targets")])
-            made, _, self._runner = _training_graph(job, batches, choose_runtime(config))
+            made, _, self._runner = training_graph(job, batches, choose_runtime(config))
             self.num_parameters = made.num_parameters
 
     def train(self, steps: int) -> np.ndarray:

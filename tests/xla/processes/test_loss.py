@@ -99,7 +99,7 @@ def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs):
     assert "lost process 1 (host " in job.members[0].output()
 
 
-def test_a_crash_that_cannot_speak_is_told_with_its_step(jobs):
+def test_a_crash_that_cannot_report_itself_is_reported_with_its_step(jobs):
     job = jobs.start(2, odd="abort with the lock", silence=20.0)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, -signal.SIGABRT], job.outputs()
     last = job.members[0].output().rstrip().splitlines()[-1]
@@ -116,7 +116,7 @@ def test_values_of_unlike_lengths_end_all_with_what_is_known(jobs):
         assert "crashed: SIGABRT inside jax" in last, job.outputs()
 
 
-def test_a_process_that_cannot_speak_is_spoken_for(jobs):
+def test_a_proxy_sends_the_beats_of_a_blocked_process(jobs):
     jobs.run(2, odd="hold patiently in turn", steps=2, silence=SILENCE)
 
 

@@ -21,7 +21,7 @@ def test_collectives_keep_their_order_though_processes_are_late(job, what):
         assert f"{what}: in order" in member.output()
 
 
-def test_a_jaxlib_that_stands_still_is_refused(monkeypatch):
+def test_a_jaxlib_that_hangs_is_refused(monkeypatch):
     import jaxlib
 
     monkeypatch.setattr(jaxlib, "__version__", "0.4.31")

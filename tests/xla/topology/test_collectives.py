@@ -199,7 +199,7 @@ def test_reads_groups_in_newer_spellings_with_any_tensorflow(spelling):
 
 
 def test_groups_by_the_axes_of_a_mesh_are_refused():
-    with pytest.raises(ValueError, match="'r': groups that are named by the axes"):
+    with pytest.raises(ValueError, match="'r': Groups that are named by mesh axes"):
         groups(raw=mesh_axes())
 
 

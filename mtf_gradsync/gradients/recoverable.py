@@ -1,48 +1,49 @@
-"""Whether each shard's part of a gradient is recoverable."""
+"""Checks whether per-shard gradients are recoverable from gradients."""
 
 from __future__ import annotations
 
 from typing import Optional, Sequence
 
+from mtf_gradsync._names import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.pending import Cause, Flow, Layout, Mixing, check_batch_dims
 from mtf_gradsync.mesh.axes import ReplicaAxes
 
 MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
-_ACCEPT = "give accept_summed=True: each shard then counts for an equal share of the gradient"
-# What an operation does, and what to do about that.
+_ACCEPT = "give accept_summed=True to take an equal share of the gradient for each shard"
+# For each cause what the operation does, and how to avoid it.
 _SAYS = {
     Cause.NEEDS_SUM: (
-        "needs the sum over all shards first and is not linear in it (a norm of all gradients, a "
-        "product of two of them, a broadcast of the sum to the batch)",
-        "Do that after the optimizer has taken the gradients (ClipByGlobalNormOptimizer clips "
-        f"their sum), or {_ACCEPT}",
+        "needs the sum over all shards and is not linear in it (a norm of all gradients, a "
+        "product of two gradients, a broadcast of the sum to the batch)",
+        "Do that inside the optimizer (ClipByGlobalNormOptimizer clips the reduced gradients), "
+        f"or {_ACCEPT}",
     ),
     Cause.GATHERS: (
-        "gathers what all shards hold, not by a sum (a reshape to dimensions that the layout does "
-        "not split, a maximum over the batch, an operation of the program's own)",
-        "Keep the dimension of the batch split there (a mixture of experts: let its groups be "
-        f"split as the batch is), or {_ACCEPT}",
+        "gathers the values of all shards without a sum (a reshape to dimensions that the layout "
+        "does not split, a maximum over the batch, an operation of the program's own)",
+        "Keep the dimension of the batch split there (in a mixture of experts, split its groups "
+        f"as the batch is split), or {_ACCEPT}",
     ),
     Cause.DROPS_SUM: (
-        "runs on each processor's slices alone, and its result lacks a dimension that they are "
-        "split along, so that nobody sums it over the shards and each has another result",
-        "Give the result that dimension, of the size of its mesh axis, and sum it by "
+        "runs on each processor's slices alone and drops a dimension that they are split along, "
+        "so that each shard has another result, and nothing sums them",
+        "Give the result that dimension, of the size of its mesh axis, and sum over it with "
         "mtf.reduce_sum",
     ),
 }
 
 
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
-    """Finds gradients in which the shards' parts cannot be told apart.
+    """Finds gradients in which shards are mixed.
 
     Args:
-      grads: gradients of the variables' shapes; None is passed over.
+      grads: gradients of the variables' shapes, or None.
       axes: the replica axes, of the mesh that the program will be lowered on.
 
     Returns:
-      The position of each such gradient, and an operation that mixed the shards.
+      For the position of each such gradient an operation that mixed the shards.
 
     Raises:
       ValueError: the batch is split over other axes.
@@ -59,14 +60,14 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 
 
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
-    """Finds gradients whose shards' parts take sums over other mesh axes than the replica axes.
+    """Finds gradients that `per_shard` has to reduce over axes other than the replica axes.
 
     Args:
       grads: as for `mixed_gradients`.
-      axes: likewise.
+      axes: as for `mixed_gradients`.
 
     Returns:
-      The position of each gradient for which `per_shard` may make a sum of its size.
+      The positions of gradients for which `per_shard` may make a sum of their size.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -79,10 +80,10 @@ def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
 
 
 def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:
-    """For each gradient of its variable's shape whether it is still to be reduced over shards.
+    """Returns for each gradient whether it is pending over a replica axis.
 
     Args:
-      grads: gradients.
+      grads: gradients of the variables' shapes.
       axes: the replica axes, of the mesh that the program will be lowered on.
     """
     if not grads:
@@ -95,19 +96,19 @@ def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
     return Flow(grads[0].graph, grads, Layout.of(axes))
 
 
-def check_told_apart(
+def check_recoverable(
     grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str] | None = None
 ) -> None:
-    """Checks that each shard's part of gradients can be told apart.
+    """Checks that per-shard gradients are recoverable.
 
     Args:
       grads: as for `mixed_gradients`.
-      axes: likewise.
-      names: what to call the gradients, by position; None takes their tensors' names.
+      axes: as for `mixed_gradients`.
+      names: names of the gradients for the error; None takes those of the tensors.
 
     Raises:
-      ValueError: names the gradients and the operations that mixed the shards, says what those
-        do and what would help; or the batch is split over other axes.
+      ValueError: shards are mixed in gradients (the error names them and the operations, and says
+        what helps), or the batch is split over other axes.
     """
     mixed = mixed_gradients(grads, axes)
     if not mixed:
@@ -119,10 +120,10 @@ def check_told_apart(
             grad = grads[i]
             if why is cause and grad is not None:
                 name = names[i] if names else f"gradient {i} ({grad.name})"
-                lines.append(f"  {name}: {type(operation).__name__} {operation.name!r}")
+                lines.append(f"\n  {name}: {type(operation).__name__} {operation.name!r}")
         what, cure = _SAYS[cause]
-        paragraphs.append(f"an operation {what}:\n" + "\n".join(lines) + f"\n{cure}.")
+        paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")
     raise ValueError(
-        "Each shard's own part cannot be told apart in some gradients, because "
-        + "\nOthers, because ".join(paragraphs)
+        "Per-shard gradients are not recoverable from some gradients, because "
+        + "\nThey are not recoverable from others, because ".join(paragraphs)
     )

@@ -1,4 +1,4 @@
-"""A step that was left out names variables and shards, where it prints and where a hook logs."""
+"""A skipped step names variables and shards, where it prints and where a hook logs."""
 
 import logging
 
@@ -45,7 +45,7 @@ FEEDS = [
     # Scaled by 2^11: the shards' own, 2^15, are finite in float16, their sum is not.
     feed(u=dict.fromkeys(range(4), 16.0)),
 ]
-BEGIN = "LossScaleOptimizer: step left out, gradients that are not finite: "
+BEGIN = "LossScaleOptimizer: step skipped, gradients that are not finite: "
 LINES = [
     BEGIN + "v (shard 2).",
     BEGIN + "u (shard 0), v (shard 1), v (shard 3).",
@@ -89,7 +89,7 @@ def test_a_hook_logs(kind, caplog):
 
 def test_a_hook_needs_gradients():
     hook = make().make_session_run_hook()
-    with pytest.raises(ValueError, match="has to be called before"):
+    with pytest.raises(ValueError, match="has no step yet"):
         hook.begin()
 
 

@@ -1,0 +1,91 @@
+"""Writes docs/benchmarks.md from measured tables: `python -m benchmarks.page`.
+
+`python -m benchmarks --out_dir=benchmarks/results` measures all tables and writes their JSON
+files; `python -m benchmarks.NAME --out_dir=benchmarks/results` measures one. This program makes
+the page from the files, so that no figure on it is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+# The order of the page; a table that is not named here follows in the order of the alphabet.
+ORDER = (
+    "training_step",
+    "runtimes",
+    "simd_collectives",
+    "tpu_cost",
+    "accumulation",
+    "sync_replicas",
+    "sharded_updates",
+    "reductions",
+    "two_processes",
+    "less_communication",
+)
+HEAD = """\
+# Benchmarks
+
+`python -m benchmarks.page` writes this page from the files in `benchmarks/results`; each table
+names the command that measures it. Ratios are medians of the ratios of interleaved rounds, in
+brackets their quartiles: compare ratios, since times depend on the machine. *bare* is Mesh-
+TensorFlow's own optimizer with the same model, mesh, session options and resource variables;
+*wrapped* is `CrossShardOptimizer` around it. Nothing here was timed on a GPU or a TPU.
+"""
+
+
+def page(results: Path = RESULTS) -> str:
+    """The text of the page.
+
+    Args:
+      results: the folder of the tables' JSON files.
+
+    Returns:
+      Markdown.
+    """
+    tables = {path.stem: json.loads(path.read_text("utf-8")) for path in results.glob("*.json")}
+    names = sorted(tables, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n))
+    return "\n".join([HEAD, *(_section(name, tables[name]) for name in names)])
+
+
+def _section(name: str, table: dict[str, Any]) -> str:
+    """A table with its command, machine, notes and targets."""
+    title = table["title"].partition("\n")[0]
+    heading, _, rest = re.sub(r"\s*\(.*", "", title).partition(", ")
+    machine = table["machine"]
+    about = (
+        f"`python -m benchmarks.{name}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
+        f"Python {machine['python']}, TensorFlow {machine['tensorflow']}, {machine['time'][:10]}."
+    )
+    columns = list(table["rows"][0])
+    lines = [f"## {heading}", "", about, "", _line(columns), _line(["---"] * len(columns))]
+    lines += [_line([_cell(row.get(column)) for column in columns]) for row in table["rows"]]
+    lines += ["", *table["notes"], ""] if table["notes"] else [""]
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _cell(value: Any) -> str:
+    """A value as the page shows it."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return f"{value['median']:.3g} ({value['low']:.3g} to {value['high']:.3g})"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

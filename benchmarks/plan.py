@@ -1,0 +1,159 @@
+"""Whether the order of mesh shapes that `mtf-gradsync plan` predicts is the one that is measured.
+
+On CPU devices of this machine, at rates that small programs measure first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+import tempfile
+from typing import Any, Callable, Iterator
+
+from benchmarks import models, report, timing
+from mtf_gradsync import simd, xla
+from mtf_gradsync.planning.search import Built, Candidate, search
+from mtf_gradsync.planning.this_machine import CpuMachine
+
+SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
+SHAPES += [(8, 1), (4, 2), (2, 4), (16, 1), (8, 2), (4, 4)]
+# 1 - Kendall's tau; 0 is the same order, 1 is none.
+DISORDER = 0.3
+STEPS = 2
+
+
+def measure(options: report.Options) -> report.Table:
+    """Predicts and measures steps of two transformers on each mesh shape."""
+    # jax makes its devices once, and other tables may have made fewer.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        rows, notes = pool.apply(_measure, (options.rounds, options.quick))
+    targets = []
+    for name in dict.fromkeys(row["model"] for row in rows) if not options.quick else ():
+        mine = [row for row in rows if row["model"] == name]
+        predicted = [row["predicted ms"] for row in mine]
+        measured = [row["measured ms"].median for row in mine]
+        disorder = 1 - kendall_tau(predicted, measured)
+        best = min(mine, key=lambda row: row["measured ms"].median)
+        what = f"1 - Kendall's tau of {name}, predicted and measured"
+        targets.append(report.Target(what, disorder, DISORDER))
+        what = f"predicted rank of the fastest mesh of {name}"
+        targets.append(report.Target(what, best["predicted rank"], 2))
+    return report.Table(
+        name="plan",
+        title="Step time by mesh shape, as planned and as measured, on XLA devices",
+        rows=rows,
+        notes=notes,
+        targets=targets,
+        plot=lambda axes: _plot(axes, rows),
+    )
+
+
+def _measure(rounds: int, quick: bool) -> tuple[list[report.Row], tuple[str, ...]]:
+    report.prepare()
+    shapes = SHAPES[:3] if quick else SHAPES
+    sizes: dict[str, Callable[[str], models.Model]] = {
+        "lm": lambda mesh: models.lm(mesh_shape=mesh),
+        "lm, wide": lambda mesh: models.lm(layers=2, d_model=256, mesh_shape=mesh),
+    }
+    if quick:
+        sizes = {"lm": lambda mesh: models.lm(1, 32, length=16, mesh_shape=mesh)}
+    counts = sorted({a * b for a, b in shapes})
+    rows: list[report.Row] = []
+    with tempfile.TemporaryDirectory() as cache_dir:
+        machines = {n: CpuMachine(f"cpu:{n}", n, counts[-1], cache_dir) for n in counts}
+        for name, make in sizes.items():
+            rows += _rows(name, make, shapes, machines, cache_dir, rounds)
+    return rows, tuple(
+        f"{n} devices: {1e6 * r.operation:.2f} us an operation, "
+        f"{1e-9 * n / r.products[128]:.0f} GFLOP/s (128 x 128), {1e-9 * n / r.byte:.1f} GB/s, "
+        f"all-reduce of all {1e6 * r.all_reduce(n, 1024) if n > 1 else 0:.0f} us"
+        for n, r in ((n, machine.rates) for n, machine in machines.items())
+    )
+
+
+def kendall_tau(first: list[float], second: list[float]) -> float:
+    """Kendall's tau of two orders: the share of pairs in the same order, less that in the other."""
+    from scipy import stats
+
+    return float(stats.kendalltau(first, second).statistic)
+
+
+def _rows(
+    name: str,
+    make: Callable[[str], models.Model],
+    shapes: list[tuple[int, int]],
+    machines: dict[int, CpuMachine],
+    cache_dir: str,
+    rounds: int,
+) -> list[report.Row]:
+    programs: dict[str, tuple[models.Model, simd.Program, models.Program]] = {}
+
+    def build(mesh_shape: str, layout: str) -> Built:
+        opened: list[simd.Program] = []
+
+        @contextlib.contextmanager
+        def block() -> Iterator[Any]:
+            with simd.tpu_program(mesh_shape, layout) as program:
+                opened.append(program)
+                yield program.mesh_impl
+
+        model = make(mesh_shape)
+        built = models.build(model, models.WRAPPED, block)
+        programs[mesh_shape] = (model, opened[0], built)
+        return Built(opened[0], [built.loss], model.batch.size)
+
+    layout = make("batch:1;model:1").layout
+    candidates = [Candidate(f"batch:{a};model:{b}", layout, machines[a * b]) for a, b in shapes]
+    found = {row.mesh_shape: row for row in search(build, candidates).rows}
+    with contextlib.ExitStack() as stack:
+        steps = {
+            mesh: stack.enter_context(_running(*parts, cache_dir))
+            for mesh, parts in programs.items()
+        }
+        seconds = timing.interleave(steps, rounds, STEPS, f"{name} on each mesh", True)
+    measured = {mesh: timing.spread([1e3 * s for s in values]) for mesh, values in seconds.items()}
+    order = sorted(measured, key=lambda mesh: measured[mesh].median)
+    ranks = sorted(found, key=lambda mesh: found[mesh].step_seconds)
+    return [
+        {
+            "model": name,
+            "mesh": mesh,
+            "predicted ms": 1e3 * found[mesh].step_seconds,
+            "of it collectives": 1e3 * found[mesh].link_seconds,
+            "measured ms": measured[mesh],
+            "predicted rank": 1 + ranks.index(mesh),
+            "measured rank": 1 + order.index(mesh),
+        }
+        for mesh in found
+    ]
+
+
+@contextlib.contextmanager
+def _running(
+    model: models.Model, program: simd.Program, built: models.Program, cache_dir: str
+) -> Iterator[Callable[[], float]]:
+    with xla.session(program, built.lowering, cache_dir=cache_dir) as session:
+
+        def step() -> float:
+            return session.run([built.loss], {built.x: model.batch})[0]
+
+        step()
+        yield step
+
+
+def _plot(axes: Any, rows: list[report.Row]) -> None:
+    for name in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == name]
+        axes.scatter(
+            [row["predicted ms"] for row in mine],
+            [row["measured ms"].median for row in mine],
+            label=name,
+        )
+    axes.set_xlabel("predicted ms")
+    axes.set_ylabel("measured ms")
+    axes.legend()
+
+
+if __name__ == "__main__":
+    sys.exit(report.main([measure], "python -m benchmarks.plan"))

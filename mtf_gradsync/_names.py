@@ -1,0 +1,40 @@
+"""Names in messages: how many there are, and the first of them."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names of many, and how many more there are.
+
+    Args:
+      names: what a message is about.
+      most: how many of them to show.
+
+    Returns:
+      Text such as "a, b, c and 31 more".
+    """
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def some_lines(lines: Sequence[str], most: int = 3) -> str:
+    """The first lines of many, each with its line break in front, and how many more there are."""
+    more = [f"\n  and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join([*lines[:most], *more])
+
+
+def counted(names: Sequence[str], noun: str) -> str:
+    """How many of something there are, and the first of their names.
+
+    Args:
+      names: what a message is about, at least one.
+      noun: what they are, in the singular.
+
+    Returns:
+      Text such as "34 variables: a, b, c and 31 more", or "variable a".
+    """
+    if len(names) == 1:
+        return f"{noun} {names[0]}"
+    return f"{len(names)} {noun}s: {some_of(names)}"

@@ -1,0 +1,52 @@
+"""What is called before Mesh-TensorFlow rewrites or lowers a graph."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+from mtf_gradsync._private.libraries import mtf
+
+_IS_OURS = "mtf_gradsync_is_called_before"
+
+
+def call_before_lowering(call: Callable[[mtf.Graph], None]) -> None:
+    """Makes every lowering, and `mtf.Graph.rewrite_stack_variables`, call a function first.
+
+    Args:
+      call: gets the graph, which may still be added to.
+    """
+    lower, rewrite = mtf.Lowering.__init__, mtf.Graph.rewrite_stack_variables
+    # The latter is wrapped by gin, too.
+    if hasattr(lower, _IS_OURS):
+        return
+
+    @functools.wraps(lower)
+    def call_and_lower(self: mtf.Lowering, graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
+        call(graph)
+        lower(self, graph, *args, **kwargs)
+
+    @functools.wraps(rewrite)
+    def call_and_rewrite(self: mtf.Graph, *args: Any, **kwargs: Any) -> None:
+        call(self)
+        rewrite(self, *args, **kwargs)
+
+    setattr(call_and_lower, _IS_OURS, True)
+    mtf.Lowering.__init__ = call_and_lower
+    mtf.Graph.rewrite_stack_variables = call_and_rewrite
+
+
+def keep_apart_when_combined(kind: type) -> None:
+    """Makes `mtf.Graph.combine_assignments` pass operations of a kind on as they are."""
+    combine = mtf.Graph.combine_assignments
+    if hasattr(combine, "__wrapped__"):
+        return
+
+    @functools.wraps(combine)
+    def combine_others(self: mtf.Graph, assignments: list[mtf.Operation]) -> list[mtf.Operation]:
+        apart = [op for op in assignments if isinstance(op, kind)]
+        if not apart:
+            return combine(self, assignments)
+        return combine(self, [op for op in assignments if not isinstance(op, kind)]) + apart
+
+    mtf.Graph.combine_assignments = combine_others

@@ -1,0 +1,234 @@
+"""The stage of an outer optimizer: separate updates of islands, and outer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.optimizers.outer.fragments import fragments_of
+from mtf_gradsync.optimizers.outer.tensors import Agreed, SameSlices, differing_variables
+from mtf_gradsync.optimizers.outer.variables import (
+    OuterVariable,
+    hold_by_islands,
+    hold_slots_by_islands,
+)
+from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Reduction, Stage, StepBuilder
+from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere
+from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.step import values_after
+
+if TYPE_CHECKING:
+    from mtf_gradsync.optimizers.outer.optimizer import OuterOptimizer
+
+
+class OuterState(NamedTuple):
+    """Counters: mesh variables, or their values after a step.
+
+    Attributes:
+      inner_step: int32 scalar, updates that each island has made.
+      skipped: int32 `[islands...]`, outer steps that have skipped each island.
+    """
+
+    inner_step: mtf.Variable
+    skipped: mtf.Variable
+
+
+class OuterSteps(Stage):
+    """Gives the inner optimizer each island's own gradients, and makes the outer steps."""
+
+    takes = Form.PER_SHARD
+    mixed = "refuse"
+
+    def __init__(self, wrapper: OuterOptimizer):
+        self._wrapper, self._islands = wrapper, wrapper.islands
+        # Set once the step that is being built has gradients.
+        self._variables: list[mtf.Variable] = []
+        self._outer: dict[mtf.Variable, OuterVariable] = {}
+        self._momenta: dict[mtf.Variable, mtf.Variable] = {}
+        self._gradients: Sequence[mtf.Tensor] = ()
+        self._slots: list[mtf.Variable] = []
+        self._made_before: set[mtf.Variable] = set()
+
+    def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
+        """See `Stage.apply`."""
+        wrapper, islands, mesh = self._wrapper, self._islands, gradients.mesh
+        self._variables = gradients.owners
+        self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
+        held = hold_by_islands(self._variables, islands.shard_dims)
+        self._outer = {v: OuterVariable(v) for v in self._variables}
+        if wrapper.outer_momentum:
+            self._momenta = {
+                v: named_state(mesh, f"{v.name}/outer_momentum", v.shape, tf.float32)
+                for v in self._variables
+            }
+        wrapper._slots.record([*held, *self._momenta.values()], self._variables)
+
+        def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
+            return Agreed(holds, by_any, islands, wrapper.plain_reducer).outputs[0]
+
+        step.agree = agree
+        # An island's term of the mean over the batch becomes the mean over its part of the batch.
+        shapes = [self._without_islands(g.shape) for g in gradients.present]
+        own = SameSlices(gradients.present, shapes, float(islands.num_shards)).outputs
+        self._gradients, self._made_before = own, set(gradients.graph.all_variables)
+        form = Form.PER_SHARD if wrapper.inside.shard_dims else Form.REDUCED
+        return gradients.with_present(own, form)
+
+    def after_update(
+        self, updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """See `Stage.after_update`."""
+        wrapper, graph = self._wrapper, step.plan.graph
+        made = [v for v in graph.all_variables if v not in self._made_before]
+        differ = [*(v.value for v in self._variables), *self._gradients]
+        self._slots = differing_variables(graph.operations, differ, made)
+        hold_slots_by_islands(self._slots, self._islands.shard_dims)
+        count = self._state.inner_step.value + 1
+        gate = step.gate(step.passed_on[-1].present)
+        step.write([mtf.assign(self._state.inner_step, count)], gate)
+        period, fragments = wrapper.inner_steps, wrapper.fragments
+        turns = fragments_of(self._variables, fragments)
+        writes: list[mtf.Operation] = []
+        for number, variables in enumerate(turns, 1):
+            due = mtf.equal(mtf.mod(count, period), number * period // fragments % period)
+            with step.branch_when(due, gate, updates):
+                writes += self._outer_step(variables, updates, step)
+        step.show(self._outer, writes)
+        return []
+
+    def end_of_step(
+        self, operations: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """See `Stage.end_of_step`."""
+        state = self._state
+        now = OuterState(*map(mtf.anonymize, values_after(state, operations)))
+        step.when_built(lambda: self._wrapper._note(state, now, dict(self._outer)))
+        return []
+
+    def _make(self, mesh: mtf.Mesh) -> OuterState:
+        name, dims = self._wrapper.name, self._islands.shard_dims
+        shape = mtf.anonymous_shape(mtf.Shape(list(dims)))
+        return OuterState(
+            scalar_state(mesh, f"{name}/inner_step", stacked=False),
+            named_state(mesh, f"{name}/skipped", shape, num_shard_dims=len(dims)),
+        )
+
+    def _without_islands(self, shape: mtf.Shape) -> mtf.Shape:
+        names = {d.name for d in self._islands.shard_dims}
+        return mtf.Shape([d for d in shape.dims if d.name not in names])
+
+    def _with_islands(self, shape: mtf.Shape) -> mtf.Shape:
+        return mtf.Shape([*self._islands.shard_dims, *shape.dims])
+
+    def _outer_step(
+        self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation], step: StepBuilder
+    ) -> list[mtf.Operation]:
+        """Makes an outer step of some variables; returns the assignments."""
+        wrapper = self._wrapper
+        moved = [self._outer[v] for v in variables]
+        momenta = [self._momenta[v] for v in variables if v in self._momenta]
+        read = iter(map(_wide, step.value_after([*variables, *moved, *momenta], updates)))
+        own, outer, velocity = ([next(read) for _ in x] for x in (variables, moved, momenta))
+        shapes = [self._with_islands(v.shape) for v in variables]
+        away: Sequence[mtf.Tensor] = SameSlices([y - x for x, y in zip(own, outer)], shapes).outputs
+        count: mtf.Tensor | None = None
+        if wrapper.leave_out_not_finite:
+            skip = self._not_finite(updates, step)
+            away = ZerosWhere(away, skip).outputs
+            skipped = _shared_by_islands(skip)
+            count = mtf.reduce_sum(1.0 - skipped)
+        gradients = self._mean(away, variables, count, step)
+        new_outer, new_velocity = [], []
+        # If no island is finite, outer values and momentum do not change.
+        any_counts = 1.0 if count is None else mtf.cast(mtf.greater(count, 0.0), tf.float32)
+        for index, (x, gradient) in enumerate(zip(outer, gradients)):
+            move = gradient
+            if velocity:
+                after = velocity[index] * wrapper.outer_momentum + gradient
+                move = gradient + after * wrapper.outer_momentum if wrapper.nesterov else after
+                if count is not None:
+                    after = velocity[index] + (after - velocity[index]) * any_counts
+                new_velocity.append(after)
+            new_outer.append(x - move * (any_counts * wrapper.outer_learning_rate))
+        written = [*moved, *variables, *momenta]
+        values = [*new_outer, *new_outer, *new_velocity]
+        writes = step.plan.graph.combine_assignments(
+            [mtf.assign(v, x) for v, x in zip(written, values)]
+        )
+        step.add(writes)
+        if wrapper.leave_out_not_finite:
+            rest = [v for v in self._variables if v not in variables]
+            self._begin_anew(skip, skipped, rest, updates, step)
+        return writes
+
+    def _mean(
+        self,
+        away: Sequence[mtf.Tensor],
+        variables: Sequence[mtf.Variable],
+        count: mtf.Tensor | None,
+        step: StepBuilder,
+    ) -> list[mtf.Tensor]:
+        """Returns the mean over the islands of the difference from the outer values."""
+        wrapper, islands = self._wrapper, self._islands
+        reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
+        given = GradientSet(tuple(away), tuple(variables), Form.PER_SHARD)
+        first = step.reduced  # the step's first reduction, of gradients, is not to be replaced
+        sums = step.reduce_now(given, reduction).present
+        step.reduced = first
+        step.write_state()
+        if count is None:
+            return [x * (1.0 / islands.num_shards) for x in sums]
+        share = 1.0 / mtf.maximum(count, 1.0)
+        return [x * share for x in sums]
+
+    def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
+        """Returns which islands have values or slots that are not finite, `[islands...]`.
+
+        Slots count, as Mesh-TF's momentum reaches the variable one step later.
+        """
+        slots = [v for v in self._slots if v.slice_dtype.is_floating]
+        values = list(step.value_after([*self._variables, *slots], updates))
+        found = NotFinite(values, self._islands, self._wrapper.plain_reducer).outputs[0]
+        dims = mtf.Shape(list(self._islands.shard_dims))
+        return mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)
+
+    def _begin_anew(
+        self,
+        skip: mtf.Tensor,
+        skipped: mtf.Tensor,
+        variables: Sequence[mtf.Variable],
+        updates: Sequence[mtf.Operation],
+        step: StepBuilder,
+    ) -> None:
+        """Resets skipped islands to the outer values and to slots of zeros, and counts them."""
+        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None, ()):
+            before = self._state.skipped
+            now = before.value + mtf.cast(skipped, tf.int32)
+            writes = [mtf.assign(before, now)]
+            (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
+            outer = [self._outer[v] for v in variables]
+            read = step.value_after([*variables, *self._slots, *outer], updates)
+            anew = list(read[len(variables) + len(self._slots) :])
+            for index, variable in enumerate([*variables, *self._slots]):
+                old = read[index]
+                new = anew[index] if index < len(anew) else old
+                is_slot = index >= len(anew)
+                writes.append(mtf.assign(variable, _where(mine, new, old, is_slot)))
+            step.add(step.plan.graph.combine_assignments(writes))
+
+
+def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
+    """Returns booleans of islands as float32 numbers, the same on every processor."""
+    return mtf.anonymize(mtf.cast(skip, tf.float32))
+
+
+def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor, zeros: bool) -> mtf.Tensor:
+    def choose(old: tf.Tensor, new: tf.Tensor, skip: tf.Tensor) -> tf.Tensor:
+        return tf.where_v2(skip, tf.zeros_like(old) if zeros else new, old)
+
+    return mtf.cwise(choose, [old, new, skip], old.dtype)
+
+
+def _wide(x: mtf.Tensor) -> mtf.Tensor:
+    return x if x.dtype.size >= 4 else mtf.cast(x, tf.float32)

@@ -1,0 +1,106 @@
+"""Tensors that differ between islands: reshapes, agreement, and dependent variables."""
+
+from __future__ import annotations
+
+from typing import Collection, Iterable, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.reduce import Strategy
+
+
+class SameSlices(StageOperation):
+    """Reshapes the slices of tensors, without communication.
+
+    It adds a dimension for the islands to a tensor with a value for each island, or removes it.
+    """
+
+    def __init__(
+        self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape], scale: float = 1.0
+    ):
+        """Adds the operation.
+
+        Args:
+          tensors: the tensors, at least one.
+          shapes: for each the new shape, with slices of the same size.
+          scale: a factor for all elements.
+        """
+        self._scale = scale
+        super().__init__(tensors, shapes, "same_slices")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        results = []
+        for value, output in zip(reduced_values(lowering, self.inputs), self.outputs):
+            shape = mesh_impl.slice_shape(output.shape)
+
+            def see(x: tf.Tensor, shape: list[int] = shape) -> tf.Tensor:
+                scaled = x if self._scale == 1 else x * tf.cast(self._scale, x.dtype)
+                return tf.reshape(scaled, shape)
+
+            results.append(mesh_impl.slicewise(see, value))
+        self.set_outputs(lowering, results)
+
+
+class Agreed(StageOperation):
+    """Combines a boolean of each island to one for all of them."""
+
+    def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
+        self._by_any, self._islands, self._strategy = by_any, islands, strategy
+        super().__init__([holds], [holds.shape], "agreed")
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        (holds,) = reduced_values(lowering, self.inputs)
+        counts = mesh_impl.slicewise(lambda x: tf.cast(x, tf.float32), holds)
+        axes = tuple(sorted(self._islands.mesh_axes))
+        (count,) = reduce_partial_sums(mesh_impl, [PartialSum(counts, axes)], self._strategy)
+        least = 0.5 if self._by_any else self._islands.num_shards - 0.5
+        self.set_outputs(lowering, [mesh_impl.slicewise(lambda x: x > least, count)])
+
+
+# The outputs of these are the same on all islands.
+_SAME_EVERYWHERE = (Agreed, NotFinite)
+
+
+def differing_variables(
+    operations: Sequence[mtf.Operation],
+    sources: Iterable[mtf.Tensor],
+    candidates: Collection[mtf.Variable],
+) -> list[mtf.Variable]:
+    """Finds variables that are assigned values that differ between islands.
+
+    Args:
+      operations: operations of the graph, in order.
+      sources: tensors that differ between islands.
+      candidates: the variables to choose from.
+
+    Returns:
+      The candidates that differ, in order.
+    """
+    differs: set[mtf.Tensor] = set(sources)
+    found: set[mtf.Variable] = set()
+    while True:
+        before = len(found)
+        for operation in operations:
+            # Operations that read variables late have no inputs.
+            reads = getattr(operation, "reads", ())
+            differs.update(x for x, v in zip(operation.outputs, reads) if v.value in differs)
+            is_same = isinstance(operation, _SAME_EVERYWHERE)
+            if is_same or not differs.intersection(operation.inputs):
+                continue
+            differs.update(operation.outputs)
+            written = getattr(operation, "variables", ())
+            is_one_by_one = len(written) == len(operation.inputs)
+            for number, variable in enumerate(written):
+                value = operation.inputs[number] if is_one_by_one else None
+                if variable in candidates and (value is None or value in differs):
+                    found.add(variable)
+                    differs.add(variable.value)
+        if len(found) == before:
+            return [v for v in candidates if v in found]

@@ -1,0 +1,123 @@
+"""Variables with a value for each island, and their outer values.
+
+Their names are a checkpoint format: `<variable>/island` holds the islands' values of a variable or
+slot; the variable itself holds the outer values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import (
+    give_outputs,
+    give_value,
+    init_stand_in,
+    keep_unstacked,
+    master_of,
+)
+from mtf_gradsync._scopes import root_scope
+from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote
+from mtf_gradsync.optimizers.state.restoring import note_state
+from mtf_gradsync.optimizers.state.variables import UncheckpointedVariable
+from mtf_gradsync.step import Islands, Plan
+
+_ISLAND = "island"
+
+
+class OuterVariable(mtf.Variable):
+    """The outer values of a variable: its master, which all islands share."""
+
+    def __init__(self, variable: mtf.Variable):
+        """Uses the variable's master.
+
+        Args:
+          variable: a variable with a holder of the islands' values.
+        """
+        init_stand_in(self, variable, None)
+        self._trainable = False
+        keep_unstacked(self, _unstacked_as(variable.dtype))
+        give_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
+        self.graph.operations.insert(0, self)
+        self.graph.all_variables.append(self)
+
+
+def hold_by_islands(
+    variables: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
+) -> list[mtf.Variable]:
+    """Gives variables a value for each island, which begins as the variable's value.
+
+    Args:
+      variables: variables that are not lowered yet; their masters will hold the outer values.
+      island_dims: dimensions that number the islands.
+
+    Returns:
+      For each variable the holder of the islands' values.
+    """
+    return [_hold(v, island_dims, start=v.name) for v in variables]
+
+
+def hold_slots_by_islands(
+    slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
+) -> list[mtf.Variable]:
+    """Does what `hold_by_islands` does, for variables without outer values.
+
+    Checkpoints have the holders in place of these variables.
+    """
+    graph = tf.get_default_graph()
+    notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
+    holders = []
+    for slot in slots:
+        note: StateNote = notes.get(slot.name, StateNote(slot.name))
+        start = slot.name if not note.num_shard_dims else note.start
+        holders.append(_hold(slot, island_dims, start=start, counter=note.counter))
+        if isinstance(slot, UncheckpointedVariable):
+            continue
+        collection = graph.get_collection_ref(tf.GraphKeys.GLOBAL_VARIABLES)
+        collection[:] = [x for x in collection if x is not master_of(slot)]
+    return holders
+
+
+def _hold(
+    variable: mtf.Variable, island_dims: Sequence[mtf.Dimension], **note: Any
+) -> mtf.Variable:
+    name, dims = f"{variable.name}/{_ISLAND}", list(island_dims)
+    plan = Plan.of(variable.graph)
+    shape = mtf.Shape([*dims, *variable.shape.dims])
+    if isinstance(variable, UncheckpointedVariable):
+        with root_scope():
+            holder: mtf.Variable = UncheckpointedVariable(
+                variable.mesh, name, shape, variable.slice_dtype
+            )
+    else:
+        master = master_of(variable)
+        sizes = master.shape.as_list()
+        is_cut = sizes != variable.shape.to_integer_list
+        rest = [mtf.Dimension(f"_{i}", n) for i, n in enumerate(sizes)]
+        saved = mtf.Shape([*dims, *rest]) if is_cut else shape
+
+        def initial(to: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
+            return tf.broadcast_to(tf.cast(master.initial_value, dtype), to)
+
+        with root_scope():
+            holder = mtf.get_variable(
+                variable.mesh,
+                name,
+                saved,
+                _unstacked_as(variable.dtype),
+                initializer=initial,
+                trainable=False,
+            ).operation
+        if is_cut:
+            give_value(holder, shape)
+        note_state(holder, num_shard_dims=len(dims), is_mean=True, **note)
+    keep_unstacked(variable, _unstacked_as(variable.dtype))
+    plan.part(Islands).hold(variable, holder)
+    return holder
+
+
+def _unstacked_as(dtype: mtf.VariableDType) -> mtf.VariableDType:
+    """Returns the same dtype, different from all others for Mesh-TF's autostack."""
+    result = mtf.VariableDType(dtype.master_dtype, dtype.slice_dtype, dtype.activation_dtype)
+    result.unstacked = id(result)
+    return result

@@ -1,0 +1,184 @@
+"""`apply_grad`: gradients that a program applies one variable at a time, in one step."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar, overload
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
+from mtf_gradsync.optimizers.own_arguments import OwnArguments
+from mtf_gradsync.step import Later, Plan, StandIn
+
+_T = TypeVar("_T")
+
+
+class OfStep(Generic[_T]):
+    """An attribute that a step sets; reading it builds the step of pairs gathered so far."""
+
+    def __init__(self, before: _T):
+        """Describes the attribute.
+
+        Args:
+          before: its value before there is a step.
+        """
+        self._before = before
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, wrapper: None, owner: type) -> OfStep[_T]: ...
+
+    @overload
+    def __get__(self, wrapper: object, owner: type) -> _T: ...
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        if wrapper is None:
+            return self
+        for pairs in tuple(vars(wrapper).get("_to_build", ())):
+            pairs.build_if_here()
+        return vars(wrapper).get(self._name, self._before)
+
+    def __set__(self, wrapper: Any, value: _T) -> None:
+        vars(wrapper)[self._name] = value
+
+
+class AppliesPairs:
+    """A mixin for wrappers: `apply_grad`, which calls their `apply_grads`."""
+
+    # Pairs gathered for it, or for a wrapper around it, whose step is not built yet.
+    _to_build: tuple[_Pairs, ...] = ()
+
+    def apply_grad(
+        self, grad: mtf.Tensor | None, var: mtf.Variable, *args: Any, **kwargs: Any
+    ) -> list[mtf.Operation]:
+        """Applies the gradient of one variable, in one step with all other pairs of the graph.
+
+        The step of all pairs is built when the graph is lowered, or when an attribute of the step
+        is read. Pairs given later make another step, with a warning, and so do pairs of a variable
+        that has one already, in another variable scope, or with other arguments.
+
+        Args:
+          grad: a gradient, or None.
+          var: its mesh variable.
+          *args: as for `apply_grads`, the same for all pairs.
+          **kwargs: as for `apply_grads`, the same for all pairs.
+
+        Returns:
+          A list of one mtf operation, which stands for the whole step in
+          `lowering.lowered_operation`; empty if the gradient is None.
+
+        Raises:
+          TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
+          ValueError: the gradient does not fit its variable.
+        """
+        own = OwnArguments(args, kwargs)
+        (grad,), (var,) = self._checked([grad], [var], own)
+        pairs = next((p for p in self._to_build if p.wrapper is self and p.mesh is var.mesh), None)
+        if pairs is not None and not pairs.takes(var, own):
+            self._warn_of_more_steps(var)
+            pairs.build_if_here()
+            pairs = None
+        elif pairs is None and self._applied_before(var):
+            self._warn_of_more_steps(var)
+        return (pairs or _Pairs(self, var.mesh, own)).add(grad, var)
+
+    def _checked(self, grads: Any, variables: Any, own: OwnArguments) -> Any:
+        """Checks arguments before anything is built."""
+        raise NotImplementedError
+
+    def _wrappers(self) -> list[Any]:
+        raise NotImplementedError
+
+    def apply_grads(self, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `mtf_gradsync.optimizers.wrapper.Wrapper.apply_grads`."""
+        raise NotImplementedError
+
+    def _applied_before(self, variable: mtf.Variable) -> bool:
+        """Whether this wrapper has built a step for the mesh of a variable."""
+        raise NotImplementedError
+
+    def _build_pairs(self, mesh: mtf.Mesh) -> None:
+        """Builds the step of the pairs gathered for a mesh."""
+        for pairs in self._to_build:
+            if pairs.wrapper is self and pairs.mesh is mesh:
+                pairs.build_if_here()
+
+    def _warn_of_more_steps(self, variable: mtf.Variable) -> None:
+        name = type(self).__name__
+        warn_once(
+            f"{name}.apply_grad",
+            "%s.apply_grad: the gradient of %s begins another step, with its own sums and counts, "
+            "as the step of the pairs before it is built already, or has the same variable, "
+            "another variable scope or other arguments. Call apply_grads(grads, variables) with "
+            "all pairs instead.",
+            name,
+            variable.name,
+        )
+
+
+class _Pairs(Later):
+    """The pairs of one wrapper and mesh, whose step is built later."""
+
+    def __init__(self, wrapper: AppliesPairs, mesh: mtf.Mesh, own: OwnArguments):
+        super().__init__(Plan.of(mesh.graph))
+        self.wrapper, self.mesh = wrapper, mesh
+        self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
+        self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
+        self._holders = wrapper._wrappers()
+        for one in self._holders:
+            one._to_build += (self,)
+
+    def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
+        """Whether a pair can be part of the same step."""
+        return (
+            variable not in self._pairs
+            and self._where == self._here()
+            and self._scope.name == tf.get_variable_scope().name
+            and _are_same(self._own, own)
+        )
+
+    def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
+        """Adds a pair; returns the operation that stands for the step."""
+        self._pairs[variable] = grad
+        if grad is None:
+            return []
+        self.stand_ins.append(StandIn(self, self.mesh, "apply_grad"))
+        return [self.stand_ins[-1]]
+
+    def build_if_here(self) -> None:
+        """Builds the step if it belongs to the scope and branch that are being built."""
+        if self._where == self._here():
+            self.build()
+
+    def _here(self) -> tuple[Any, ...]:
+        return tf.get_default_graph(), *self.plan.surroundings
+
+    def make(self) -> list[mtf.Operation]:
+        """See `Later.make`."""
+        args, kwargs = self._own
+        self._hold(False)
+        try:
+            with tf.variable_scope(self._scope, auxiliary_name_scope=False):
+                grads, variables = list(self._pairs.values()), list(self._pairs)
+                return self.wrapper.apply_grads(grads, variables, *args, **kwargs)
+        except BaseException:
+            self._hold(True)
+            raise
+
+    def _hold(self, holds: bool) -> None:
+        for one in self._holders:
+            others = tuple(p for p in one._to_build if p is not self)
+            one._to_build = (*others, self) if holds else others
+
+
+def _are_same(first: OwnArguments, second: OwnArguments) -> bool:
+    def same(x: Any, y: Any) -> bool:
+        return x is y or (isinstance(x, (bool, int, float, str)) and type(x) is type(y) and x == y)
+
+    return (
+        len(first.positional) == len(second.positional)
+        and first.named.keys() == second.named.keys()
+        and all(map(same, first.positional, second.positional))
+        and all(same(first.named[k], second.named[k]) for k in first.named)
+    )

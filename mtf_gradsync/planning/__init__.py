@@ -1,0 +1,24 @@
+"""What a training step would cost on chips that are not there, and how the mesh should be.
+
+See ``docs/plan.md``.
+"""
+
+from mtf_gradsync.planning.chips import CHIPS, Chip
+from mtf_gradsync.planning.meshes import factorizations
+from mtf_gradsync.planning.plan import plan
+from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused
+from mtf_gradsync.planning.rings import bytes_sent
+from mtf_gradsync.planning.search import Built
+
+__all__ = [
+    "CHIPS",
+    "AxisTraffic",
+    "Built",
+    "Chip",
+    "Plan",
+    "PlanRow",
+    "Refused",
+    "bytes_sent",
+    "factorizations",
+    "plan",
+]

@@ -1,0 +1,76 @@
+"""What a compiled program's cores exchange in a step, by mesh axis."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync.simd.traffic.report import CommunicationReport
+from mtf_gradsync.xla.topology.collectives import HloCollective
+
+# The operations of TensorFlow's programs, as HLO calls them.
+_HLO_NAMES = {
+    "CrossReplicaSum": "all-reduce",
+    "AllToAll": "all-to-all",
+    "CollectivePermute": "collective-permute",
+    "XlaReduceScatter": "reduce-scatter",
+}
+_OTHER = "other groups"
+
+Groups = Sequence[Sequence[int]]
+
+
+class Exchange(NamedTuple):
+    """One collective of a step.
+
+    Attributes:
+      operation: as HLO calls it.
+      axis: the mesh axes along which cores exchange data, joined by "+".
+      groups: the cores that exchange data, group by group.
+      size: bytes that each core puts in, each time.
+      times: how often it runs in a step.
+    """
+
+    operation: str
+    axis: str
+    groups: Groups
+    size: int
+    times: int
+
+
+def exchanges_of(
+    compiled: Sequence[HloCollective],
+    report: CommunicationReport,
+    axes: Mapping[Any, str],
+    cores: int,
+) -> list[Exchange]:
+    """Lists the collectives of an update step.
+
+    Those of the compiled program, as they were merged; in loops those of the program before,
+    because only there it is known how often a loop turns.
+
+    Args:
+      compiled: of the compiled program.
+      report: of the program before.
+      axes: `simd.traffic.collectives.groups_by_axes` of the mesh.
+      cores: how many run the program.
+
+    Returns:
+      The collectives; where it is not known how often a loop turns, that counts once.
+    """
+    everyone = (tuple(range(cores)),)
+    found = []
+    for one in compiled:
+        if not one.is_in_loop:
+            groups = one.groups or everyone
+            key = frozenset(frozenset(group) for group in groups)
+            # Pairs of a permutation are no groups: what they connect is.
+            axis = axes.get(key, _OTHER)
+            found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
+    by_axis = {axis: key for key, axis in axes.items()}
+    for row in report.rows:
+        if row.loops:
+            operation = _HLO_NAMES[row.operation]
+            groups = tuple(sorted(tuple(sorted(g)) for g in by_axis.get(row.group, everyone)))
+            times = 1 if row.turns is None else row.turns
+            found.append(Exchange(operation, row.group, groups, row.bytes_per_core or 0, times))
+    return found

@@ -1,0 +1,129 @@
+"""What a training step would cost on chips that are not there, on each mesh that they can have."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._numbers import is_whole_number
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.planning.machines import Machine, TpuMachine
+from mtf_gradsync.planning.meshes import factorizations
+from mtf_gradsync.planning.result import Plan, Refused
+from mtf_gradsync.planning.search import Built, Candidate, search
+from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
+from mtf_gradsync.simd.compiled_only import compiled_only
+from mtf_gradsync.simd.program import Program
+
+_THIS_MACHINE = "cpu"
+
+
+def plan(
+    build: Callable[[str, str], Built | Program],
+    topologies: str | Sequence[str],
+    layouts: str | Sequence[str],
+    mesh_shapes: Sequence[str] | None = None,
+    axes: Sequence[str] | None = None,
+    jobs: int = 1,
+    progress: bool = False,
+    refusals: tuple[type[BaseException], ...] = (ValueError,),
+) -> Plan:
+    """Predicts what a training step costs on each mesh of each topology, without the chips.
+
+    Each program is built and compiled by the real TPU compiler. The prediction is the compiler's
+    estimate, which has no links, and for each collective the time that the standard formula gives
+    at the links' published rates.
+
+    Args:
+      build: called with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own, and
+        builds the whole step in `simd.tpu_program`. It returns the program, or a `Built` with what
+        is fetched and how many tokens a step has. A ValueError says that the mesh cannot be, and
+        becomes the reason for it.
+      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8". "cpu:8" stands for
+        eight CPU devices of this machine, whose rates are measured first.
+      layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
+      mesh_shapes: which to look at; None for all factorizations of a topology's cores over `axes`.
+      axes: names of the mesh axes; None for those that the first layout names, in its order.
+      jobs: how many compilers run at once. Each takes a processor, and memory.
+      progress: whether to show a progress bar on terminals; needs tqdm.
+      refusals: further errors of `build` that say that a mesh cannot be.
+
+    Returns:
+      The plan, sorted. Interrupted (Ctrl-C), what was found until then; `Plan.is_partial` says so.
+
+    Raises:
+      XlaMissingError: when there is no TPU compiler.
+      ValueError: when an argument cannot be, or there is no such topology.
+    """
+    if not is_whole_number(jobs):
+        raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
+    layouts = [layouts] if isinstance(layouts, str) else list(layouts)
+    names = _split(topologies)
+    if not layouts or not names:
+        raise ValueError(
+            f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
+        )
+    axes = list(axes) if axes is not None else _axes_of(layouts[0])
+    for shape in mesh_shapes or ():
+        mtf.convert_to_shape(shape)
+    machines = _machines(names)
+    candidates, refused = [], []
+    for layout in layouts:
+        for machine in machines:
+            given = mesh_shapes or factorizations(machine.cores, axes)
+            for shape in given:
+                size = mtf.convert_to_shape(shape).size
+                if size == machine.cores:
+                    candidates.append(Candidate(shape, layout, machine))
+                else:
+                    reason = f"the mesh has {size} cores and the topology {machine.cores}"
+                    refused.append(Refused(shape, layout, machine.name, reason))
+
+    def built(mesh_shape: str, layout: str) -> Built:
+        with compiled_only():
+            made = build(mesh_shape, layout)
+        return made if isinstance(made, Built) else Built(made)
+
+    with _bar(len(candidates), progress) as bar:
+        found = search(built, candidates, jobs, (ValueError, *refusals), bar.update)
+    return Plan(found.rows, (*refused, *found.refused), found.is_partial, found.not_reached)
+
+
+def _split(topologies: str | Sequence[str]) -> list[str]:
+    parts = topologies.split(",") if isinstance(topologies, str) else topologies
+    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
+def _axes_of(layout: str) -> list[str]:
+    rules = [rule.split(":") for rule in re.split("[,;]", layout) if rule]
+    return list(dict.fromkeys(rule[-1] for rule in rules))
+
+
+def _machines(names: Sequence[str]) -> list[Machine]:
+    """The machines; CPU devices are made for the largest of them, as jax makes them once."""
+    counts = {name: cores_of(name) for name in names if name.partition(":")[0] == _THIS_MACHINE}
+    most = max(counts.values(), default=0)
+    return [
+        CpuMachine(name, counts[name], most) if name in counts else TpuMachine(name)
+        for name in names
+    ]
+
+
+class _NoBar:
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def update(self) -> None:
+        """Shows nothing."""
+
+
+def _bar(total: int, progress: bool) -> Any:
+    if not progress:
+        return _NoBar()
+    from tqdm import tqdm
+
+    # None: on terminals only.
+    return tqdm(total=total, desc="planning", unit="mesh", leave=False, disable=None)

@@ -1,0 +1,223 @@
+"""What a plan found: rows for mesh shapes and machines, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from tabulate import tabulate
+
+_UNKNOWN = (
+    "A prediction is no timing: the compiler's operations one after the other, then collectives "
+    "at the links' published rates. It does not know what overlaps (with all of it hidden, a step "
+    'takes "at best"), how long the host and the input take, nor other traffic on the links.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisTraffic:
+    """What goes along one mesh axis, or several at once, in an update step.
+
+    Attributes:
+      axis: names of the axes, joined by "+".
+      collectives: how many run.
+      bytes_per_core: bytes that each core puts into them.
+      seconds: how long they take over the links.
+    """
+
+    axis: str
+    collectives: int
+    bytes_per_core: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One mesh on one machine.
+
+    Attributes:
+      mesh_shape: as in "batch:4;model:2".
+      layout: as in "batch:batch;heads:model".
+      machine: a topology as in "v5e:4x4", or "cpu:8" for CPU devices of this machine.
+      cores: how many it has.
+      fits: whether the program's memory fits into a core's.
+      bytes_per_core: memory that the program takes on one core.
+      memory_per_core: what a program may use; None where there is no limit.
+      flops: floating-point operations of one core in a step, by the compiler's count.
+      bytes_accessed: bytes that one core's operations read and write in a step.
+      estimate_seconds: the compiler's own estimate, which has no links.
+      unknown_operations: operations that are not in that estimate.
+      traffic: what goes over the links, by mesh axis.
+      link_seconds: how long all of it takes.
+      step_seconds: predicted time of a step: the two, one after the other.
+      overlapped_seconds: the longer of the two: a step in which all the other is hidden.
+      tokens_per_second: predicted; None where tokens in a step are not known.
+      share_of_peak: operations per second as a share of the chip's peak; None where that is not
+        known.
+      build_seconds: how long building the program took.
+      compile_seconds: how long the compiler took.
+      is_repeated: whether an equal program had been compiled before.
+    """
+
+    mesh_shape: str
+    layout: str
+    machine: str
+    cores: int
+    fits: bool
+    bytes_per_core: int
+    memory_per_core: int | None
+    flops: float
+    bytes_accessed: float
+    estimate_seconds: float
+    unknown_operations: int
+    traffic: tuple[AxisTraffic, ...]
+    link_seconds: float
+    step_seconds: float
+    overlapped_seconds: float
+    tokens_per_second: float | None
+    share_of_peak: float | None
+    build_seconds: float
+    compile_seconds: float
+    is_repeated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A mesh that has no row.
+
+    Attributes:
+      mesh_shape: as for `PlanRow`.
+      layout: as there.
+      machine: as there.
+      reason: why it cannot be, in one line.
+    """
+
+    mesh_shape: str
+    layout: str
+    machine: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step would cost on each mesh and machine.
+
+    Attributes:
+      rows: what fits first, then by predicted time for a token (for a step, where tokens are not
+        known), the fastest first.
+      refused: meshes that cannot be, with the reason.
+      is_partial: whether it was stopped before everything was looked at.
+      not_reached: how many meshes were left when it was stopped.
+    """
+
+    rows: tuple[PlanRow, ...]
+    refused: tuple[Refused, ...] = ()
+    is_partial: bool = False
+    not_reached: int = 0
+
+    def __str__(self) -> str:
+        lines = _table(self.rows) if self.rows else ["no mesh can be planned"]
+        lines += ["", _UNKNOWN]
+        unknown = [row for row in self.rows if row.unknown_operations]
+        if unknown:
+            most = max(row.unknown_operations for row in unknown)
+            lines.append(f"Up to {most} operations of a program have no estimate.")
+        if self.refused:
+            lines += ["", "skipped:"]
+            lines += [f"  {r.mesh_shape} on {r.machine}: {r.reason}" for r in self.refused]
+        if self.is_partial:
+            lines += ["", f"stopped: {self.not_reached} not looked at; this is a part of the plan"]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with the attributes' names."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def plot(self, path: str) -> None:
+        """Draws each row's time, estimate and links, and writes a PNG.
+
+        Args:
+          path: the file to write.
+
+        Raises:
+          ImportError: when matplotlib is not installed.
+        """
+        # Without pyplot, so that no display and no global state is touched.
+        from matplotlib.figure import Figure
+
+        names = [_name(row) for row in self.rows]
+        height = 1.5 + 0.4 * max(1, len(names))
+        figure = Figure(figsize=(9, height), layout="constrained")
+        axes = figure.subplots()
+        left = [0.0] * len(names)
+        for label, values in _parts(self.rows).items():
+            axes.barh(names, values, left=left, label=label)
+            left = [a + b for a, b in zip(left, values)]
+        for place, row in enumerate(self.rows):
+            note = "" if row.fits else " does not fit"
+            axes.text(left[place], place, f" {left[place]:.3g} ms{note}", va="center")
+        axes.set_xlabel("predicted ms per step")
+        axes.set_xlim(right=1.2 * max(left, default=1.0) or 1.0)
+        axes.invert_yaxis()
+        axes.legend()
+        figure.savefig(path, format="png", dpi=120)
+
+
+def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
+    """Rows in the order of `Plan.rows`."""
+
+    def key(row: PlanRow) -> Any:
+        rate = row.tokens_per_second
+        return (not row.fits, row.step_seconds if rate is None else -rate, _name(row))
+
+    return tuple(sorted(rows, key=key))
+
+
+def _name(row: PlanRow) -> str:
+    return f"{row.mesh_shape} on {row.machine}"
+
+
+def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
+    """Milliseconds of each row by what they are for."""
+    parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
+    for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):
+        parts[f"along {axis}"] = [
+            1e3 * sum(t.seconds for t in row.traffic if t.axis == axis) for row in rows
+        ]
+    return parts
+
+
+def _table(rows: tuple[PlanRow, ...]) -> list[str]:
+    layouts = {row.layout for row in rows}
+    table: list[dict[str, str]] = []
+    for row in rows:
+        cells = {"mesh": row.mesh_shape, "on": row.machine}
+        if len(layouts) > 1:
+            cells["layout"] = row.layout
+        limit = row.memory_per_core
+        share = "" if limit is None else f" ({100 * row.bytes_per_core / limit:.3g}%)"
+        cells["fits"] = "yes" if row.fits else "NO"
+        cells["GB/core"] = f"{row.bytes_per_core / 1e9:.3g}{share}"
+        cells["GFLOP"] = f"{row.flops / 1e9:,.4g}"
+        cells["GB touched"] = f"{row.bytes_accessed / 1e9:,.4g}"
+        cells["estimate ms"] = f"{1e3 * row.estimate_seconds:,.4g}"
+        cells["links: MB, ms"] = "; ".join(
+            f"{t.axis} {t.bytes_per_core / 1e6:,.3g}, {1e3 * t.seconds:,.3g}" for t in row.traffic
+        )
+        cells["step ms"] = f"{1e3 * row.step_seconds:,.4g}"
+        cells["at best"] = f"{1e3 * row.overlapped_seconds:,.4g}"
+        if row.tokens_per_second is not None:
+            cells["tokens/s"] = f"{row.tokens_per_second:,.0f}"
+        if row.share_of_peak is not None:
+            cells["of peak"] = f"{100 * row.share_of_peak:.3g}%"
+        table.append(cells)
+    left = {"mesh", "on", "layout", "fits", "links: MB, ms"}
+    headers = list(dict.fromkeys(name for cells in table for name in cells))
+    return tabulate(
+        [[cells.get(name, "") for name in headers] for cells in table],
+        headers,
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=["left" if name in left else "right" for name in headers],
+    ).splitlines()

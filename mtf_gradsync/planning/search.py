@@ -1,0 +1,263 @@
+"""Builds and compiles a model on each mesh, and makes a plan of what that says."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import hashlib
+import subprocess
+import threading
+import time
+from typing import Any, Callable, Iterable, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.planning.exchanges import Exchange, exchanges_of
+from mtf_gradsync.planning.machines import Compiled, Machine
+from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
+from mtf_gradsync.simd.errors import UnsupportedProgramError
+from mtf_gradsync.simd.program import Program
+from mtf_gradsync.simd.traffic.collectives import groups_by_axes, list_collectives
+from mtf_gradsync.simd.traffic.report import CommunicationReport
+from mtf_gradsync.xla.topology.compiling import Lowered
+from mtf_gradsync.xla.topology.own_process import CompilerDiedError
+
+_LONGEST_REASON = 300
+
+
+class Built(NamedTuple):
+    """A training step on one mesh.
+
+    Attributes:
+      program: what `simd.tpu_program` yielded, with the whole step built.
+      fetches: tensors that a step returns besides the updates, such as the loss.
+      tokens: how many tokens (or examples) a step trains on; None where that is not known.
+    """
+
+    program: Program
+    fetches: Sequence[Any] = ()
+    tokens: int | None = None
+
+
+class Candidate(NamedTuple):
+    """A mesh to look at.
+
+    Attributes:
+      mesh_shape: as in "batch:4;model:2".
+      layout: Mesh-TF's layout rules, as text.
+      machine: where.
+    """
+
+    mesh_shape: str
+    layout: str
+    machine: Machine
+
+
+class _Work(NamedTuple):
+    """What was built of a candidate, without its graph."""
+
+    candidate: Candidate
+    lowered: Lowered
+    tokens: int | None
+    report: CommunicationReport
+    axes: dict[frozenset, str]
+    build_seconds: float
+
+
+def search(
+    build: Callable[[str, str], Built],
+    candidates: Sequence[Candidate],
+    jobs: int = 1,
+    refusals: tuple[type[BaseException], ...] = (ValueError,),
+    done: Callable[[], Any] = lambda: None,
+) -> Plan:
+    """Makes a plan. What was found is returned when it is interrupted (Ctrl-C).
+
+    Programs are built one after the other, each once for all machines with as many cores, while up
+    to `jobs` compilers run. Equal programs are compiled once for a machine.
+
+    Args:
+      build: called with a mesh shape and a layout in a graph of its own.
+      candidates: what to look at.
+      jobs: how many compilers run at once.
+      refusals: errors of `build` that say that a mesh cannot be.
+      done: called after each candidate.
+
+    Returns:
+      The plan.
+    """
+    return _Search(build, jobs, refusals, done).run(candidates)
+
+
+class _Search:
+    def __init__(
+        self,
+        build: Callable[[str, str], Built],
+        jobs: int,
+        refusals: tuple[type[BaseException], ...],
+        done: Callable[[], Any],
+    ):
+        self._build, self._jobs, self._done = build, jobs, done
+        self._refusals: tuple[type[BaseException], ...] = (*refusals, UnsupportedProgramError)
+        self._rows: list[PlanRow] = []
+        self._refused: list[Refused] = []
+        self._compiled: dict[tuple[str, str], concurrent.futures.Future[Compiled]] = {}
+        self._pending: list[tuple[_Work, concurrent.futures.Future[Compiled], bool]] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._lock, self._stopped = threading.Lock(), False
+
+    def run(self, candidates: Sequence[Candidate]) -> Plan:
+        pool = concurrent.futures.ThreadPoolExecutor(self._jobs, "plan")
+        try:
+            for group in _by_program(candidates):
+                for work in self._built(group):
+                    # What waits to be compiled takes memory.
+                    while len(self._pending) > self._jobs:
+                        self._finish_one()
+                    self._start(pool, work)
+            while self._pending:
+                self._finish_one()
+        except KeyboardInterrupt:
+            self._stopped = True
+            while any(future.done() for _, future, _ in self._pending):
+                self._finish_one()
+        finally:
+            self._end(pool)
+        found = len(self._rows) + len(self._refused)
+        return Plan(
+            sorted_rows(self._rows),
+            tuple(self._refused),
+            self._stopped,
+            len(candidates) - found,
+        )
+
+    def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
+        """Builds what several machines may have in common."""
+        first, started = group[0], time.monotonic()
+        try:
+            with tf.Graph().as_default():
+                built = self._build(first.mesh_shape, first.layout)
+                report = list_collectives(built.program)
+                axes = groups_by_axes(built.program.mesh_impl)
+                seconds = time.monotonic() - started
+                lowered: dict[Any, Lowered] = {}
+                for candidate in group:
+                    kind = type(candidate.machine)
+                    if kind not in lowered:
+                        lowered[kind] = candidate.machine.lower(built.program, built.fetches)
+        except self._refusals as error:
+            for candidate in group:
+                self._refuse(candidate, str(error))
+            return []
+        return [
+            _Work(c, lowered[type(c.machine)], built.tokens, report, axes, seconds) for c in group
+        ]
+
+    def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
+        machine, lowered = work.candidate.machine, work.lowered
+        if lowered.module is None:
+            self._refuse(work.candidate, lowered.refused)
+            return
+        key = hashlib.sha256(lowered.module.encode()).hexdigest(), machine.name
+        is_repeated = key in self._compiled
+        if not is_repeated:
+            self._compiled[key] = pool.submit(machine.compile, lowered, self._begun)
+        # Without the module, which may be large.
+        work = work._replace(lowered=lowered._replace(module=None))
+        self._pending.append((work, self._compiled[key], is_repeated))
+
+    def _finish_one(self) -> None:
+        concurrent.futures.wait(
+            [future for _, future, _ in self._pending],
+            return_when=concurrent.futures.FIRST_COMPLETED,
+        )
+        ready = next(entry for entry in self._pending if entry[1].done())
+        work, future, is_repeated = ready
+        try:
+            compiled = future.result()
+        except CompilerDiedError as error:
+            compiled = Compiled(error=str(error))
+        self._pending.remove(ready)
+        if compiled.error:
+            self._refuse(work.candidate, compiled.error)
+        else:
+            self._rows.append(_row(work, compiled, is_repeated))
+            self._done()
+
+    def _refuse(self, candidate: Candidate, reason: str) -> None:
+        # Gin writes below a message what it was called from.
+        reason = " ".join(reason.strip().split("\n  In call to ")[0].split())
+        if len(reason) > _LONGEST_REASON:
+            reason = reason[:_LONGEST_REASON] + "..."
+        shape, layout, machine = candidate
+        self._refused.append(Refused(shape, layout, machine.name, reason))
+        self._done()
+
+    def _begun(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._processes.append(process)
+            if self._stopped:
+                process.kill()
+
+    def _end(self, pool: concurrent.futures.Executor) -> None:
+        """Ends compilers that nobody waits for any more."""
+        with self._lock:
+            self._stopped = self._stopped or bool(self._pending)
+            for process in self._processes:
+                if process.poll() is None:
+                    process.kill()
+        pool.shutdown(wait=True)
+
+
+def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    groups: dict[tuple[str, str], list[Candidate]] = collections.defaultdict(list)
+    for candidate in candidates:
+        groups[candidate.mesh_shape, candidate.layout].append(candidate)
+    return list(groups.values())
+
+
+def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
+    mesh_shape, layout, machine = work.candidate
+    exchanges = exchanges_of(compiled.collectives, work.report, work.axes, machine.cores)
+    traffic = _traffic(exchanges, machine)
+    links = sum(t.seconds for t in traffic)
+    step = compiled.estimate_seconds + links
+    peak, limit = machine.peak_flops_per_core, machine.memory_per_core
+    return PlanRow(
+        mesh_shape=mesh_shape,
+        layout=layout,
+        machine=machine.name,
+        cores=machine.cores,
+        fits=limit is None or compiled.bytes_per_core <= limit,
+        bytes_per_core=compiled.bytes_per_core,
+        memory_per_core=limit,
+        flops=compiled.flops,
+        bytes_accessed=compiled.bytes_accessed,
+        estimate_seconds=compiled.estimate_seconds,
+        unknown_operations=compiled.unknown,
+        traffic=traffic,
+        link_seconds=links,
+        step_seconds=step,
+        overlapped_seconds=max(compiled.estimate_seconds, links),
+        tokens_per_second=work.tokens / step if work.tokens and step else None,
+        share_of_peak=compiled.flops / (step * peak) if peak and step else None,
+        build_seconds=work.build_seconds,
+        compile_seconds=compiled.seconds,
+        is_repeated=is_repeated,
+    )
+
+
+def _traffic(exchanges: Sequence[Exchange], machine: Machine) -> tuple[AxisTraffic, ...]:
+    known: dict[Any, float] = {}
+    sums: dict[str, tuple[int, int, float]] = {}
+    for one in exchanges:
+        key = (one.operation, one.axis, one.size)
+        # Groups of a permutation are pairs, which the axis does not say.
+        if key not in known or one.operation == "collective-permute":
+            known[key] = machine.seconds(one.operation, one.groups, one.size)
+        count, size, seconds = sums.get(one.axis, (0, 0, 0.0))
+        sums[one.axis] = (
+            count + one.times,
+            size + one.times * one.size,
+            seconds + one.times * known[key],
+        )
+    return tuple(AxisTraffic(axis, *values) for axis, values in sums.items())

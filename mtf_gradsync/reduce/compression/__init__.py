@@ -1,0 +1,1 @@
+"""Building blocks of compressed sums: quantized blocks, low-rank factors, exchanges."""

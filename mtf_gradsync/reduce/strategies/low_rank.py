@@ -1,0 +1,306 @@
+"""Gradients sent as low-rank factors of matrices."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce.checks import check_count, check_values
+from mtf_gradsync.reduce.compression.either import either
+from mtf_gradsync.reduce.compression.factors import (
+    orthonormal,
+    random_factors,
+    split_of,
+    without_dead_columns,
+)
+from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
+from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy, in_dtype_of, plus_errors
+from mtf_gradsync.reduce.strategy import Strategy
+
+
+class LowRankState(NamedTuple):
+    """The state of `LowRankAllReduce`; None for values that the settings or gradients do not need.
+
+    Attributes:
+      step: the number of reductions so far.
+      errors: for each gradient the part of it that cores have not sent.
+      factors: for each gradient the right factor of the last sum, transposed.
+    """
+
+    step: Any
+    errors: tuple[Any, ...]
+    factors: tuple[Any, ...]
+
+
+class _Matrix(NamedTuple):
+    """The matrix of a tensor that is sent as factors `[rows, rank]` and `[columns, rank]`.
+
+    Attributes:
+      split: how many of the tensor's dimensions make the rows.
+    """
+
+    split: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def sent(self) -> int:
+        """The size of both factors."""
+        return self.rank * (self.rows + self.columns)
+
+
+@gin.configurable(module="mtf_gradsync")
+class LowRankAllReduce(GradientStrategy):
+    """Sends gradients as low-rank factors of matrices: PowerSGD.
+
+    A gradient is reshaped to a matrix M whose numbers of rows and columns are as equal as possible.
+    With Q of `rank` orthonormal columns, the same on all cores, P is the sum of M Q over the cores;
+    its columns are made orthonormal, and Q becomes the sum of the transposed M times P. The sum of
+    the gradients is approximated by P times the transposed Q: rank * (rows + columns) numbers are
+    sent in place of rows * columns, in two reductions: all P's together with gradients that are
+    not compressed, then all Q's. With the full rank the sum is exact.
+
+    **Error feedback.** A core keeps M minus its part of the result, and adds it to its next
+    gradient: so all gradients are applied in the end, up to rounding.
+
+    **Model parallel.** Where the layout splits a variable over other mesh axes, the matrix is each
+    core's slice of the gradient: nothing is sent over those axes, and `rank` is that of a slice.
+
+    **Not finite.** A gradient with a NaN or an infinity on any core is NaN everywhere in the sum,
+    and no error of it is kept.
+
+    **Not compressed**, but reduced by `reducer`: vectors, and matrices that factors make less than
+    `min_compression_rate` times smaller. `reported` has the rate that is reached, the log the
+    names. `ShardedUpdateOptimizer` cuts its parts from the sums.
+
+    State, by name: `<variable>/low_rank_error`, a value for each core;
+    `<variable>/low_rank_factor`, which begins anew on a mesh with other slices;
+    `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
+
+    References:
+      PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike there Q is orthonormal, too, so that
+      small directions of a matrix of almost full rank are not lost, and its columns that have
+      become zero are drawn anew.
+    """
+
+    def __init__(
+        self,
+        rank: int = 4,
+        start_step: int = 0,
+        min_compression_rate: float = 2.0,
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        reducer: Strategy | None = None,
+    ):
+        """Sets the compression.
+
+        Args:
+          rank: most columns of the factors.
+          start_step: the number of first updates without compression.
+          min_compression_rate: how many times smaller than a gradient its factors have to be.
+          warm_start: whether a step begins with the factor Q of the last one, in place of random
+            numbers.
+          error_feedback: whether a core keeps the error of compression, a float32 tensor of the
+            gradient's size, and adds it to its next gradient.
+          reducer: the strategy of the factors and of all other sums; None takes `FusedAllReduce()`.
+
+        Raises:
+          TypeError: reducer is not a strategy, or a flag is not a bool.
+          ValueError: a number is out of range.
+        """
+        super().__init__(reducer)
+        check_count("rank", rank, "a number of columns", least=1)
+        check_count("start_step", start_step, "a number of updates")
+        rate = min_compression_rate
+        number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+        if not number or not 0 < rate < math.inf:
+            raise ValueError(f"min_compression_rate must be a number above 0, got {rate!r}.")
+        for name, flag in (("warm_start", warm_start), ("error_feedback", error_feedback)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}.")
+        self.rank = rank
+        self.start_step = start_step
+        self.min_compression_rate = float(rate)
+        self.warm_start = warm_start
+        self.error_feedback = error_feedback
+
+    def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
+        """See `Strategy.gradient_state`."""
+        maker.report(self._compression(gradients))
+        matrices = [self._matrix(g.dtype, g.slice_shape) for g in gradients]
+        # Slices on another mesh may be compressed.
+        whole = [self._matrix(g.dtype, g.shape.to_integer_list) for g in gradients]
+        errors = tuple(
+            maker.variable(f"{g.name}/low_rank_error", g.shape, shard_dims=g.shard_dims)
+            if self.error_feedback and (here or elsewhere)
+            else None
+            for g, here, elsewhere in zip(gradients, matrices, whole)
+        )
+        factors = tuple(
+            maker.variable(f"{g.name}/low_rank_factor", _factor_shape(g, m), begins_anew=True)
+            if self.warm_start and m is not None
+            else None
+            for g, m in zip(gradients, matrices)
+        )
+        counts = any(matrices) and (self.start_step > 0 or not self.warm_start)
+        name = f"{maker.name}/low_rank_step"
+        step = maker.variable(name, mtf.Shape([]), tf.int32) if counts else None
+        return LowRankState(step, errors, factors)
+
+    def reduce_gradients(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
+    ) -> tuple[list[Any], State]:
+        """See `Strategy.reduce_gradients`."""
+        self.check(mesh_impl, groups)
+        check_values(values)
+        wanted = plus_errors(mesh_impl, values, state.errors)
+        held = [*(e for e in state.errors if e is not None)]
+        held += [q for q in state.factors if q is not None]
+
+        def as_they_are() -> list[Any]:
+            given = [in_dtype_of(mesh_impl, x, value) for x, value in zip(wanted, values)]
+            sums = self.reducer.all_reduce(mesh_impl, given, groups)
+            errors = [mesh_impl.slicewise(tf.zeros_like, e) for e in state.errors if e is not None]
+            return [*sums, *errors, *held[len(errors) :]]
+
+        def as_factors() -> list[Any]:
+            sums, errors, factors = self._by_factors(mesh_impl, values, wanted, groups, state)
+            return [*sums, *(x for x in [*errors, *factors] if x is not None)]
+
+        matrices = [self._matrix(x.tensor_list[0].dtype, x.slice_shape) for x in values]
+        if groups.group_size == 1 or not any(matrices):
+            flat = as_they_are()
+        elif self.start_step:
+            late = tf.greater_equal(state.step.tensor_list[0], self.start_step)
+            flat = either(mesh_impl, late, as_factors, as_they_are)
+        else:
+            flat = as_factors()
+        new = iter(flat[len(values) :])
+        errors, factors = (
+            tuple(None if x is None else next(new) for x in old)
+            for old in (state.errors, state.factors)
+        )
+        step = None if state.step is None else mesh_impl.slicewise(lambda x: x + 1, state.step)
+        return list(flat[: len(values)]), LowRankState(step, errors, factors)
+
+    def _by_factors(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        wanted: Sequence[Any],
+        groups: ProcessorGroups,
+        state: LowRankState,
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns sums by factors, and the new errors and factors of the state."""
+        matrices: dict[int, _Matrix] = {}
+        for i, x in enumerate(values):
+            matrix = self._matrix(x.tensor_list[0].dtype, x.slice_shape)
+            if matrix is not None:
+                matrices[i] = matrix
+        made = list(matrices.values())
+        whole = [i for i in range(len(values)) if i not in matrices]
+
+        def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            """Makes this step's orthonormal Q, from the last step's or random numbers."""
+            step = 0 if self.warm_start else factors[0]
+            fresh: dict[int, list[int]] = {}
+            for number, m in enumerate(made):
+                fresh.setdefault(m.rank, []).append(number)
+            drawn = [tf.constant(0.0)] * len(made)
+            for rank, members in fresh.items():
+                columns = [made[i].columns for i in members]
+                for i, q in zip(members, random_factors(columns, rank, step)):
+                    drawn[i] = q
+            if self.warm_start:
+                last = [tf.reshape(q, [m.rank, m.columns]) for q, m in zip(factors, made)]
+                drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]
+            return orthonormal(drawn)
+
+        def times(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            pairs = zip(made, xs[: len(made)], xs[len(made) :])
+            return tuple(tf.matmul(_as_matrix(x, m), q) for m, x, q in pairs)
+
+        def transposed_times(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            pairs = zip(made, xs[: len(made)], xs[len(made) :])
+            return tuple(tf.matmul(_as_matrix(x, m), p, transpose_a=True) for m, x, p in pairs)
+
+        def product(p: tf.Tensor, q: tf.Tensor, like: Any) -> tf.Tensor:
+            return tf.reshape(tf.matmul(p, q, transpose_b=True), like)
+
+        def left(x: tf.Tensor, p: tf.Tensor, q: tf.Tensor) -> tf.Tensor:
+            error = tf.cast(x, tf.float32) - product(p, q, x.shape.as_list())
+            return tf.where_v2(tf.math.is_finite(error), error, 0.0)
+
+        def kept(q: tf.Tensor) -> tf.Tensor:
+            finite = tf.reduce_all(tf.math.is_finite(q))
+            return tf.transpose(tf.where_v2(finite, q, 0.0))
+
+        start = [state.factors[i] for i in matrices] if self.warm_start else [state.step]
+        grads = [wanted[i] for i in matrices]
+        first = mesh_impl.slicewise(times, *grads, *mesh_impl.slicewise(right, *start))
+        as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
+        # Gradients that are not compressed share the reduction of the first factors.
+        reduced = self.reducer.all_reduce(mesh_impl, [*as_given, *first], groups)
+        ps = mesh_impl.slicewise(lambda *xs: orthonormal(xs), *reduced[len(whole) :])
+        own = mesh_impl.slicewise(transposed_times, *grads, *ps)
+        qs = self.reducer.all_reduce(mesh_impl, list(own), groups)
+        sums: list[Any] = list(values)
+        errors = [
+            None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in state.errors
+        ]
+        factors: list[Any] = list(state.factors)
+        for i, x in zip(whole, reduced):
+            sums[i] = x
+        for i, p, mine, q in zip(matrices, ps, own, qs):
+            shape = values[i].slice_shape
+            total = mesh_impl.slicewise(lambda p, q, to=shape: product(p, q, to), p, q)
+            sums[i] = in_dtype_of(mesh_impl, total, values[i])
+            if errors[i] is not None:
+                errors[i] = mesh_impl.slicewise(left, wanted[i], p, mine)
+            if factors[i] is not None:
+                to = factors[i].slice_shape
+                factors[i] = mesh_impl.slicewise(lambda q, to=to: tf.reshape(kept(q), to), q)
+        return sums, errors, factors
+
+    def _matrix(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
+        """Returns the matrix of a gradient of a shape; None if it is not compressed."""
+        if not dtype.is_floating or math.prod(shape) == 0:
+            return None
+        split = split_of(shape)
+        rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
+        matrix = _Matrix(split, rows, columns, min(self.rank, rows, columns))
+        pays = rows * columns >= self.min_compression_rate * matrix.sent
+        return matrix if pays and min(rows, columns) > 1 else None
+
+    def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:
+        given = sent = 0
+        whole = []
+        for gradient in gradients:
+            size = mtf.list_product(gradient.slice_shape) * gradient.dtype.size
+            matrix = self._matrix(gradient.dtype, gradient.slice_shape)
+            given += size
+            sent += size if matrix is None else 4 * matrix.sent
+            if matrix is None:
+                whole.append(gradient.name)
+        return Compression(given, sent, tuple(whole))
+
+
+def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
+    """Returns the shape of right factors, one for each slice along the rows' dimensions."""
+    slices = [
+        mtf.Dimension(dim.name, dim.size // size)
+        for dim, size in zip(gradient.shape.dims, gradient.slice_shape)
+    ]
+    of_rows = [dim for dim in slices[: matrix.split] if dim.size > 1]
+    columns = gradient.shape.dims[matrix.split :]
+    return mtf.Shape([*of_rows, mtf.Dimension("low_rank", matrix.rank), *columns])
+
+
+def _as_matrix(x: tf.Tensor, matrix: _Matrix) -> tf.Tensor:
+    return tf.reshape(tf.cast(x, tf.float32), [matrix.rows, matrix.columns])

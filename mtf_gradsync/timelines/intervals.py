@@ -1,0 +1,63 @@
+"""Arithmetic of intervals of time: what is covered, by what alone, and for how long."""
+
+from __future__ import annotations
+
+from typing import Iterable, Sequence, Tuple
+
+# Begin and end, in nanoseconds; the end is not part of it.
+Interval = Tuple[int, int]
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The time that intervals cover, each moment once.
+
+    Args:
+      intervals: in any order; they may overlap, touch, or be inside each other.
+
+    Returns:
+      Intervals that neither overlap nor touch, in order of time. Empty ones are dropped.
+    """
+    found: list[Interval] = []
+    for begin, end in sorted(i for i in intervals if i[0] < i[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Sequence[Interval]) -> int:
+    """How long merged intervals are together, in nanoseconds."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def within(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
+    """The part of merged intervals that lies between two moments."""
+    cut = ((max(a, begin), min(b, end)) for a, b in intervals)
+    return [(a, b) for a, b in cut if a < b]
+
+
+def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The time that intervals cover and others do not.
+
+    Args:
+      intervals: merged.
+      others: merged.
+
+    Returns:
+      Merged intervals.
+    """
+    found = []
+    position = 0
+    for begin, end in intervals:
+        while position < len(others) and others[position][1] <= begin:
+            position += 1
+        at, next_one = begin, position
+        while next_one < len(others) and others[next_one][0] < end:
+            if at < others[next_one][0]:
+                found.append((at, others[next_one][0]))
+            at = max(at, others[next_one][1])
+            next_one += 1
+        if at < end:
+            found.append((at, end))
+    return found

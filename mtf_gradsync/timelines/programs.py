@@ -1,0 +1,129 @@
+"""What is known of the operations of compiled programs: names, kinds, bytes and variables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Iterable, NamedTuple, Sequence
+
+from mtf_gradsync.simd.graph.facts import split_input
+from mtf_gradsync.simd.traffic.report import CommunicationRow
+from mtf_gradsync.timelines.events import Collective
+from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
+from mtf_gradsync.xla.topology.collectives import COLLECTIVES, HloCollective, find_hlo_collectives
+
+_AROUND_OTHERS = ("while", "conditional", "call")
+# "x/(a:b)" is what a compiler makes of x/a and x/b.
+_MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
+_PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
+
+
+class Operations(NamedTuple):
+    """The operations of compiled programs.
+
+    Attributes:
+      name: of each, by its name in the compiled program, that in the model's graph where it is
+        known.
+      collective: the names in the compiled program of those that are collectives.
+      inside: names in the compiled program of loops, branches and calls -> those of the operations
+        in them. Their own time is that of these.
+      users: names in the compiled program of operations -> those of what takes their results.
+      facts: of collectives, by their names in the model's graph.
+    """
+
+    name: dict[str, str]
+    collective: set[str]
+    inside: dict[str, set[str]]
+    users: dict[str, set[str]]
+    facts: dict[str, Collective]
+
+
+def operations_of(
+    programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
+) -> Operations:
+    """Reads compiled programs.
+
+    Args:
+      programs: serialized ``HloModuleProto`` and the core's program that each was made of.
+      rows: the list of their collectives.
+
+    Returns:
+      The operations.
+    """
+    found = Operations({}, set(), {}, {}, {})
+    by_name = {row.name: row for row in rows}
+    for hlo, replica in programs:
+        module = read_module(hlo)
+        exchanges = {c.name: c for c in find_hlo_collectives(hlo)}
+        packs = _packs(replica)
+        computations = {c.id: c for c in module.computations}
+        inner = {c.id: {i.name for i in c.instructions} for c in module.computations}
+        roots = {
+            c.id: next((i for i in c.instructions if i.id == c.root_id), None)
+            for c in module.computations
+        }
+        for computation in computations.values():
+            names = {i.id: i.name for i in computation.instructions}
+            for instruction in computation.instructions:
+                for operand in instruction.operand_ids:
+                    found.users.setdefault(names[operand], set()).add(instruction.name)
+                called = list(instruction.called_computation_ids)
+                name = instruction.metadata.op_name
+                root = roots[called[0]] if called else None
+                if not name and root is not None:
+                    name = root.metadata.op_name
+                shown = _name(name) or instruction.name
+                found.name[instruction.name] = shown
+                kind = re.sub("-(start|done|update)$", "", instruction.opcode)
+                if kind in COLLECTIVES:
+                    found.collective.add(instruction.name)
+                    # What begins and ends apart has its bytes where it begins.
+                    if instruction.name in exchanges or shown not in found.facts:
+                        found.facts[shown] = _facts(
+                            name, exchanges.get(instruction.name), packs, by_name
+                        )
+                if instruction.opcode in _AROUND_OTHERS:
+                    found.inside.setdefault(instruction.name, set()).update(
+                        *(inner[c] for c in called)
+                    )
+    return found
+
+
+def _name(name: str) -> str:
+    """A name as the model's graph has it."""
+    names = [_unpacked(part) for part in _parts(name)]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _parts(name: str) -> list[str]:
+    match = _MERGED.match(name)
+    return [match[1] + part for part in match[2].split(":")] if match else [name]
+
+
+def _unpacked(name: str) -> str:
+    match = _PACK.match(name)
+    return match[1] if match else re.sub(r"(^|/)parallel_\d+(_\d+)*(?=/|$)", "", name)
+
+
+def _packs(replica: ReplicaProgram) -> dict[str, list[str]]:
+    """The sums in each pack, by the pack's name scope."""
+    found: dict[str, list[str]] = {}
+    for node in replica.graph_def.node:
+        if node.op == "Identity" and node.input:
+            match = _PACK.match(split_input(node.input[0])[0])
+            if match:
+                found.setdefault(match[1], []).append(node.name)
+    return found
+
+
+def _facts(
+    name: str, exchange: HloCollective | None, packs: dict[str, list[str]], rows: dict[str, Any]
+) -> Collective:
+    sums = [sum_ for part in _parts(name) for sum_ in packs.get(_unpacked(part), [part])]
+    known = [rows[sum_] for sum_ in sums if sum_ in rows]
+    variables = None
+    if known and all(row.variables is not None for row in known):
+        variables = tuple(dict.fromkeys(v for row in known for v in row.variables))
+    if exchange is None:
+        return Collective(None, variables)
+    return Collective(exchange.bytes_per_core, variables, exchange.is_conditional)

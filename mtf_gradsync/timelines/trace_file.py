@@ -1,0 +1,153 @@
+"""Writes recordings as a trace that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, Sequence
+
+from mtf_gradsync.runtimes.files import write_bytes
+from mtf_gradsync.timelines.events import Event, Recording
+
+MOST_BYTES = 20_000_000
+
+
+class Written(NamedTuple):
+    """What was written.
+
+    Attributes:
+      path: the file.
+      events: how many runs of operations it shows.
+      dropped: how many of the shortest it does not, so that it is not too large.
+    """
+
+    path: Path
+    events: int
+    dropped: int
+
+
+def write_trace(
+    recordings: Sequence[Recording], path: str | Path, most_bytes: int = MOST_BYTES
+) -> Written:
+    """Writes a trace in Chrome's trace event format.
+
+    Every core is a group of tracks: operations, those that run at the same time beside each
+    other, and collectives. A track of each process shows the steps, another what its host did.
+
+    Args:
+      recordings: one of each process.
+      path: the file; compressed where it ends in ".gz".
+      most_bytes: how large it may be; the shortest operations are dropped for it.
+
+    Returns:
+      What was written.
+    """
+    path = Path(path)
+    timed, tracks = _timed(recordings)
+    fixed = [*_fixed(recordings), *tracks]
+    timed.sort(key=lambda pair: -pair[0])
+    rows = [json.dumps(row, separators=(",", ":")) for _, row in timed]
+    kept = len(rows)
+    while True:
+        content = _content(fixed, rows[:kept], len(rows) - kept)
+        data = gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content
+        if len(data) <= most_bytes or not kept:
+            break
+        kept = min(kept - 1, int(kept * most_bytes / len(data) * 0.97))
+    write_bytes(path, data)
+    return Written(path, kept, len(rows) - kept)
+
+
+def _content(fixed: Sequence[dict[str, Any]], rows: Sequence[str], dropped: int) -> bytes:
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped_events": dropped}})
+    lines = ",\n".join([*map(json.dumps, fixed), *rows])
+    return f'{head[:-1]}, "traceEvents": [\n{lines}\n]}}\n'.encode()
+
+
+def _fixed(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """Names of the tracks, steps, and what hosts did."""
+    found: list[dict[str, Any]] = []
+    first = _first(recordings)
+    for recording in recordings:
+        pid = _host_pid(recording)
+        several = f" of process {recording.process}" if len(recordings) > 1 else ""
+        found += _named(pid, f"steps{several}", -1)
+        found += [_thread(pid, 0, "steps"), _thread(pid, 1, "host")]
+        for number, step in enumerate(recording.steps):
+            kind = {True: " (update)", False: " (no update)", None: ""}[step.is_update]
+            found.append(_slice(pid, 0, f"step {number}{kind}", step.begin, step.end, first))
+        for call in recording.calls:
+            found.append(_slice(pid, 1, call.name, call.begin, call.end, first))
+        for core, name in recording.cores.items():
+            found += _named(_core_pid(recording, core), name, _core_pid(recording, core))
+    return found
+
+
+def _timed(
+    recordings: Sequence[Recording],
+) -> tuple[list[tuple[int, dict[str, Any]]], list[dict[str, Any]]]:
+    """Runs of operations, each with how long it took, and the names of their tracks."""
+    found, tracks = [], []
+    first = _first(recordings)
+    for recording in recordings:
+        lanes: dict[tuple[int, str], list[int]] = {}
+        for event in sorted(recording.events, key=lambda e: (e.begin, -e.end)):
+            lane = _lane(lanes.setdefault((event.core, event.kind), []), event)
+            # Collectives come after the operations.
+            tid = lane + (1000 if event.kind == "collective" else 0)
+            pid = _core_pid(recording, event.core)
+            row = _slice(pid, tid, event.name, event.begin, event.end, first)
+            row["cat"] = event.kind
+            known = recording.collectives.get(event.name) if event.kind == "collective" else None
+            if known is not None:
+                row["args"] = {
+                    "bytes_per_core": known.bytes_per_core,
+                    "variables": list(known.variables or ()),
+                }
+            found.append((event.end - event.begin, row))
+        for (core, kind), ends in lanes.items():
+            for lane in range(len(ends)):
+                tid = lane + (1000 if kind == "collective" else 0)
+                name = "collectives" if kind == "collective" else "operations"
+                beside = f" {lane + 1}" if lane else ""
+                tracks.append(_thread(_core_pid(recording, core), tid, name + beside))
+    return found, tracks
+
+
+def _lane(ends: list[int], event: Event) -> int:
+    """The first lane that is free when an event begins."""
+    for lane, end in enumerate(ends):
+        if end <= event.begin:
+            ends[lane] = event.end
+            return lane
+    ends.append(event.end)
+    return len(ends) - 1
+
+
+def _first(recordings: Sequence[Recording]) -> int:
+    return min(recording.steps[0].begin for recording in recordings)
+
+
+def _host_pid(recording: Recording) -> int:
+    return 1 + recording.process
+
+
+def _core_pid(recording: Recording, core: int) -> int:
+    return 10_000 * (recording.process + 1) + core
+
+
+def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> dict[str, Any]:
+    microseconds = {"ts": (begin - first) / 1000, "dur": (end - begin) / 1000}
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, **microseconds}
+
+
+def _named(pid: int, name: str, order: int) -> list[dict[str, Any]]:
+    return [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}},
+        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": order}},
+    ]
+
+
+def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

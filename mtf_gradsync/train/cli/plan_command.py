@@ -1,0 +1,152 @@
+"""``mtf-gradsync plan``: what a training would cost on chips that are not there, on each mesh."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Sequence
+
+from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.cli.outputs import output_path
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+
+_DESCRIPTION = """\
+Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
+that the chips can have: whether it fits, the TPU compiler's estimate, what goes along each mesh
+axis and how long that takes over the links, the step, tokens per second, share of the peak.
+Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu])."""
+
+_EPILOG = """\
+examples:
+  mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
+  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:16x16 --jobs=4 --json=plan.json
+  mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:4x4 \\
+      --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
+
+Ctrl-C prints what was found until then. docs/plan.md explains the table."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="predict what a training costs on TPUs for each mesh shape, without a TPU",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_gin_arguments(parser)
+    parser.add_argument(
+        "--topologies",
+        default="v5e:2x4",
+        metavar="NAME[,NAME...]",
+        help="TPU generations and chips (default: v5e:2x4); cpu:8 is eight CPU devices of this "
+        "machine, at rates that are measured first",
+    )
+    parser.add_argument(
+        "--mesh_shape",
+        action="append",
+        metavar="SHAPE",
+        help="mesh shape to look at; may be given several times (default: all factorizations of "
+        "the cores over the axes of the config's mesh)",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        metavar="RULES",
+        help="layout rules to look at; may be given several times (default: the config's)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="compilers at once (default: 1)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
+    parser.add_argument("--png", metavar="FILE", help="draw it")
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    json_file, png_file = output_path("--json", args.json), output_path("--png", args.png)
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
+    with loaded_config(args):
+        if png_file:
+            from mtf_gradsync.train.files import check_drawing
+
+            check_drawing()
+        plan = plan_config(args.topologies, args.mesh_shape, args.layout, args.jobs)
+    print(plan)
+    if json_file:
+        json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
+    if png_file:
+        plan.plot(str(png_file))
+    # As a shell says it of what was interrupted.
+    return 130 if plan.is_partial else 0 if plan.rows else 1
+
+
+def plan_config(
+    topologies: str,
+    mesh_shapes: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    jobs: int = 1,
+) -> Any:
+    """Plans the training step that gin's configuration describes.
+
+    Args:
+      topologies: as for `mtf_gradsync.plan`.
+      mesh_shapes: as there; None for all factorizations over the axes of the config's mesh.
+      layouts: Mesh-TF's layout rules; None for the config's.
+      jobs: as for `mtf_gradsync.plan`.
+
+    Returns:
+      A `mtf_gradsync.planning.Plan`.
+
+    Raises:
+      ConfigError: if a binding, a mesh or a topology cannot be.
+      TrainingError: if this environment has no TPU compiler.
+    """
+    # Not above: these take seconds, which `--help` need not.
+    from mtf_gradsync import planning, xla
+    from mtf_gradsync.train import gin_files
+    from mtf_gradsync.train.job import build_simd, resolve_job
+
+    config = gin_files.run_config()
+    axes = [dim.name for dim in resolve_job(config).model.mesh.shape.dims]
+
+    def build(mesh_shape: str, layout: Any) -> planning.Built:
+        job = resolve_job(
+            dataclasses.replace(
+                config, mesh_shape=mesh_shape, layout_rules=layout, mesh_devices=None
+            )
+        )
+        graph, program = build_simd(job)
+        return planning.Built(program, [graph.loss], job.tokens_per_step)
+
+    rules = list(layouts or [_as_text(config.layout_rules)])
+    try:
+        return planning.plan(
+            build,
+            topologies,
+            rules,
+            mesh_shapes,
+            axes,
+            jobs,
+            progress=True,
+            refusals=(ConfigError,),
+        )
+    except xla.XlaMissingError as error:
+        raise TrainingError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _as_text(layout: Any) -> str:
+    """Layout rules as text, from text or from pairs of names."""
+    if isinstance(layout, str):
+        return layout
+    try:
+        return ";".join(":".join(rule) for rule in layout)
+    except TypeError as error:
+        raise ConfigError(
+            f"train.run.layout_rules = {layout!r} is no text; give --layout"
+        ) from error

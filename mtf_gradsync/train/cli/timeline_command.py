@@ -1,0 +1,153 @@
+"""``mtf-gradsync timeline``: where the time of a training step goes."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtf_gradsync.train.cli.cluster_arguments import (
+    add_cluster_arguments,
+    process_of_flags,
+    task_of_flags,
+)
+from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.cli.outputs import output_path
+from mtf_gradsync.train.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from mtf_gradsync.timelines import Timeline
+
+_DESCRIPTION = """\
+Makes some training steps of a run and tells where their time goes: compute, collectives, the part
+of those that no compute hides, the host, and idle time, core by core, with the longest operations
+and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
+
+With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
+With --gin_file alone they begin with new values."""
+
+_EPILOG = """\
+examples:
+  mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
+  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --steps=20 --trace=lm.trace.json.gz
+  mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
+  mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
+
+Processes on XLA devices all take the command; process 0 writes the result for all. --part writes
+what one process recorded, for --merge. docs/guides/timeline.md explains the numbers."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the parser of ``mtf-gradsync``."""
+    parser = subparsers.add_parser(
+        "timeline",
+        help="record where the time of a training step goes",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_gin_arguments(parser)
+    parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
+    parser.add_argument(
+        "--steps", type=_count, default=10, metavar="N", help="steps to record (default: 10)"
+    )
+    parser.add_argument(
+        "--warm_up",
+        type=_count,
+        default=5,
+        metavar="N",
+        help="steps before those, which compile and fill caches (default: 5)",
+    )
+    parser.add_argument(
+        "--trace",
+        default="timeline.trace.json.gz",
+        metavar="FILE",
+        help="where the trace goes, at most 20 MB (default: timeline.trace.json.gz)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the table as JSON, too")
+    parser.add_argument("--part", metavar="FILE", help="write what this process recorded, too")
+    parser.add_argument(
+        "--merge",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="make no steps, but put files of --part together; given once for each",
+    )
+    add_cluster_arguments(parser)
+    parser.set_defaults(run_command=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns the exit code."""
+    trace = output_path("--trace", args.trace)
+    json_file, part_file = output_path("--json", args.json), output_path("--part", args.part)
+    timeline = _merged(args.merge) if args.merge else _recorded(args)
+    if timeline is None:
+        return 0
+    own = args.process_id or 0
+    if own == 0:  # the others have the same
+        table = timeline.table()
+        print(table)
+        if trace:
+            written = timeline.save(trace)
+            dropped = f", without the {written.dropped:,} shortest" if written.dropped else ""
+            print(f"\ntrace of {written.events:,} operations{dropped}: {trace}")
+        if json_file:
+            json_file.write_text(table.to_json() + "\n", encoding="utf-8")
+    if part_file:
+        mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
+        part_file.write_text(mine.to_json(), encoding="utf-8")
+    return 0
+
+
+def _merged(files: list[str]) -> Timeline:
+    from mtf_gradsync.timelines import Recording, Timeline, TimelineError
+
+    try:
+        parts = [Recording.from_json(Path(name).read_text(encoding="utf-8")) for name in files]
+        return Timeline.of(parts)
+    except (OSError, UnicodeDecodeError, TimelineError) as error:
+        raise ConfigError(f"--merge: {error}") from error
+
+
+def _recorded(args: argparse.Namespace) -> Timeline | None:
+    before = []
+    if args.model_dir:
+        config_file = Path(args.model_dir) / "operative_config.gin"
+        if not config_file.is_file():
+            raise ConfigError(
+                f"--model_dir={args.model_dir} is no run: it has no {config_file.name}, which "
+                "mtf-gradsync train writes"
+            )
+        before = [str(config_file)]
+    with loaded_config(args, before):
+        # Not above: these take seconds, which `--help` need not.
+        from mtf_gradsync.processes.errors import MissingProcessesError
+        from mtf_gradsync.train import gin_files
+        from mtf_gradsync.train.on_cluster import run_on_cluster
+        from mtf_gradsync.train.on_processes import run_on_processes
+        from mtf_gradsync.train.timed_run import TimedRun
+
+        process = process_of_flags(args)
+        task = None if process else task_of_flags(args)
+        config, work = gin_files.run_config(), TimedRun(args.steps, args.warm_up)
+        watch = {"timeout": args.timeout, "silence": args.silence}
+        if process is None and task is None:
+            return work(config, args.model_dir)
+        try:
+            with tempfile.TemporaryDirectory() as empty:
+                folder = args.model_dir or empty
+                if process:
+                    return run_on_processes(config, folder, **process, **watch, work=work)
+                assert task is not None
+                watch["watch_port"] = args.watch_port
+                return run_on_cluster(config, folder, task, **watch, work=work)
+        except MissingProcessesError as error:
+            raise TrainingError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
+    return int(text)

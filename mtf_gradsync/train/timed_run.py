@@ -1,0 +1,107 @@
+"""Some steps of a run, recorded: where their time goes. Nothing of the run changes."""
+
+from __future__ import annotations
+
+import collections
+import tempfile
+from typing import Any, Callable, Sequence
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration
+from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.session import session_config
+from mtf_gradsync.timelines import Timeline, TimelineError
+from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.errors import TrainingError
+from mtf_gradsync.train.job import resolve_job
+from mtf_gradsync.train.run import ALONE, NOTHING, Accepted, Part, training_graph
+from mtf_gradsync.train.runners.runner import Runner
+from mtf_gradsync.train.runtime import choose_runtime
+
+
+class TimedRun:
+    """Makes some steps of a run and records them; to be called as `run` is."""
+
+    def __init__(self, steps: int, warm_up: int):
+        """Takes how many.
+
+        Args:
+          steps: to record.
+          warm_up: to make before, at least one: the first step compiles.
+        """
+        self._steps, self._warm_up = steps, warm_up
+
+    def __call__(
+        self,
+        config: RunConfig,
+        model_dir: str | None = None,
+        say: Callable[[str], None] = print,
+        accepted: Accepted = NOTHING,
+        part: Part = ALONE,
+    ) -> Timeline:
+        """Makes the steps.
+
+        Args:
+          config: of the run.
+          model_dir: of the run, whose newest checkpoint the steps begin with; None for new values.
+          say: takes each line that tells how it goes.
+          accepted: as for `run`.
+          part: as for `run`.
+
+        Returns:
+          The recorded steps.
+
+        Raises:
+          ConfigError: if a setting cannot work, or the newest checkpoint is damaged or of another
+            configuration.
+          TrainingError: if nothing can be said of the steps.
+        """
+        runtime = choose_runtime(config, part.target)
+        job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
+        session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
+        checkpoints = part.checkpoint_dir or model_dir
+        start = Start()
+        if checkpoints is not None:
+            start = part.in_turn(lambda: choose_checkpoint(checkpoints, accepted.damage, say))
+        say(f"steps run on {runtime}")
+        with tf.Graph().as_default(), job.batches() as batches:
+            _, _, make_runner = training_graph(job, batches, runtime)
+            if start.path:
+                say(f"from {start.path}")
+                found = check_configuration(start.path, tf.global_variables(), accepted.differences)
+                new = (name for name in found.new if name not in found.adapted)
+                start = start._replace(new=tuple(new))
+            with tempfile.TemporaryDirectory() as own:
+                with make_runner(own, start, config, session) as runner:
+                    try:
+                        return self._recorded(runner)
+                    except (TimelineError, tf.errors.OpError) as error:
+                        raise TrainingError(str(error)) from error
+
+    def _recorded(self, runner: Runner) -> Timeline:
+        before = _make(runner, self._warm_up)
+        timeline = runner.timeline()
+        with timeline:
+            made = _make(runner, self._steps)
+        timeline.mark_updates([*before[-1:], *made])
+        return timeline
+
+
+def _make(runner: Runner, count: int) -> Sequence[int]:
+    """Makes steps as training does; returns the numbers of updates, where they are counted."""
+    updates: list[int] = []
+    pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
+
+    def look() -> None:
+        values = pending.popleft()()
+        if "update_step" in values:
+            updates.append(int(values["update_step"]))
+
+    for _ in range(count):
+        pending.append(runner.dispatch())
+        while len(pending) > runner.steps_ahead:
+            look()
+    while pending:
+        look()
+    return updates

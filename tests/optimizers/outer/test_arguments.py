@@ -1,0 +1,117 @@
+"""What an outer optimizer cannot do is an error before the graph changes."""
+
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import models
+
+FOUR = {"mesh_shape": "all:4", "layout": "batch:all"}
+TWO_LEVELS = {
+    "mesh_shape": "a:2;b:2",
+    "layout": "outer:a;batch:b",
+    "batch_dims": ("outer", "batch"),
+}
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"inner_steps": 0, **FOUR}, "inner_steps must be a whole number"),
+        ({"inner_steps": 2.5, **FOUR}, "inner_steps must be a whole number"),
+        ({"inner_steps": 4, "fragments": 0, **FOUR}, "fragments must be a whole number"),
+        ({"inner_steps": 4, "fragments": 3, **FOUR}, "must be a multiple of fragments"),
+        ({"inner_steps": 2, "fragments": 4, **FOUR}, "must be a multiple of fragments"),
+        ({"inner_steps": 4, "outer_learning_rate": 0, **FOUR}, "outer_learning_rate must be gr"),
+        ({"inner_steps": 4, "outer_learning_rate": "a", **FOUR}, "outer_learning_rate must be gr"),
+        ({"inner_steps": 4, "outer_momentum": 1.0, **FOUR}, "outer_momentum must be from 0"),
+        ({"inner_steps": 4, "outer_momentum": -0.1, **FOUR}, "outer_momentum must be from 0"),
+        ({"inner_steps": 4}, "there is no mesh yet"),
+        (
+            {"inner_steps": 4, **FOUR, "outer_dims": "rows"},
+            "outer_dims must be names in batch_dims",
+        ),
+        ({"inner_steps": 4, **FOUR, "outer_dims": ()}, "There are no islands"),
+        ({"inner_steps": 4, "mesh_shape": "all:1", "layout": "batch:all"}, "There are no isl"),
+        (
+            {"inner_steps": 4, **TWO_LEVELS, "mesh_shape": "a:1;b:2", "outer_dims": "outer"},
+            "split over one island",
+        ),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        gs.OuterOptimizer(sgd(), **arguments)
+    assert not tf.get_default_graph().get_operations()
+
+
+def test_sharded_updates_need_several_replicas_in_an_island():
+    inner = gs.ShardedUpdateOptimizer(sgd(), **FOUR)
+    with pytest.raises(ValueError, match=r"each of the islands along .'batch'. has one"):
+        gs.OuterOptimizer(inner, 4, **FOUR)
+
+
+def model():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    batch = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+    loss = models.mlp_loss(mesh, batch)
+    return loss, mesh.graph.trainable_variables
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "error"),
+    [
+        (
+            {"fragments": 8},
+            lambda grads: grads,
+            "fragments=8 variables with gradients, but got 4",
+        ),
+        (
+            {"fragments": 2},
+            lambda grads: [*grads[:1], None, None, None],
+            "at least fragments=2 variables with gradients, but got 1",
+        ),
+        ({}, lambda grads: gs.clip_by_global_norm(grads, 1.0)[0], "NEEDS_SUM|needs the sum over"),
+        (
+            {"layout": "batch:all;hidden:all"},
+            lambda grads: grads,
+            "'w1' of shape .* over an axis of the islands",
+        ),
+    ],
+)
+def test_gradients_that_islands_cannot_have(arguments, change, error):
+    loss, variables = model()
+    grads = change(mtf.gradients([loss], [v.value for v in variables]))
+    opt = gs.OuterOptimizer(sgd(), 8, **{**FOUR, **arguments})
+    before = list(loss.graph.operations), list(loss.graph.all_variables)
+    with pytest.raises(ValueError, match=error):
+        opt.apply_grads(grads, variables)
+    assert (list(loss.graph.operations), list(loss.graph.all_variables)) == before
+
+
+def test_gradients_are_applied_once_in_a_graph():
+    loss, variables = model()
+    opt = gs.OuterOptimizer(sgd(), 8, **FOUR)
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    assert opt.apply_grads([None] * len(grads), variables) == []
+    opt.apply_grads(grads, variables)
+    with pytest.raises(ValueError, match="has applied a gradient of 'w1' in this graph"):
+        opt.apply_grads(grads, variables)
+
+
+def test_an_optimizer_inside_that_fails_leaves_the_graph_as_it_was():
+    class Fails(mtf.optimize.Optimizer):
+        def apply_grads(self, grads, variables):
+            mtf.get_variable(grads[0].mesh, "slot", mtf.Shape([]), trainable=False)
+            raise RuntimeError("fails")
+
+    loss, variables = model()
+    grads = mtf.gradients([loss], [v.value for v in variables])
+    before = list(loss.graph.operations), list(loss.graph.all_variables)
+    with pytest.raises(RuntimeError, match="fails"):
+        gs.OuterOptimizer(Fails(), 2, **FOUR).apply_grads(grads, variables)
+    assert (list(loss.graph.operations), list(loss.graph.all_variables)) == before

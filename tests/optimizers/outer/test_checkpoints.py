@@ -1,0 +1,192 @@
+"""Checkpoints of outer steps: any step of a round, other islands, runs without islands."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import tf
+from tests import harness, models
+from tests.optimizers.outer import outer_reference
+from tests.optimizers.outer.test_outer_steps import ALL, batches
+
+MESHES = {
+    "2": ("all:2", "batch:all", ("batch",)),
+    "4": ("all:4", "batch:all", ("batch",)),
+    "8": ("all:8", "batch:all", ("batch",)),
+    "2x2": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch")),
+}
+ROUND = 3
+
+
+def built(kind, mesh, inner_steps=ROUND, opt="adam", inside=lambda opt, mesh: opt, **arguments):
+    shape, layout, dims = MESHES[mesh]
+
+    def make():
+        inner = inside(models.OPTIMIZERS[opt](), mesh)
+        if not inner_steps:
+            return gs.CrossShardOptimizer(inner)
+        return gs.OuterOptimizer(
+            inner, inner_steps, outer_momentum=0.5, mesh_shape=shape, layout=layout,
+            batch_dims=dims, outer_dims=dims[:1], **arguments,
+        )  # fmt: skip
+
+    return harness.built(kind, shape, layout, models.train(make, dims), batches(1)[0])
+
+
+@contextlib.contextmanager
+def session_of(made):
+    """One interface for all runtimes: run, save, restore, variables."""
+    with made.graph.as_default(), made._session() as session:
+        yield session if made.program else _OfPlacement(made, session)
+
+
+class _OfPlacement:
+    def __init__(self, made, session):
+        self._made, self._session, self.run = made, session, session.run
+        self._saver = gs.ReshardingSaver(max_to_keep=None)
+        session.run(made.init)
+        session.run(made.restore)
+
+    def restore(self, path):
+        self._saver.restore(self._session, path)
+        self._session.run(self._made.restore)
+
+    def variables(self):
+        self._session.run(self._made.collect)
+        return self._session.run({v.op.name: v for v in tf.global_variables()})
+
+    def save(self, path):
+        self._session.run(self._made.collect)
+        return self._saver.save(self._session, path, write_meta_graph=False)
+
+
+def train(made, session, feeds):
+    for feed in feeds:
+        session.run(made.updates, {made.inputs[name]: x for name, x in feed.items()})
+
+
+def assert_same_bits(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def sharded(opt, mesh):
+    shape, layout, dims = MESHES[mesh]
+    return gs.ShardedUpdateOptimizer(
+        opt, min_size=1, mesh_shape=shape, layout=layout, batch_dims=dims
+    )
+
+
+STACKS = {
+    "plain": {"mesh": "4"},
+    "fragments": {"mesh": "4", "inner_steps": 4, "fragments": 4},
+    "accumulation": {
+        "mesh": "2x2",
+        "inside": lambda opt, mesh: gs.GradientAccumulationOptimizer(
+            opt, 2, mesh_shape=MESHES[mesh][0], layout=MESHES[mesh][1], batch_dims=MESHES[mesh][2]
+        ),
+    },
+    "sharded": {"mesh": "2x2", "inside": sharded, "opt": "adafactor"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stack"),
+    [*(("simd", stack) for stack in STACKS), ("placement", "plain"), ("placement", "accumulation")],
+)
+def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp_path):
+    made = built(kind, **STACKS[stack])
+    steps = 6 if stack == "accumulation" else 4
+    feeds = batches(steps + 1)
+    paths = []
+    with session_of(made) as session:
+        for number, feed in enumerate(feeds):
+            paths.append(session.save(str(tmp_path / f"step_{number}")))
+            train(made, session, [feed])
+        expected = session.variables()
+    for number, path in enumerate(paths):
+        with session_of(made) as session:
+            session.restore(path)
+            train(made, session, feeds[number:])
+            assert_same_bits(session.variables(), expected)
+
+
+@pytest.mark.xla
+def test_every_runtime_continues_the_others(tmp_path):
+    feeds, path, saved = batches(4), None, None
+    for number, kind in enumerate(("simd", "placement", "xla", "simd")):
+        made = built(kind, "4")
+        with session_of(made) as session:
+            if path:
+                session.restore(path)
+                assert_same_bits(session.variables(), saved)
+            train(made, session, feeds[number : number + 1])
+            saved = session.variables()
+            path = session.save(str(tmp_path / str(number)))
+    expected = outer_reference.train("adam", feeds, 4, ROUND, 0.7, 0.5, True, ALL)
+    for name, value in expected.outer.items():
+        np.testing.assert_allclose(saved[name], value, rtol=0, atol=4 * 32 * 2**-24)
+
+
+@pytest.mark.parametrize("mesh", ["2", "8", "2x2"])
+def test_another_number_of_islands_goes_on_where_a_round_has_ended(mesh, tmp_path):
+    """Variables go on as they are; slots begin with the mean over the islands of before."""
+    made = built("simd", "4")
+    with session_of(made) as session:
+        train(made, session, batches(ROUND))
+        saved = session.variables()
+        path = session.save(str(tmp_path / "round"))
+    other = built("simd", mesh)
+    with session_of(other) as session:
+        session.restore(path)
+        found = session.variables()
+        train(other, session, batches(ROUND))
+        assert session.variables()["OuterOptimizer/inner_step"] == 2 * ROUND
+    for name, value in saved.items():
+        if not name.endswith("/island"):
+            if name != "OuterOptimizer/skipped":
+                np.testing.assert_array_equal(found[name], value)
+            continue
+        mean = np.asarray(value, np.float64).mean(0).astype("f")
+        for island in found[name]:
+            np.testing.assert_array_equal(island, mean)
+        if name.removesuffix("/island") in saved:
+            np.testing.assert_array_equal(mean, saved[name.removesuffix("/island")])
+
+
+def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):
+    plain = built("simd", "4", inner_steps=0)
+    with session_of(plain) as session:
+        train(plain, session, batches(2))
+        saved = session.variables()
+        path = session.save(str(tmp_path / "plain"))
+    made = built(mesh_kind, "4")
+    with session_of(made) as session:
+        session.restore(path)
+        found = session.variables()
+    for name, value in saved.items():
+        for island in found[f"{name}/island"]:
+            np.testing.assert_array_equal(island, value)
+    assert found["OuterOptimizer/inner_step"] == 0
+
+
+def test_evaluation_reads_the_outer_values(tmp_path):
+    made = built("simd", "4")
+    with session_of(made) as session:
+        train(made, session, batches(ROUND + 1))
+        saved = session.variables()
+        path = session.save(str(tmp_path / "train"))
+    (feed,) = batches(1)
+    shape, layout, _ = MESHES["2"]
+    build = lambda mesh, inputs: ([], {"loss": models.mlp_loss(mesh, inputs)})  # noqa: E731
+    evaluation = harness.built("placement", shape, layout, build, feed)
+    with session_of(evaluation) as session:
+        session.restore(path)
+        found = session.variables()
+    assert sorted(found) == ["b1", "one", "scale", "w1"]
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, saved[name])
+        assert np.abs(saved[f"{name}/island"] - value).max() > 0

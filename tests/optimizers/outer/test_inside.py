@@ -1,0 +1,148 @@
+"""What stands inside works on each island as without islands; what sends, sends less."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import simd
+from tests import harness, models
+from tests.optimizers.outer import outer_reference
+from tests.optimizers.outer.test_checkpoints import MESHES, built
+from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, batches
+from tests.optimizers.pipeline.rounded_programs import rounding
+
+ROUND = 2
+CLIP = 1.9
+
+
+def trained(kind, mesh, feeds, inside=lambda opt, mesh: opt, opt="sgd", **arguments):
+    return built(kind, mesh, ROUND, opt, inside, **arguments).run(feeds).variables
+
+
+def expected_of(mesh, feeds, opt="sgd", **changes):
+    islands = 2 if mesh == "2x2" else int(mesh)
+    return outer_reference.train(opt, feeds, islands, ROUND, 0.7, 0.5, True, ALL, **changes)
+
+
+def where(mesh):
+    shape, layout, dims = MESHES[mesh]
+    return {"mesh_shape": shape, "layout": layout, "batch_dims": dims}
+
+
+@pytest.mark.parametrize("mesh", ["4", "2x2"])
+def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
+    norms = []
+
+    def clip(grads):
+        norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
+        norms.append(norm)
+        return {k: g * min(1.0, CLIP / norm) for k, g in grads.items()}
+
+    feeds = batches(4)
+    expected = expected_of(mesh, feeds, change=clip)
+    assert min(norms) < CLIP < max(norms)
+    found = trained(
+        mesh_kind, mesh, feeds, lambda opt, mesh: gs.ClipByGlobalNormOptimizer(opt, CLIP)
+    )
+    assert_as_reference(found, expected, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [("4", "local"), ("2x2", "local"), ("4", "synced")]
+)
+def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, mesh_kind):
+    def inside(opt, mesh):
+        local = where(mesh) if accumulate == "local" else {}
+        return gs.GradientAccumulationOptimizer(opt, 2, average_aggregated_gradients=True, **local)
+
+    feeds, islands = batches(8), 2 if mesh == "2x2" else 4
+    merged = [
+        {
+            k: np.concatenate(
+                [x for pair in zip(*(np.split(f[k], islands) for f in two)) for x in pair]
+            )
+            for k in two[0]
+        }
+        for two in zip(feeds[::2], feeds[1::2])
+    ]
+    expected = expected_of(mesh, merged)
+    found = trained(mesh_kind, mesh, feeds, inside)
+    assert_as_reference(found, expected, 8)
+    assert found["OuterOptimizer/inner_step"] == 4
+
+
+def test_updates_are_sharded_inside_of_an_island(mesh_kind):
+    feeds = batches(4)
+
+    def inside(opt, mesh):
+        return gs.ShardedUpdateOptimizer(opt, min_size=1, **where(mesh))
+
+    expected = expected_of("2x2", feeds, "adam")
+    assert_as_reference(trained(mesh_kind, "2x2", feeds, inside, "adam"), expected, 4)
+
+
+def test_all_islands_skip_a_step_that_overflows_on_one(mesh_kind):
+    """A loss scale is one for all islands: an island by itself would go on at another one."""
+    feeds = batches(5)
+    feeds[1]["x"][-1] = np.inf  # of the last island
+    found = trained(
+        mesh_kind, "4", feeds, lambda opt, mesh: gs.LossScaleOptimizer(opt, initial_scale=16.0)
+    )
+    expected = expected_of("4", feeds[:1] + feeds[2:])
+    assert_as_reference(found, expected, 5)
+    assert found["LossScaleOptimizer/skipped"] == 1
+    assert found["LossScaleOptimizer/scale"] == 8.0
+    assert found["OuterOptimizer/inner_step"] == 4
+
+
+def test_averages_around_are_of_the_outer_values(mesh_kind):
+    shape, layout, _ = MESHES["4"]
+
+    def make():
+        inner = models.OPTIMIZERS["sgd"]()
+        outer = gs.OuterOptimizer(inner, ROUND, outer_momentum=0.5, **where("4"))
+        return gs.AverageOptimizer(outer, 0.5)
+
+    feeds = batches(3)
+    found = harness.run(mesh_kind, shape, layout, models.train(make), feeds).variables
+    start = models.mlp_values()
+    for name, value in expected_of("4", feeds).outer.items():
+        # Of two steps with an outer step behind them, and one before.
+        average = value - (value - start[name]) / 4
+        np.testing.assert_allclose(
+            found[f"{name}/ExponentialMovingAverage"], average, rtol=0, atol=96 * 2**-24
+        )
+
+
+def test_the_reducer_is_for_outer_gradients_alone():
+    dtypes = {}
+    for reducer in (None, gs.reduce.CompressedAllReduce()):
+        made = built("simd", "2x2", ROUND, reducer=reducer)
+        rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+        dtypes[reducer is None] = [(r.group, r.dtype, r.shape) for r in rows]
+    plain, narrow = dtypes[True], dtypes[False]
+    changed = [(x, y) for x, y in zip(plain, narrow) if x != y]
+    assert len(plain) == len(narrow)
+    assert changed
+    for (axis, dtype, shape), (_, narrow_dtype, _) in changed:
+        assert (axis, dtype, narrow_dtype) == ("a", "float32", "bfloat16")
+        assert shape in [(6, 8), (8,), (), (1,)]
+    assert {shape for axis, _, shape in plain if axis == "b"} >= {(6, 8), (8,)}
+
+
+def test_a_strategy_with_state_is_used_for_outer_gradients(mesh_kind):
+    """Differences are rounded to eighths; what was not sent is kept for the next round."""
+    feeds = batches(ROUND)
+    found = built(mesh_kind, "4", ROUND, "sgd", reducer=rounding(), outer_learning_rate=1.0)
+    found = found.run(feeds).variables
+    expected = outer_reference.train("sgd", feeds[:ROUND], 4, 9, 0.7, 0.5, True, ALL)
+    start = models.mlp_values()
+    for name, value in start.items():
+        away = np.stack([value - island[name] for island in expected.islands])
+        sent = np.floor(away * 8 + 0.5) / 8
+        np.testing.assert_allclose(
+            found[f"{name}/rounding_error"], away - sent, rtol=0, atol=64 * 2**-24
+        )
+        outer = value - 1.5 * sent.mean(0)
+        np.testing.assert_allclose(found[name], outer, rtol=0, atol=64 * 2**-24)
+    assert not [n for n in found if "rounding_error" in n and n.endswith("island")]

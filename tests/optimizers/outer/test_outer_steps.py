@@ -1,0 +1,137 @@
+"""Outer steps against the same algorithm in numpy float64, on every runtime."""
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync._private.libraries import mtf
+from tests import harness, models
+from tests.optimizers.outer import outer_reference
+
+STEPS = 100
+ALL = [["w1", "b1", "scale", "one"]]
+# Largest first, each where there is room.
+TWO = [["w1"], ["b1", "scale", "one"]]
+FOUR = [["w1"], ["b1"], ["scale"], ["one"]]
+
+
+def outer(opt, mesh, inner_steps, **arguments):
+    shape, layout, dims = harness.MESHES[mesh]
+    where = {"mesh_shape": shape, "layout": layout, "batch_dims": dims, "outer_dims": dims[:1]}
+    return gs.OuterOptimizer(models.OPTIMIZERS[opt](), inner_steps, **arguments, **where)
+
+
+def batches(steps):
+    """Small ones, on which momentum inside of momentum does not diverge."""
+    return [{k: v * np.float32(0.3) for k, v in x.items()} for x in models.mlp_batches(steps)]
+
+
+def run(kind, mesh, make, steps):
+    shape, layout, dims = harness.MESHES[mesh]
+    return harness.run(kind, shape, layout, models.train(make, dims), batches(steps))
+
+
+def assert_as_reference(found, expected, steps):
+    """Each step rounds a gradient and an update a few times, relative to values of about 1.
+
+    Adam divides by a root: what a gradient is off by counts relative to the gradient, which is
+    about a hundredth of the values.
+    """
+    atol = steps * 32 * 2**-24
+    for name, value in expected.outer.items():
+        assert np.isfinite(value).all()
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=atol)
+        islands = np.stack([island[name] for island in expected.islands])
+        np.testing.assert_allclose(found[f"{name}/island"], islands, rtol=0, atol=atol)
+
+
+# kind, mesh, islands, inner optimizer, inner_steps, nesterov, sets of variables
+CASES = [
+    ("simd", "4", 4, "sgd", 1, True, ALL),
+    ("simd", "4", 4, "momentum", 5, False, ALL),
+    ("simd", "4", 4, "adam", 4, True, TWO),
+    ("simd", "4", 4, "sgd", 4, False, FOUR),
+    ("simd", "2x2x2", 2, "momentum", 4, True, FOUR),
+    ("simd", "2x2x2", 2, "adam", 5, True, ALL),
+    ("placement", "4", 4, "adam", 4, True, FOUR),
+    ("placement", "4", 4, "sgd", 5, True, ALL),
+    ("placement", "2x2x2", 2, "momentum", 4, False, TWO),
+    pytest.param("xla", "4", 4, "momentum", 4, True, TWO, marks=pytest.mark.xla),
+    pytest.param("xla", "2x2x2", 2, "sgd", 5, True, ALL, marks=pytest.mark.xla),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "islands", "opt", "inner_steps", "nesterov", "turns"), CASES
+)
+def test_outer_steps_are_those_of_numpy(kind, mesh, islands, opt, inner_steps, nesterov, turns):
+    def make():
+        fragments = len(turns)
+        return outer(opt, mesh, inner_steps, outer_momentum=0.5, nesterov=nesterov,
+                     fragments=fragments)  # fmt: skip
+
+    found = run(kind, mesh, make, STEPS).variables
+    expected = outer_reference.train(
+        opt, batches(STEPS), islands, inner_steps, 0.7, 0.5, nesterov, turns
+    )
+    assert_as_reference(found, expected, STEPS)
+
+
+@pytest.mark.parametrize("opt", ["momentum", "adafactor"])
+def test_one_step_a_round_at_rate_one_is_the_mean_of_the_islands_updates(opt, mesh_kind):
+    def make():
+        return outer(opt, "4", 1, outer_learning_rate=1.0, outer_momentum=0.0)
+
+    (feed,) = batches(1)
+    found = run(mesh_kind, "4", make, 1).variables
+    alone = []
+    for x, y in zip(np.split(feed["x"], 4), np.split(feed["y"], 4)):
+        expected = outer_reference.train(opt, [{"x": x, "y": y}], 1, 2, 1, 0, False, ALL)
+        alone.append(expected.islands[0])
+    for name in models.mlp_values():
+        mean = np.mean([island[name] for island in alone], axis=0)
+        np.testing.assert_allclose(found[name], mean, rtol=0, atol=32 * 2**-24)
+        assert f"{name}/outer_momentum" not in found
+
+
+def test_the_model_reads_the_islands_values_and_programs_see_the_outer_ones(mesh_kind):
+    """The loss of the second step is that of islands that have moved, before an outer step."""
+    shape, layout, _ = harness.MESHES["4"]
+    opt = outer("sgd", "4", 4)
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        w1 = mesh.graph.trainable_variables[0]
+        updates = opt.minimize(loss)
+        return updates, {"loss": loss, "outer": opt.outer_value(w1).value}
+
+    feeds = models.mlp_batches(2)
+    result = harness.run(mesh_kind, shape, layout, build, feeds)
+    expected = outer_reference.train("sgd", feeds[:1], 4, 4, 0.7, 0.9, True, ALL)
+    losses = []
+    parts = zip(np.split(feeds[1]["x"], 4), np.split(feeds[1]["y"], 4))
+    for values, (x, y) in zip(expected.islands, parts):
+        h = np.tanh(x @ values["w1"] + values["b1"])
+        out = (h @ values["w1"].T) * values["scale"] * values["one"][0]
+        losses.append(np.mean((out - y) ** 2))
+    np.testing.assert_allclose(result.fetched[1]["loss"], np.mean(losses), rtol=64 * 2**-24)
+    start = models.mlp_values()["w1"]
+    np.testing.assert_array_equal(result.fetched[1]["outer"], start)
+    np.testing.assert_array_equal(result.variables["w1"], start)
+
+
+def test_slots_are_found_by_the_variable():
+    shape, layout, _ = harness.MESHES["4"]
+    opt = outer("adam", "4", 2)
+
+    def build(mesh, inputs):
+        updates = opt.minimize(models.mlp_loss(mesh, inputs))
+        w1 = mesh.graph.trainable_variables[0]
+        assert opt.get_slot(w1, "adam_m").name == "w1/adam_m"
+        assert opt.get_slot(w1, "outer_momentum").shape == w1.shape
+        assert opt.get_slot(w1, "island").shape.to_integer_list == [4, 6, 8]
+        assert isinstance(opt.outer_value(w1), mtf.Variable)
+        return updates, gs.reported(opt)
+
+    result = harness.run("simd", shape, layout, build, models.mlp_batches(3))
+    assert [f["outer/step"] for f in result.fetched] == [0, 1, 1]

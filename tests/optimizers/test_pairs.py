@@ -1,0 +1,237 @@
+"""Gradients applied one pair at a time are one step: reduced together, counted once."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import mtf_gradsync as gs
+from mtf_gradsync import reduce
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import advance_step
+from tests import harness, models, reference
+
+SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
+AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
+STEPS, RATE, NORM = 4, 0.1, 0.3
+# As for CrossShardOptimizer's trajectories.
+TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
+
+
+class Counted(reduce.Strategy):
+    """Notes how many tensors each call has."""
+
+    def __init__(self):
+        self.inner, self.calls = gs.FusedAllReduce(), []
+
+    def all_reduce(self, mesh_impl, values, groups):
+        self.calls.append(len(values))
+        return self.inner.all_reduce(mesh_impl, values, groups)
+
+
+class PairByPair(mtf.optimize.Optimizer):
+    """An optimizer of others that passes pairs on, with Mesh-TF's own apply_grads."""
+
+    def __init__(self, inner):
+        self.inner = self.opt = inner
+
+    def apply_grad(self, grad, var):
+        return self.inner.apply_grad(grad, var)
+
+
+def sgd():
+    return mtf.optimize.SgdOptimizer(RATE)
+
+
+# name -> the wrapper, given a strategy; the steps to an update; what these add up to.
+WRAPPERS = {
+    "cross_shard": (lambda r: gs.CrossShardOptimizer(sgd(), reducer=r), 1, 1.0),
+    "clip": (lambda r: gs.ClipByGlobalNormOptimizer(sgd(), NORM, reducer=r), 1, 1.0),
+    "local": (lambda r: gs.GradientAccumulationOptimizer(sgd(), 2, reducer=r, **AXES), 2, 1.0),
+    "synced": (
+        lambda r: gs.GradientAccumulationOptimizer(
+            PairByPair(gs.CrossShardOptimizer(sgd())), 2, accumulate="synced", reducer=r
+        ),
+        2, 1.0,
+    ),
+    "sync_replicas": (lambda r: gs.SyncReplicasOptimizer(sgd(), 4, reducer=r, **AXES), 2, 0.5),
+    "loss_scale": (lambda r: gs.LossScaleOptimizer(sgd(), reducer=r), 1, 1.0),
+    "inside": (lambda r: PairByPair(gs.CrossShardOptimizer(sgd(), reducer=r)), 1, 1.0),
+}  # fmt: skip
+
+
+def apply_pairs(make):
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        variables = list(mesh.graph.trainable_variables)
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        optimizer = make()
+        with tf.variable_scope("state"):
+            operations = [
+                op for pair in zip(grads, variables) for op in optimizer.apply_grad(*pair)
+            ]
+        count = tf.train.get_or_create_global_step()
+        operations.append(advance_step(mesh, count, operations, "count"))
+        return operations, {"loss": loss}
+
+    return build
+
+
+def expected(every, share, clips):
+    values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
+    total = {}
+    for number, feed in enumerate(models.mlp_batches(STEPS), 1):
+        grads = reference.mlp_grads(values, *(feed[k].astype(np.float64) for k in "xy"))
+        total = {k: total.get(k, 0.0) + g * share for k, g in grads.items()}
+        if number % every == 0:
+            norm = np.sqrt(sum(np.square(g).sum() for g in total.values()))
+            kept = min(1, NORM / norm) if clips else 1
+            values = {k: v - RATE * kept * total[k] for k, v in values.items()}
+            total = {}
+    return values
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_pairs_are_reduced_together_and_train_as_numpy_does(mesh_kind, name):
+    make, every, share = WRAPPERS[name]
+    counted = Counted()
+    feeds = models.mlp_batches(STEPS)
+    build = apply_pairs(lambda: make(counted))
+    made = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+    assert counted.calls.count(4) == 1
+    assert counted.calls.count(1) <= 3  # squares, flags and counts of all
+    assert mesh_kind == "simd" or not made.races()
+    found = made.run(feeds).variables
+    for variable, value in expected(every, share, name == "clip").items():
+        np.testing.assert_allclose(
+            found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
+        )
+    assert found["global_step"] == STEPS
+
+
+def program(apply):
+    loss = models.mlp_loss(mtf.Mesh(mtf.Graph(), "mesh"), inputs())
+    variables = list(loss.graph.trainable_variables)
+    return loss, apply(mtf.gradients([loss], [v.value for v in variables]), variables)
+
+
+def inputs():
+    return {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+
+
+@pytest.mark.parametrize("name", ["local", "sync_replicas"])
+def test_state_has_the_names_of_one_call(name):
+    def names(apply):
+        with tf.Graph().as_default():
+            loss, _ = program(apply)
+            mtf.Lowering(loss.graph, {loss.mesh: harness.placement(SHAPE, LAYOUT)})
+            return [v.op.name for v in tf.global_variables()]
+
+    def one_by_one(grads, variables):
+        optimizer = WRAPPERS[name][0](None)
+        return [op for pair in zip(grads, variables) for op in optimizer.apply_grad(*pair)]
+
+    together = names(lambda g, v: WRAPPERS[name][0](None).apply_grads(g, v))
+    assert names(one_by_one) == together
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if "apply_grad:" in r.getMessage()]
+
+
+def test_what_is_asked_for_builds_the_step(caplog):
+    optimizer = gs.GradientAccumulationOptimizer(models.OPTIMIZERS["adam"](), 2, **AXES)
+    state = {}
+
+    def apply(grads, variables):
+        operations = optimizer.apply_grad(grads[0], variables[0])
+        operations += optimizer.apply_grad(grads[1], variables[1])
+        state["counter"] = optimizer.update_step
+        state["slot"] = optimizer.get_slot(variables[1], "adam_m")
+        state["none"] = optimizer.get_slot(variables[2], "adam_m")
+        return operations
+
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        program(apply)
+    assert state["counter"].name == "GradientAccumulationOptimizer/update_step"
+    assert state["slot"].name == "b1/adam_m"
+    assert state["none"] is None
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("why", ["built", "twice", "scope", "arguments", "apply_grads"])
+def test_what_cannot_be_gathered_is_warned_of_once(caplog, why):
+    class Rated:
+        def apply_grads(self, grads, variables, rate=1.0):
+            return [mtf.assign(v, v.value - g * rate) for g, v in zip(grads, variables)]
+
+    optimizer = gs.CrossShardOptimizer(Rated())
+
+    def apply(grads, variables):
+        operations = optimizer.apply_grad(grads[0], variables[0])
+        if why == "built":
+            assert optimizer.step is not None
+        if why == "apply_grads":
+            operations += optimizer.apply_grads(grads[1:2], variables[1:2])
+        own = {"rate": 2.0} if why == "arguments" else {}
+        for number in (0, 3) if why == "twice" else (2, 3):
+            with tf.variable_scope("scope" if why == "scope" else tf.get_variable_scope()):
+                operations += optimizer.apply_grad(grads[number], variables[number], **own)
+        return operations
+
+    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+        loss, operations = program(apply)
+        lowering = mtf.Lowering(loss.graph, {loss.mesh: harness.placement(SHAPE, LAYOUT)})
+    assert all(lowering.lowered_operation(op) is not None for op in operations)
+    assert optimizer.times_applied == (3 if why == "apply_grads" else 2)
+    (warning,) = warnings_of(caplog)
+    assert "Call apply_grads(grads, variables) with all pairs" in warning
+
+
+def test_errors_come_with_the_pair():
+    optimizer = gs.CrossShardOptimizer(sgd())
+
+    def apply(grads, variables):
+        with pytest.raises(ValueError, match="The gradient of 'b1' has shape"):
+            optimizer.apply_grad(grads[0], variables[1])
+        with pytest.raises(TypeError, match="cannot be called with"):
+            optimizer.apply_grad(grads[0], variables[0], 3.0)
+        return optimizer.apply_grad(None, variables[0])
+
+    loss, operations = program(apply)
+    assert operations == []
+    mtf.Lowering(loss.graph, {loss.mesh: harness.placement(SHAPE, LAYOUT)})
+
+
+def test_a_step_that_cannot_be_built_stays_to_be_built():
+    class Fails:
+        def apply_grads(self, grads, variables):
+            raise ZeroDivisionError
+
+    optimizer = gs.CrossShardOptimizer(Fails())
+    loss, _ = program(lambda grads, variables: optimizer.apply_grad(grads[0], variables[0]))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            mtf.Lowering(loss.graph, {loss.mesh: harness.placement(SHAPE, LAYOUT)})
+
+
+def test_variables_that_the_program_stacks_itself():
+    optimizer = gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())
+    loss, operations = program(
+        lambda grads, variables: [
+            op for pair in zip(grads, variables) for op in optimizer.apply_grad(*pair)
+        ]
+    )
+    loss.graph.rewrite_stack_variables()
+    mesh_impl = harness.placement(SHAPE, LAYOUT)
+    for scope in ("once", "again"):
+        with tf.variable_scope(scope):
+            lowering = mtf.Lowering(loss.graph, {loss.mesh: mesh_impl}, autostack=False)
+        assert len({lowering.lowered_operation(op) for op in operations}) == 1
+
+
+def test_another_graph_does_not_build_it():
+    optimizer = gs.CrossShardOptimizer(sgd())
+    with tf.Graph().as_default():
+        program(lambda grads, variables: optimizer.apply_grad(grads[0], variables[0]))
+    assert optimizer.step is None

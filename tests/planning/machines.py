@@ -1,0 +1,64 @@
+"""A small model, and a machine that only counts what it is asked."""
+
+import contextlib
+
+from mtf_gradsync import planning, simd
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.planning.machines import Compiled
+from mtf_gradsync.xla.topology.collectives import HloCollective
+from mtf_gradsync.xla.topology.compiling import Lowered
+
+LAYOUT = "batch:batch;hidden:model"
+
+
+def build(mesh_shape, layout, batch=12):
+    """A layer with its gradient added to it."""
+    x = tf.placeholder(tf.float32, [batch, 8])
+    with simd.tpu_program(mesh_shape, layout) as program:
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        rows, inputs = mtf.Dimension("batch", batch), mtf.Dimension("inputs", 8)
+        w = mtf.get_variable(mesh, "w", [inputs, mtf.Dimension("hidden", 8)])
+        h = mtf.einsum([mtf.import_tf_tensor(mesh, x, [rows, inputs]), w], reduced_dims=[inputs])
+        loss = mtf.reduce_mean(mtf.square(h))
+        updates = mtf.optimize.SgdOptimizer(0.1).apply_grads(
+            mtf.gradients([loss], [w]), graph.trainable_variables
+        )
+        lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
+        tf_loss = lowering.export_to_tf_tensor(loss)
+        for update in updates:
+            lowering.lowered_operation(update)
+    return planning.Built(program, [tf_loss], batch)
+
+
+class Counting:
+    """A machine of four cores on which an all-reduce of a byte takes a second."""
+
+    peak_flops_per_core = 100.0
+
+    def __init__(self, name="four", cores=4, module=None, memory=1000, before=None):
+        self.name, self.cores, self.memory_per_core = name, cores, memory
+        self.module, self.before = module, before
+        self.lowered, self.compiled = 0, []
+
+    def lower(self, program, fetches):
+        self.lowered += 1
+        return Lowered(self.cores, self.module or str(program.mesh_impl.shape))
+
+    def compile(self, lowered, begun):
+        with contextlib.ExitStack() as stack:
+            if self.before is not None:
+                self.before(lowered, begun, stack)
+        self.compiled.append(lowered.module)
+        groups = ((0, 1), (2, 3))
+        return Compiled(
+            bytes_per_core=600,
+            flops=200.0,
+            bytes_accessed=50.0,
+            estimate_seconds=2.0,
+            collectives=(HloCollective("all-reduce", "r", 3, groups, "main", ()),),
+            seconds=0.5,
+        )
+
+    def seconds(self, operation, groups, size):
+        return float(size)

@@ -1,0 +1,45 @@
+"""Collectives of a compiled program, by mesh axis."""
+
+import dataclasses
+
+from mtf_gradsync import simd
+from mtf_gradsync.planning.exchanges import exchanges_of
+from mtf_gradsync.simd.traffic.collectives import groups_by_axes
+from mtf_gradsync.xla.topology.collectives import HloCollective
+from tests.planning.machines import LAYOUT, build
+
+ROW = simd.CommunicationRow("CrossReplicaSum", "r", "float32", (2,), 8, "model")
+
+
+def collective(operation, groups, *inside):
+    return HloCollective(operation, "r", 16, groups, "main", inside)
+
+
+def axes():
+    return groups_by_axes(build("batch:2;model:2", LAYOUT).program.mesh_impl)
+
+
+def test_groups_are_named_by_the_axes_along_which_they_lie():
+    compiled = [
+        collective("all-reduce", ((0, 2), (1, 3))),
+        collective("all-gather", ((0, 1), (2, 3)), "branch true of c"),
+        collective("all-reduce", ()),
+        collective("collective-permute", ((0, 1), (1, 0))),
+    ]
+    found = exchanges_of(compiled, simd.CommunicationReport(()), axes(), 4)
+    assert [(e.operation, e.axis) for e in found] == [
+        ("all-reduce", "batch"),
+        ("all-gather", "model"),
+        ("all-reduce", "batch+model"),
+        ("collective-permute", "other groups"),
+    ]
+    assert found[2].groups == ((0, 1, 2, 3),)
+    assert {e.size for e in found} == {16}
+
+
+def test_in_loops_the_turns_are_those_of_the_program_before():
+    compiled = [collective("all-reduce", ((0, 1), (2, 3)), "body of while.7")]
+    rows = (ROW, dataclasses.replace(ROW, loops=("loop",), turns=5))
+    (found,) = exchanges_of(compiled, simd.CommunicationReport(rows), axes(), 4)
+    assert (found.operation, found.axis, found.size, found.times) == ("all-reduce", "model", 8, 5)
+    assert found.groups == ((0, 1), (2, 3))

@@ -1,0 +1,75 @@
+"""A plan as text, as JSON and as a picture."""
+
+import json
+
+from mtf_gradsync import planning
+
+
+def row(mesh_shape, step, **changes):
+    facts = {
+        "mesh_shape": mesh_shape,
+        "layout": "batch:batch",
+        "machine": "v5e:2x4",
+        "cores": 8,
+        "fits": True,
+        "bytes_per_core": 4_000_000_000,
+        "memory_per_core": 16_000_000_000,
+        "flops": 3e12,
+        "bytes_accessed": 2e9,
+        "estimate_seconds": step / 2,
+        "unknown_operations": 0,
+        "traffic": (planning.AxisTraffic("batch", 3, 5_000_000, step / 2),),
+        "link_seconds": step / 2,
+        "step_seconds": step,
+        "overlapped_seconds": step / 2,
+        "tokens_per_second": 1000 / step,
+        "share_of_peak": 0.25,
+        "build_seconds": 1.0,
+        "compile_seconds": 2.0,
+        "is_repeated": False,
+    }
+    return planning.PlanRow(**{**facts, **changes})
+
+
+PLAN = planning.Plan(
+    (row("batch:8", 0.02), row("batch:4;model:2", 0.04, unknown_operations=2)),
+    (planning.Refused("batch:2;model:4", "batch:batch", "v5e:2x4", "4 does not divide heads"),),
+)
+
+
+def test_as_text():
+    lines = str(PLAN).splitlines()
+    assert " ".join(lines[0].split()) == (
+        "mesh on fits GB/core GFLOP GB touched estimate ms links: MB, ms step ms at best "
+        "tokens/s of peak"
+    )
+    assert " ".join(lines[2].split()) == (
+        "batch:8 v5e:2x4 yes 4 (25%) 3,000 2 10 batch 5, 10 20 10 50,000 25%"
+    )
+    assert "  batch:2;model:4 on v5e:2x4: 4 does not divide heads" in lines
+    assert "Up to 2 operations of a program have no estimate." in lines
+    assert "It does not know what overlaps" in str(PLAN)
+    assert "stopped" not in str(PLAN)
+
+
+def test_an_empty_plan_says_so():
+    assert str(planning.Plan(())).startswith("no mesh can be planned")
+
+
+def test_as_json():
+    content = json.loads(PLAN.to_json())
+    assert set(content) == {"rows", "refused", "is_partial", "not_reached"}
+    assert content["rows"][0] == {
+        **{name: getattr(PLAN.rows[0], name) for name in PLAN.rows[0].__dataclass_fields__},
+        "traffic": [
+            {"axis": "batch", "collectives": 3, "bytes_per_core": 5_000_000, "seconds": 0.01}
+        ],
+    }
+    assert content["refused"][0]["reason"] == "4 does not divide heads"
+    assert content["is_partial"] is False
+
+
+def test_as_a_picture(tmp_path):
+    path = tmp_path / "plan.png"
+    PLAN.plot(str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,133 @@
+"""Building and compiling candidates: each program once, until somebody stops it."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mtf_gradsync import planning
+from mtf_gradsync.planning.machines import Compiled
+from mtf_gradsync.planning.search import Candidate, search
+from tests.planning.machines import LAYOUT, Counting, build
+
+
+def candidates(machine, *shapes):
+    return [Candidate(shape, LAYOUT, machine) for shape in shapes]
+
+
+def test_a_row_adds_links_to_the_estimate():
+    plan = search(build, candidates(Counting(), "batch:2;model:2"))
+    (row,) = plan.rows
+    (along,) = row.traffic
+    # Groups of neighbours: the last axis.
+    assert (along.axis, along.collectives, along.bytes_per_core) == ("model", 1, 3)
+    assert row.step_seconds == 2.0 + 3.0
+    assert row.overlapped_seconds == 3.0
+    assert row.tokens_per_second == 12 / 5.0
+    assert row.share_of_peak == 200.0 / (5.0 * 100.0)
+    assert row.fits
+    assert not plan.is_partial
+
+
+def test_what_does_not_fit_comes_last():
+    small = Counting("small", memory=599)
+    found = search(build, candidates(small, "batch:4") + candidates(Counting(), "batch:4"))
+    assert [(row.machine, row.fits) for row in found.rows] == [("four", True), ("small", False)]
+
+
+def test_equal_programs_are_compiled_once():
+    machine = Counting(module="the same")
+    plan = search(build, candidates(machine, "batch:4;model:1", "batch:4"))
+    assert machine.compiled == ["the same"]
+    assert sorted(row.is_repeated for row in plan.rows) == [False, True]
+
+
+def test_machines_of_one_kind_have_one_lowering():
+    first, second = Counting("first"), Counting("second")
+    built = []
+
+    def counted(shape, layout):
+        built.append(shape)
+        return build(shape, layout)
+
+    search(counted, candidates(first, "batch:4") + candidates(second, "batch:4"))
+    assert built == ["batch:4"]
+    assert (first.lowered, second.lowered) == (1, 0)
+    assert len(first.compiled) == len(second.compiled) == 1
+
+
+def test_what_does_not_divide_is_skipped_with_the_reason():
+    machine = Counting(cores=8)
+    plan = search(build, candidates(machine, "batch:8;model:1", "batch:4;model:2"))
+    assert [row.mesh_shape for row in plan.rows] == ["batch:4;model:2"]
+    (refused,) = plan.refused
+    assert refused.mesh_shape == "batch:8;model:1"
+    assert "not divisible" in refused.reason
+    assert "\n" not in refused.reason
+
+
+def test_a_compiler_that_refuses_says_why():
+    class Full(Counting):
+        def compile(self, lowered, begun):
+            return Compiled(error="needs 20 GB of 16")
+
+    plan = search(build, candidates(Full(), "batch:4"))
+    assert (plan.rows, plan.refused[0].reason) == ((), "needs 20 GB of 16")
+
+
+def test_other_errors_are_the_callers():
+    def broken(shape, layout):
+        raise TypeError("not mine")
+
+    with pytest.raises(TypeError, match="not mine"):
+        search(broken, candidates(Counting(), "batch:4"))
+
+
+def test_stopped_it_returns_what_it_has_and_ends_its_compilers():
+    running = []
+
+    def wait(lowered, begun, stack):
+        if "model" in lowered.module and "batch=2" in lowered.module:
+            sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+            process = stack.enter_context(subprocess.Popen(sleeper, text=True))
+            running.append(process)
+            begun(process)
+            process.wait()
+
+    machine = Counting(before=wait)
+
+    def interrupted(shape, layout):
+        if shape == "batch:1;model:4":
+            while not running or len(machine.compiled) < 1:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        return build(shape, layout)
+
+    shapes = ("batch:4;model:1", "batch:2;model:2", "batch:1;model:4")
+    plan = search(interrupted, candidates(machine, *shapes), jobs=2)
+    assert [row.mesh_shape for row in plan.rows] == ["batch:4;model:1"]
+    assert plan.is_partial
+    assert plan.not_reached == 2
+    assert running[0].returncode is not None
+    assert "stopped: 2 not looked at" in str(plan)
+    assert '"is_partial": true' in plan.to_json()
+
+
+class TestPlan:
+    def test_jobs_must_be_positive(self):
+        with pytest.raises(ValueError, match="jobs must be a positive integer; got 0"):
+            planning.plan(build, "v5e:2x2", LAYOUT, jobs=0)
+
+    def test_a_topology_must_be_given(self):
+        with pytest.raises(ValueError, match="at least one layout and one topology"):
+            planning.plan(build, "", LAYOUT)
+
+    @pytest.mark.parametrize("name", ["cpu:", "cpu:none", "cpu:0"])
+    def test_cpu_devices_are_named_by_number(self, name):
+        with pytest.raises(ValueError, match='as in "cpu:8"'):
+            planning.plan(build, name, LAYOUT)
+
+    def test_an_unknown_generation_is_an_error(self):
+        with pytest.raises(ValueError, match="topology must name a TPU generation"):
+            planning.plan(build, "v9:2x2", LAYOUT)

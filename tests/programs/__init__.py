@@ -1,0 +1,1 @@
+"""Small programs in the manner of real ones, bare and wrapped."""

@@ -1,0 +1,74 @@
+"""The command ``mtf-gradsync plan``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtf_gradsync import xla
+from mtf_gradsync.train.cli import main as cli
+
+TINY = str(Path(__file__).parents[1] / "tiny.gin")
+
+missing = xla.why_no_tpu_compiler()
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("gin_file", "topologies", "mesh_shape", "layout", "jobs", "json", "png"):
+        assert f"--{flag}" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--jobs=0", "--jobs must be 1 or more; got 0"),
+        ("--topologies=v9:2x2", "topology must name a TPU generation"),
+        ("--topologies=cpu:some", 'as in "cpu:8"'),
+        ("--json=/no/such/directory/plan.json", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_a_bad_config(capsys, flag, message):
+    assert cli.main(["plan", f"--gin_file={TINY}", flag]) == cli.EXIT_BAD_CONFIG
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
+def test_without_the_compiler_the_error_says_what_to_install(capsys):
+    assert cli.main(["plan", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
+    assert 'pip install "mtf-gradsync[tpu]"' in capsys.readouterr().err
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(missing), reason=missing)
+def test_plans_the_transformer_of_a_config(capsys, tmp_path):
+    json_file, png_file = tmp_path / "plan.json", tmp_path / "plan.png"
+    status = cli.main(
+        [
+            "plan",
+            f"--gin_file={TINY}",
+            "--topologies=v5e:2x2",
+            "--mesh_shape=batch:4;model:1",
+            "--mesh_shape=batch:1;model:4",
+            "--mesh_shape=batch:8;model:1",
+            f"--json={json_file}",
+            f"--png={png_file}",
+        ]
+    )
+    assert status == 0
+    printed = capsys.readouterr().out
+    plan = json.loads(json_file.read_text())
+    assert [row["mesh_shape"] for row in plan["rows"]] == ["batch:4;model:1"]
+    assert plan["rows"][0]["tokens_per_second"] == pytest.approx(
+        8 * 16 / plan["rows"][0]["step_seconds"]
+    )
+    reasons = {refused["mesh_shape"]: refused["reason"] for refused in plan["refused"]}
+    assert reasons["batch:8;model:1"] == "the mesh has 8 cores and the topology 4"
+    # Two heads.
+    assert "not divisible" in reasons["batch:1;model:4"]
+    assert reasons["batch:1;model:4"] in printed
+    assert png_file.stat().st_size

@@ -1,0 +1,93 @@
+"""``mtf-gradsync timeline``, and ``train.run.timeline_steps``."""
+
+import gzip
+import json
+
+import pytest
+
+from mtf_gradsync.timelines import Table
+from mtf_gradsync.train.cli.main import main
+from tests.timelines.recordings import two_cores
+from tests.train.conftest import NO_EVAL, QUICK, TINY
+
+ARGUMENTS = ["--steps=2", "--warm_up=1"]
+PARAMS = [f"--gin_param={binding}" for binding in (*QUICK, NO_EVAL)]
+
+
+def read(path):
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def test_of_gin_files(tmp_path, capsys):
+    trace, table, part = (tmp_path / name for name in ("a.json.gz", "table.json", "a.part"))
+    files = [f"--trace={trace}", f"--json={table}", f"--part={part}"]
+    assert main(["timeline", f"--gin_file={TINY}", *PARAMS, *ARGUMENTS, *files]) == 0
+    said = capsys.readouterr().out
+    assert "2 steps" in said
+    assert "longest operations" in said
+    assert str(trace) in said
+    found = Table.from_json(table.read_text())
+    assert found.steps == 2
+    assert found.runtime == "cpu_replicas"
+    assert len(found.cores) == 2
+    names = {row["name"] for row in read(trace)["traceEvents"]}
+    # As the model's graph has them.
+    assert any(name.startswith("transformer/block_000/layer_000/") for name in names)
+    assert any("CrossReplicaSum" in one.name for one in found.collectives)
+    merged = tmp_path / "merged.json.gz"
+    assert main(["timeline", f"--merge={part}", f"--trace={merged}"]) == 0
+    assert len(read(merged)["traceEvents"]) == len(read(trace)["traceEvents"])
+
+
+def test_of_a_run_that_recorded_its_own(train, tmp_path, capsys):
+    _, directory, _said = train(
+        NO_EVAL, "train.run.timeline_steps = 3", "train.run.train_steps = 9"
+    )
+    found = Table.from_json((directory / "timeline.json").read_text())
+    assert found.steps == 3
+    page = (directory / "report.html").read_text()
+    assert "Where a step's time goes" in page
+    assert "3 steps were recorded" in page
+    assert found.operations[0].name in page
+    assert read(directory / "timeline.trace.json.gz")["traceEvents"]
+    before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    trace = tmp_path / "b.json.gz"
+    assert main(["timeline", f"--model_dir={directory}", *ARGUMENTS, f"--trace={trace}"]) == 0
+    out = capsys.readouterr().out
+    assert "model.ckpt-9" in out
+    assert "2 steps" in out
+    assert trace.exists()
+    assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+
+
+def test_merging_processes(tmp_path, capsys):
+    parts = []
+    for process in (0, 1):
+        parts.append(tmp_path / f"{process}.part")
+        parts[-1].write_text(two_cores(process).to_json())
+    trace = tmp_path / "both.json.gz"
+    merges = [f"--merge={part}" for part in parts]
+    assert main(["timeline", *merges, f"--trace={trace}"]) == 0
+    assert "core 3" in capsys.readouterr().out
+    parts[1].write_text("{}")
+    assert main(["timeline", *merges, f"--trace={trace}"]) == 2
+    assert "no part of a timeline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model_dir=nowhere"], "is no run"),
+        (["--trace=nowhere/a.json", "--merge=x"], "--trace=nowhere/a.json cannot be written"),
+        (["--merge=missing"], "--merge: "),
+    ],
+)
+def test_bad_arguments(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["timeline", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_bad_number_of_steps(train):
+    with pytest.raises(ValueError, match="timeline_steps must be a whole number from 0"):
+        train("train.run.timeline_steps = -1")
