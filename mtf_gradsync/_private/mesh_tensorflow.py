@@ -97,6 +97,11 @@ def reassign(
     operation._variables, operation._inputs = list(variables), list(values)
 
 
+def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
+    """Has an assignment write its values by another function, such as `mtf.assign_slice`."""
+    operation._assign_fn = assign_fn
+
+
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
     """Returns names of dimensions that an optimizer treats differently, as Adafactor can."""
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))

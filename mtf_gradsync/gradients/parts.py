@@ -14,11 +14,10 @@ from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.gradients.stages import local_sum
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut, Cuts, take_parts
-from mtf_gradsync.reduce.strategies.fused import PLACEMENT_BUCKET_BYTES, SIMD_BUCKET_BYTES
+from mtf_gradsync.reduce.strategies.fused import PLACEMENT_BUCKET_BYTES
 from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 
@@ -232,5 +231,4 @@ class GatherParts(StageOperation):
             cuts_between(mesh_impl, whole.shape, part.shape)
             for part, whole in zip(self.inputs, self.outputs)
         ]
-        bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
-        self.set_outputs(lowering, all_gather(mesh_impl, parts, cuts, bucket_bytes))
+        self.set_outputs(lowering, all_gather(mesh_impl, parts, cuts, PLACEMENT_BUCKET_BYTES))

@@ -197,16 +197,18 @@ def test_parts_of_sums_and_rows_of_all_cores():
     sent = [tf.constant(value) for value in values]
     with simd.tpu_program("all:4", "") as program:
         part = cross_replica_scatter(program.per_replica(sent), groups, 0)
-        rows = cross_replica_gather(part, groups)
-    assert types([part.op, rows.op]) == ["XlaReduceScatter", "AllToAll"]
+        rows = cross_replica_gather(part, groups, 0)
+        columns = cross_replica_gather(part, groups, 1)
+    assert part.op.type == "XlaReduceScatter"
     assert (part.shape.as_list(), rows.shape.as_list()) == ([1, 3], [2, 3])
     with program.session() as session:
-        parts, wholes = session.run([part, rows], per_replica=True)
+        parts, wholes, beside = session.run([part, rows, columns], per_replica=True)
     for group in groups:
         total = values[group].sum(0)
         for place, core in enumerate(group):
             np.testing.assert_array_equal(parts[core], total[place : place + 1])
             np.testing.assert_array_equal(wholes[core], total)
+            np.testing.assert_array_equal(beside[core], total.reshape(1, -1))
 
 
 def test_devices_say_their_links():

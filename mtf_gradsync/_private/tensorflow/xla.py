@@ -97,22 +97,33 @@ def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.T
 GATHERS = "_mtf_gradsync_gathers"
 
 
-def cross_replica_gather(row: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
-    """Returns the rows of all cores of a group of a TPU program, on each of them.
+def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
+    """Returns the parts of all cores of a group of a TPU program, put together on each of them.
 
-    TensorFlow has no all-gather for TPUs: each core sends its row to each other by ``AllToAll``,
+    TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
     which is the same number of bytes. The operation says by an attribute that it is one.
 
     Args:
-      row: ``[1, elements]``.
+      part: this core's part.
       groups: lists of physical core numbers.
+      axis: the axis along which parts stand, in the order of the group.
 
     Returns:
-      ``[size of a group, elements]``, in the order of the group.
+      A tensor with the parts of all members along the axis.
     """
-    received = cross_replica_rows(tf.broadcast_to(row, [len(groups[0]), row.shape[1]]), groups)
+    from tensorflow.python.tpu.ops import tpu_ops
+
+    size, shape = len(groups[0]), part.shape.as_list()
+    received = tpu_ops.all_to_all(
+        tf.broadcast_to(part[tf.newaxis], [size, *shape]),
+        concat_dimension=1 + axis,
+        split_dimension=0,
+        split_count=size,
+        group_assignment=[list(group) for group in groups],
+    )
     set_attr(received.op, GATHERS, tf.AttrValue(b=True))
-    return received
+    shape[axis] *= size
+    return tf.reshape(received, shape)
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:

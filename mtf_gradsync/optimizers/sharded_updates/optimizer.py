@@ -23,8 +23,8 @@ from mtf_gradsync.optimizers.pipeline import (
     StepBuilder,
     Traits,
 )
+from mtf_gradsync.optimizers.sharded_updates import slots
 from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, split_twice, why_whole
-from mtf_gradsync.optimizers.sharded_updates.slots import keep_in_parts
 from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
 from mtf_gradsync.optimizers.sharded_updates.waves import sum_together
 from mtf_gradsync.optimizers.state.slots import owner_of
@@ -181,18 +181,20 @@ class ShardedUpdateOptimizer(Wrapper):
         graph = gradients.graph
         before = set(graph.operations)
         updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
-        slots = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
+        made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # A slot of its variable's shape lies in parts already, if the variable is cut.
         names = [v.name for v in parts]
-        is_whole = {s for s in slots if self.axes.free_shard_dims(s.shape) == self.axes.shard_dims}
-        factored = [s for s in slots if owner_of(s.name, names) and s in is_whole]
-        first = keep_in_parts(
-            factored, updates, lambda shape: split_twice(shape, self.axes, self._min_size)
+        is_whole = {s for s in made if self.axes.free_shard_dims(s.shape) == self.axes.shard_dims}
+        factored = [s for s in made if owner_of(s.name, names) and s in is_whole]
+        first = slots.keep_in_parts(
+            factored,
+            updates,
+            lambda shape: split_twice(shape, self.axes, max(self._min_size, slots.WORTH_A_GATHER)),
         )
         owners = {owner_of(s.name, names) for s in factored} if first else set()
         self._gathered.update(v for v in parts if v.name in owners)
         assign_whole(updates, parts)
-        early = [*slots, *first]
+        early = [*made, *first]
         late = [op for op in graph.operations if op not in before and op not in early]
         sum_together([*early, *late], self.axes, self.reducer)
         return updates

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import init_stand_in, reassign
+from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, init_stand_in, reassign
 from mtf_gradsync.gradients.parts import GatherParts, TakePart
+from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.step import Plan
 
 
@@ -48,6 +51,8 @@ def assign_whole(
       ValueError: what is assigned does not have the shape of the part.
     """
     found = [u for u in updates if isinstance(u, mtf.Assign)]
+    for update in found:
+        send_new_values(update, parts)
     # By the assignment and the place in it: what is sent, and the shape of the whole.
     sent: dict[tuple[mtf.Assign, int], tuple[mtf.Tensor, mtf.Shape]] = {}
     for update in found:
@@ -75,6 +80,70 @@ def assign_whole(
         reassign(update, list(map(_whole, update.variables)), new)
     # Behind what they assign.
     Plan.of(found[0].graph).arrange(found)
+
+
+def send_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
+    """Has new values sent in place of changes, where nothing else changes the variables.
+
+    A change that was gathered is taken from the variable in the layout of what was gathered: the
+    compiler for TPUs copies the variable to it and back.
+
+    Args:
+      update: an assignment of changes to parts and whole variables.
+      parts: variable -> its part.
+    """
+    if update.assign_fn not in _CHANGES:
+        return
+    alike = all(
+        v.activation_dtype == v.slice_dtype == x.dtype
+        for v, x in zip(update.variables, update.inputs)
+    )
+    if alike and any(_whole(v) in parts for v in update.variables):
+        reassign(update, update.variables, NewValues(update).outputs)
+
+
+_CHANGES = {mtf.assign_add_slice: operator.add, mtf.assign_sub_slice: operator.sub}
+
+
+class NewValues(StageOperation):
+    """Values and their changes -> the new values, or the changes where others change them too."""
+
+    def __init__(self, update: mtf.Assign):
+        """Adds the operation.
+
+        Args:
+          update: assigns the changes; on SIMD meshes it is made to assign new values when the
+            operation is lowered.
+        """
+        self._update, self._assign_fn = update, update.assign_fn
+        self._names = {v.name for v in update.variables}
+        changes = list(update.inputs)
+        inputs = [*(v.value for v in update.variables), *changes]
+        super().__init__(
+            inputs, [x.shape for x in changes], "new_values", [x.dtype for x in changes]
+        )
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        """See `mtf.Operation.lower`."""
+        mesh_impl = lowering.mesh_impl(self)
+        given = whole_values(lowering, self.inputs)
+        old, results = given[: len(self.outputs)], given[len(self.outputs) :]
+        assign_fn = self._assign_fn
+        if is_simd(mesh_impl) and self._is_alone():
+            change, assign_fn = _CHANGES[assign_fn], mtf.assign_slice
+            results = [mesh_impl.slicewise(change, *pair) for pair in zip(old, results)]
+        give_assign_fn(self._update, assign_fn)
+        self.set_outputs(lowering, results)
+
+    def _is_alone(self) -> bool:
+        """Whether no other assignment writes these variables."""
+        others = (
+            getattr(v, "original_names", [v.name])
+            for op in self.graph.operations
+            if isinstance(op, mtf.Assign) and op is not self._update
+            for v in op.variables
+        )
+        return self._names.isdisjoint(name for names in others for name in names)
 
 
 def _whole(variable: mtf.Variable) -> mtf.Variable:

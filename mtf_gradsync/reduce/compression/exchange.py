@@ -64,7 +64,7 @@ def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
         shape = value.slice_shape
 
         def gather(x: tf.Tensor) -> tf.Tensor:
-            rows = cross_replica_gather(tf.reshape(x, [1, -1]), physical)
+            rows = cross_replica_gather(tf.reshape(x, [1, -1]), physical, 0)
             return tf.reshape(rows, [groups.group_size, *shape])
 
         return mesh_impl.slicewise(gather, value)

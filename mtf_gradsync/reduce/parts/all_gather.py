@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import cross_replica_gather
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.topology import memories
 from mtf_gradsync.reduce.packs import packing
-from mtf_gradsync.reduce.parts import by_part
 from mtf_gradsync.reduce.parts.cuts import Cuts, buckets, groups_of, joined, one_memory
+from mtf_gradsync.reduce.parts.on_simd import gather_together
 
 
 def all_gather(
@@ -18,55 +17,29 @@ def all_gather(
 ) -> list[Any]:
     """Gives each processor whole slices.
 
-    On a SIMD mesh parts are sent in buckets. On a placement mesh each memory puts slices together
+    On a SIMD mesh parts cross it in one group. On a placement mesh each memory puts slices together
     once; between memories small parts are sent in buckets.
 
     Args:
       mesh_impl: the mesh.
       parts: `LaidOutTensor`s; each processor's slice is the part of its coordinates.
       cuts: for each how the whole was cut.
-      bucket_bytes: most bytes per processor that a bucket of several parts holds.
+      bucket_bytes: on a placement mesh: most bytes per processor that a bucket of several parts
+        holds.
 
     Returns:
       `LaidOutTensor`s of the dtypes of parts, in the same order.
     """
+    if is_simd(mesh_impl):
+        return gather_together(mesh_impl, parts, cuts)
     results: list[Any] = [None] * len(parts)
-    packs = is_simd(mesh_impl) or not one_memory(mesh_impl)
+    packs = not one_memory(mesh_impl)
     for turn, members in enumerate(buckets(parts, cuts, bucket_bytes if packs else 0)):
         bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
-        if is_simd(mesh_impl):
-            wholes = _on_simd(mesh_impl, bucket_parts, bucket_cuts)
-        else:
-            wholes = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
+        wholes = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
         for index, whole in zip(members, wholes):
             results[index] = whole
     return results
-
-
-def whole_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
-    """The shape of a slice of which a part has a shape."""
-    result = list(shape)
-    for axis, tensor_axis in cuts:
-        result[tensor_axis] *= mesh_impl.shape.dims[axis].size
-    return result
-
-
-def _on_simd(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    shapes = [whole_shape(mesh_impl, p.slice_shape, c) for p, c in zip(parts, cuts)]
-    widths = [mtf.list_product(p.slice_shape) for p in parts]
-    along = groups_of(mesh_impl, cuts[0])
-    physical = [[mesh_impl.l2p(p) for p in group] for group in along.groups]
-
-    def gather(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        flat = [tf.reshape(x, [1, -1]) for x in xs]
-        rows = cross_replica_gather(tf.concat(flat, 1) if len(flat) > 1 else flat[0], physical)
-        pieces = tf.split(rows, widths, 1) if len(widths) > 1 else [rows]
-        return tuple(
-            by_part.from_rows(mesh_impl, piece, shape, c)
-            for piece, shape, c in zip(pieces, shapes, cuts)
-        )
-
-    return list(mesh_impl.slicewise(gather, *parts))
 
 
 def _on_devices(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], turn: int) -> list[Any]:

@@ -86,8 +86,6 @@ def _put_collective(op: Any) -> None:
     name = _STABLEHLO[collective]
     who = "source_target_pairs" if collective == "CollectivePermute" else "replica_groups"
     attributes: dict[str, Any] = {who: _matrix(settings["groups"])}
-    if collective == "AllGather":
-        settings["all_gather_dim"] = 0
     for key in _INTEGERS:
         if key in settings:
             attributes[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), settings[key])

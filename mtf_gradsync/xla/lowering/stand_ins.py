@@ -55,6 +55,9 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if op == "AllToAll" and node.attr[GATHERS].b:
         # All rows are the same: one is sent to all.
         op, sent = "AllGather", sent[:1]
+        axis = settings["all_gather_dim"] = node.attr["concat_dimension"].i
+        shape[axis] *= shape[0]
+        shape[0] = 1
     elif op == "XlaReduceScatter":
         dimension = settings["scatter_dimension"] = int(tf.get_static_value(data[2]))
         shape[dimension] //= len(settings["groups"][0])

@@ -18,6 +18,8 @@ _ESTIMATES = {
     "conditions_false": "step, all conditions false",
     "bare": "bare optimizer",
 }
+# More than this, against the bare optimizer, is said.
+_DEARER = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,10 @@ class CompiledProgram:
             if cost.unknown:
                 kinds = ", ".join(cost.unknown_operations) or "unnamed"
                 notes.append(f"{labels[name]}: without {cost.unknown} operations ({kinds}).")
+        step = self.estimates.get("conditions_true", self.estimates.get("step"))
+        if bare and step and step.seconds > _DEARER * bare.seconds:
+            more = 100 * (step.seconds / bare.seconds - 1)
+            notes.append(f"A step with an update takes {more:.0f}% more than the bare optimizer's.")
         headers = ["estimate per core", "operations", "bytes touched", "us", "of bare"]
         if bare is None:
             headers, rows = headers[:-1], [row[:-1] for row in rows]

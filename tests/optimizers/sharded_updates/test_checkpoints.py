@@ -77,7 +77,9 @@ def session_of(made):
     ],
     ids=["cpu", "xla"],
 )
-def test_exactly_what_was_saved_is_restored_and_training_goes_on(runs, tmp_path):
+def test_exactly_what_was_saved_is_restored_and_training_goes_on(
+    runs, tmp_path, small_slots_in_parts
+):
     path, saved, feeds = None, None, batches(len(runs))
     for number, run in enumerate(runs):
         made = built(*run)

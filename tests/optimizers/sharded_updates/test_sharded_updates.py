@@ -79,7 +79,7 @@ def test_another_program_of_xla_rounds_otherwise():
         pytest.param("xla", "2x2x2", "sgd", {}, marks=pytest.mark.xla),
     ],
 )
-def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs):
+def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs, small_slots_in_parts):
     make, feeds = MAKE[optimizer], batches(STEPS)
     parts = run(kind, mesh, lambda: sharded(make(), mesh), feeds, **kwargs).variables
     assert_close(parts, small_model.on_one(optimizer).run(feeds).variables, TOLERANCE)
@@ -109,37 +109,85 @@ def program(mesh, make, **kwargs):
     return small_model.built("simd", mesh, make, batches(1)[0], **kwargs)
 
 
-def test_sums_are_scattered_and_new_values_gathered_once():
-    made = program("4x2", lambda: sharded(OPTIMIZERS["adafactor"](), "4x2"))
+def groups_of(made, operation):
+    """Bytes a core by shape sent, of the groups that collectives of a type are made in."""
     rows = simd.list_collectives(made.program, lowering=made.lowering).rows
-    (scatter,) = [row for row in rows if row.operation == "XlaReduceScatter"]
-    gathers = [row for row in rows if row.operation == "AllToAll"]
-    # w1, w2, b2 and gain; what a core holds of them.
-    size = 4 * (8 * 32 + 32 * 64 + 64 + 64)
-    assert scatter.bytes_per_core == size
-    # The new values, and before the update the statistics of w1's and w2's columns.
-    assert sorted(row.bytes_per_core for row in gathers) == [2 * 4 * 32, size]
+    groups = collections.defaultdict(list)
+    for row in rows:
+        if row.operation == operation:
+            groups[row.together].append(row.bytes_per_core)
+    assert "" not in groups
+    return sorted(sorted(sizes) for sizes in groups.values())
+
+
+# What a core holds of w1, w2, and b2 and gain together, which have one shape and fill no tile.
+SIZES = sorted([4 * 8 * 32, 4 * 32 * 64, 4 * 2 * 64])
+
+
+def test_sums_are_scattered_and_new_values_gathered_in_a_group():
+    made = program("4x2", lambda: sharded(OPTIMIZERS["adafactor"](), "4x2"))
+    assert groups_of(made, "XlaReduceScatter") == [SIZES]
+    # The factored statistics are small, and are not gathered.
+    assert groups_of(made, "AllToAll") == [SIZES]
     # Those of statistics over the model's axis alone are one as well; the other one is of the
     # forward pass.
+    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
     over_model = collections.Counter()
     for row in rows:
-        if row.group == "cols":
+        if row.group == "cols" and row.operation == "CrossReplicaSum":
             over_model[row.together or row.name] += row.bytes_per_core
     assert sorted(over_model.values()) == [4 * 20, 4 * 128]
 
 
-def test_each_core_holds_its_share_of_the_slots():
-    """Of Adafactor's: those of a variable's shape, and those that lack the split dimension."""
-    held = []
-    for wrap in (lambda opt: sharded(opt, "4x2"), gs.CrossShardOptimizer):
-        made = program("4x2", lambda wrap=wrap: wrap(OPTIMIZERS["adafactor"]()), autostack=False)
-        (mesh_impl,) = made.lowering.mesh_to_impl.values()
-        slots = [v for v in made.lowering.graph.all_variables if not v.trainable]
+def test_statistics_in_parts_are_gathered_in_a_group(small_slots_in_parts):
+    made = program("4x2", lambda: sharded(OPTIMIZERS["adafactor"](), "4x2"))
+    # Those of w1's and w2's columns.
+    assert groups_of(made, "AllToAll") == [[2 * 4 * 32], SIZES]
+
+
+def slots_of_a_core(wrap):
+    """How many numbers of the slots of w1, w2, b2 and gain a core holds, by name."""
+    made = program("4x2", lambda: wrap(OPTIMIZERS["adafactor"]()), autostack=False)
+    (mesh_impl,) = made.lowering.mesh_to_impl.values()
+    return {
+        v.name: mesh_impl.slice_size(v.shape)
+        for v in made.lowering.graph.all_variables
         # The others cannot be split.
-        of_cut = [v for v in slots if v.name.startswith(("w1", "w2", "b2", "gain"))]
-        held.append(sum(mesh_impl.slice_size(v.shape) for v in of_cut))
-    parts, whole = held
-    assert 4 * parts == whole
+        if not v.trainable and v.name.startswith(("w1", "w2", "b2", "gain"))
+    }
+
+
+def test_each_core_holds_its_share_of_the_slots(small_slots_in_parts):
+    """Of Adafactor's: those of a variable's shape, and those that lack the split dimension."""
+    parts = slots_of_a_core(lambda opt: sharded(opt, "4x2"))
+    assert {n: 4 * size for n, size in parts.items()} == slots_of_a_core(gs.CrossShardOptimizer)
+
+
+def test_small_statistics_without_the_split_dimension_stay_whole():
+    whole = slots_of_a_core(gs.CrossShardOptimizer)
+    parts = slots_of_a_core(lambda opt: sharded(opt, "4x2"))
+    stay = {name for name, size in parts.items() if size == whole[name]}
+    assert stay == {"w1_slot_vc", "w2_slot_vc"}
+    assert all(4 * size == whole[name] for name, size in parts.items() if name not in stay)
+
+
+def test_changes_are_sent_where_a_variable_has_several():
+    """Two updates in one graph add up: neither may write a new value over the other's."""
+
+    def make():
+        opt = sharded(mtf.optimize.SgdOptimizer(0.1), "4x2")
+        apply = opt.apply_grads
+
+        class Twice:
+            def apply_grads(self, grads, variables):
+                return [op for _ in range(2) for op in apply(grads, variables)]
+
+        return Twice()
+
+    feeds = batches(1)
+    twice = run("simd", "4x2", make, feeds).variables
+    once = run("simd", "4x2", lambda: sharded(mtf.optimize.SgdOptimizer(0.2), "4x2"), feeds)
+    assert_close(twice, once.variables, 4 * EPS)
 
 
 def test_slots_are_found_by_the_whole_variable():

@@ -6,6 +6,10 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce import ProcessorGroups
+from mtf_gradsync.reduce.parts.all_gather import all_gather
+from mtf_gradsync.reduce.parts.cuts import Cut
+from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
 from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 
@@ -13,8 +17,8 @@ pytestmark = pytest.mark.xla
 SIZES = (3, 3, 5)
 
 
-def count(replica):
-    return sum(node.op == "CrossReplicaSum" for node in replica.graph_def.node)
+def count(replica, operation="CrossReplicaSum"):
+    return sum(node.op == operation for node in replica.graph_def.node)
 
 
 @pytest.mark.parametrize(("bucket_bytes", "packed"), [(None, 1), (0, len(SIZES))])
@@ -41,3 +45,32 @@ def test_a_group_is_one_sum_and_single_sums_stay(bucket_bytes, packed):
         with xla.session(program, lowering) as session:
             for found, value in zip(session.run(fetches), values):
                 np.testing.assert_array_equal(found, value.sum(0))
+
+
+def test_parts_of_a_group_are_scattered_and_gathered_at_once():
+    """Cut along other axes of other shapes, on some of the cores, in the order of the group."""
+    shapes, axes = [(8, 600), (1100, 8), (4, 600), (8, 3)], [0, 1, 0, 0]
+    rng = np.random.RandomState(0)
+    # Whole numbers: exact in any order.
+    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    cuts = [[Cut(0, axis)] for axis in axes]
+    with tf.Graph().as_default():
+        with simd.tpu_program("rows:4;cols:2", "batch:rows") as program:
+            impl = program.mesh_impl
+            core = impl.laid_out_pnum().tensor_list[0]
+            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            groups = ProcessorGroups.along(impl, [0])
+            parts = reduce_scatter(impl, given, groups, cuts, 0)
+            wholes = all_gather(impl, parts, cuts, 0)
+            fetches = [x.tensor_list[0] for x in [*parts, *wholes]]
+        replica = replica_program(program, fetches)
+        for operation in ("XlaReduceScatter", "AllToAll"):
+            assert count(replica, operation) == len(shapes)
+            assert count(with_packed_sums(replica), operation) == 1
+        with xla.session(program) as session:
+            found = session.run(fetches)
+        # What is fetched is that of core 0, which sums with those of its column.
+        for value, axis, part, whole in zip(values, axes, found, found[len(shapes) :]):
+            total = value[::2].sum(0)
+            np.testing.assert_array_equal(part, np.split(total, 4, axis)[0])
+            np.testing.assert_array_equal(whole, total)

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from mtf_gradsync import xla
+from mtf_gradsync.xla.topology.estimate import CostEstimate
 
 GIB = 2**30
 
@@ -76,3 +79,25 @@ def test_json_has_what_is_computed_too():
     assert content["fits"]["v2"] is False
     assert content["fits"]["v3"] is True
     assert content["before"][1]["inside"] == ["branch true of c", "body of w"]
+
+
+@pytest.mark.parametrize(
+    ("estimates", "line"),
+    [
+        (
+            {"step": 1.1, "bare": 1.0},
+            "A step with an update takes 10% more than the bare optimizer's.",
+        ),
+        (
+            {"step": 0.5, "conditions_true": 1.5, "bare": 1.0},
+            "A step with an update takes 50% more",
+        ),
+        ({"step": 1.01, "bare": 1.0}, None),
+        ({"step": 1.5}, None),
+    ],
+)
+def test_a_step_that_is_dearer_than_the_bare_one_is_said_to_be(estimates, line):
+    costs = {name: CostEstimate(1.0, 1.0, seconds) for name, seconds in estimates.items()}
+    text = str(compiled(estimates=costs))
+    assert ("A step with an update takes" in text) is (line is not None)
+    assert line is None or line in text

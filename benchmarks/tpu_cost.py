@@ -1,0 +1,215 @@
+"""What the compiler for TPUs expects of a step: bare, by each wrapper, and by hand in JAX."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import re
+import sys
+from typing import Any, Callable, NamedTuple
+
+import mtf_gradsync as gs
+from benchmarks import lm_by_hand, models, report
+from mtf_gradsync import simd, xla
+from mtf_gradsync._private.jax import hlo_from_text
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.xla.topology.compiled import CoreMemory
+from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate
+
+TOPOLOGIES = ("v3:2x2", "v5e:2x4", "v5p:2x2x2")
+# Layers, d_model, batch and length.
+LMS = {"small lm": (4, 128, 16, 64), "larger lm": (6, 512, 64, 256)}
+MODELS = ("dense", *LMS)
+BARE, CLIPPED, BY_HAND = "bare", "bare, clipping by hand", "JAX by hand"
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter)(?:-start)?\(")
+CLIP_NORM, MICROBATCHES = 1.0, 8
+# Of bare, in seconds and bytes touched; of sharded updates also in memory.
+SAME, SHARDED = 1.005, 1.02
+
+
+class _Step(NamedTuple):
+    """A way to make a step.
+
+    Attributes:
+      make: from the model to its optimizer.
+      against: the step that it is compared with.
+      clips: whether the program clips its gradients itself.
+      reports: whether it computes what `mtf_gradsync.reported` has.
+    """
+
+    make: Callable[[models.Model], Any]
+    against: str = BARE
+    clips: bool = False
+    reports: bool = False
+
+
+def _of(model: models.Model) -> dict[str, str]:
+    return {"mesh_shape": model.mesh_shape, "layout": model.layout}
+
+
+def _clipping(model: models.Model) -> Any:
+    return gs.ClipByGlobalNormOptimizer(model.make_optimizer(), CLIP_NORM, **_of(model))
+
+
+def _from_all_replicas(model: models.Model) -> Any:
+    num_shards = gs.ReplicaAxes(model.mesh_shape, model.layout).num_shards
+    return gs.SyncReplicasOptimizer(model.make_optimizer(), num_shards, **_of(model))
+
+
+STEPS = {
+    BARE: _Step(lambda m: m.make_optimizer()),
+    CLIPPED: _Step(lambda m: m.make_optimizer(), clips=True),
+    "CrossShard": _Step(lambda m: gs.CrossShardOptimizer(m.make_optimizer())),
+    "CrossShard, reports": _Step(
+        lambda m: gs.CrossShardOptimizer(m.make_optimizer()), CLIPPED, reports=True
+    ),
+    "ClipByGlobalNorm": _Step(_clipping, CLIPPED),
+    "LossScale": _Step(lambda m: gs.LossScaleOptimizer(m.make_optimizer(), **_of(m))),
+    "Accumulation": _Step(
+        lambda m: gs.GradientAccumulationOptimizer(m.make_optimizer(), MICROBATCHES, **_of(m))
+    ),
+    "SyncReplicas": _Step(_from_all_replicas),
+    "ShardedUpdate": _Step(lambda m: gs.ShardedUpdateOptimizer(m.make_optimizer(), **_of(m))),
+}
+
+
+def measure(options: report.Options) -> report.Table:
+    """Compiles every step for every topology; nothing is run."""
+    missing = xla.why_no_tpu_compiler()
+    if missing:
+        raise SystemExit(f"There is no compiler for TPUs here: {missing}")
+    by_hand = importlib.util.find_spec("optax") is not None
+    rows: list[report.Row] = []
+    targets: list[report.Target] = []
+    for topology in options.only["topologies"]:
+        for name in options.only["models"]:
+            chosen = [s for s in STEPS if s in (BARE, CLIPPED, *options.only["steps"])]
+            of_model = [row for step in chosen for row in _compiled(name, step, topology, options)]
+            if by_hand and name in LMS and not options.quick and BY_HAND in options.only["steps"]:
+                of_model.append(_compiled_by_hand(name, topology))
+            seen = {row["step"]: row for row in of_model}
+            for row in of_model:
+                against = STEPS[row["step"]].against if row["step"] in STEPS else BARE
+                row["us/bare"] = row["us"] / seen[against]["us"]
+                row["MB/bare"] = row["MB touched"] / seen[against]["MB touched"]
+                row["core/bare"] = row["MB a core"] / seen[against]["MB a core"]
+            if not options.quick:
+                targets += _targets(f"{name} on {topology}", seen)
+            rows += of_model
+    notes = (
+        "The compiler's own estimate, which is no timing: nothing overlaps, and there is no host. "
+        "MB a core: arguments, temporaries and code.",
+        "/bare: over the bare optimizer; ClipByGlobalNorm and reports, which make a norm, "
+        "over a program that clips by hand.",
+        "update and micro step, skipped: programs with conditionals, of which the estimate leaves "
+        "branches out, compiled with all conditions true and false put in line.",
+        f"Accumulation: of {MICROBATCHES} micro steps.",
+    )
+    if not by_hand:
+        notes += ("JAX by hand is not in it: optax is not installed.",)
+    return report.Table("tpu_cost", "What the TPU compiler expects of a step", rows, notes, targets)
+
+
+def _targets(where: str, seen: dict[str, report.Row]) -> list[report.Target]:
+    targets = []
+    for step in sorted(set(seen) & {"CrossShard", "CrossShard, reports", "ClipByGlobalNorm"}):
+        row = seen[step]
+        targets.append(report.Target(f"{step}, {where}, us", row["us/bare"], SAME))
+        targets.append(report.Target(f"{step}, {where}, bytes touched", row["MB/bare"], SAME))
+    if "ShardedUpdate" not in seen:
+        return targets
+    row = seen["ShardedUpdate"]
+    targets.append(report.Target(f"ShardedUpdate, {where}, us", row["us/bare"], SHARDED))
+    targets.append(report.Target(f"ShardedUpdate, {where}, memory", row["core/bare"], 1.0))
+    return targets
+
+
+def _model(name: str, quick: bool) -> models.Model:
+    if name == "dense":
+        return models.dense(layers=6, width=16) if quick else models.dense()
+    return models.lm(layers=1, d_model=32, length=16) if quick else models.lm(*LMS[name])
+
+
+def _compiled(name: str, step: str, topology: str, options: report.Options) -> list[report.Row]:
+    """The rows of a step: two where it has conditionals, with all of them true and false."""
+    model = _model(name, options.quick)
+    program, fetches = _program(model, STEPS[step])
+    compiled = xla.compile_for_tpu(program, fetches, topology)
+    if compiled.memory is None:
+        raise RuntimeError(f"{topology} refuses {step} of {name}: {compiled.error}")
+    found = collections.Counter(c.operation for c in compiled.after)
+    in_branches = sum(c.is_conditional and c.operation == "all-reduce" for c in compiled.after)
+    estimates = {step: compiled.estimates["step"]}
+    if "conditions_true" in compiled.estimates:
+        estimates = {
+            f"{step}, update": compiled.estimates["conditions_true"],
+            f"{step}, skipped": compiled.estimates["conditions_false"],
+        }
+    rows = [
+        _row(name, topology, label, cost, compiled.memory, found, in_branches)
+        for label, cost in estimates.items()
+    ]
+    print(*rows, sep="\n", file=sys.stderr, flush=True)
+    return rows
+
+
+def _row(
+    name: str,
+    topology: str,
+    step: str,
+    cost: CostEstimate,
+    memory: CoreMemory,
+    found: collections.Counter[str],
+    in_branches: int,
+) -> report.Row:
+    return {
+        "model": name,
+        "topology": topology,
+        "step": step,
+        "us": 1e6 * cost.seconds,
+        "MB touched": cost.bytes_accessed / 1e6,
+        "MB a core": memory.total / 1e6,
+        "all-reduces": found["all-reduce"],
+        "in branches": in_branches,
+        "reduce-scatters": found["reduce-scatter"],
+        "all-gathers": found["all-gather"],
+    }
+
+
+def _program(model: models.Model, step: _Step) -> tuple[simd.Program, list[tf.Tensor]]:
+    """The SIMD program of a step, and what is fetched of it."""
+    with tf.Graph().as_default():
+        x = tf.placeholder(tf.as_dtype(model.batch.dtype), model.batch.shape)
+        with simd.tpu_program(model.mesh_shape, model.layout) as program:
+            mesh = mtf.Mesh(mtf.Graph(), "mesh")
+            loss = model.make_loss(mesh, x)
+            variables = mesh.graph.trainable_variables
+            optimizer = step.make(model)
+            if isinstance(optimizer, gs.LossScaleOptimizer):
+                grads = [g for g, _ in optimizer.compute_gradients(loss, variables)]
+            else:
+                grads = mtf.gradients([loss], [v.value for v in variables])
+            if step.clips:
+                squares = [mtf.reduce_sum(mtf.square(g)) for g in grads]
+                scale = mtf.minimum(CLIP_NORM * mtf.rsqrt(mtf.add_n(squares)), 1.0)
+                grads = [g * scale for g in grads]
+            operations = optimizer.apply_grads(grads, variables)
+            tensors = [loss, *(gs.reported(optimizer).values() if step.reports else ())]
+            lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
+            fetches = [lowering.export_to_tf_tensor(t) for t in tensors]
+            for operation in operations:
+                lowering.lowered_operation(operation)
+    return program, fetches
+
+
+def _compiled_by_hand(name: str, topology: str) -> report.Row:
+    answer = lm_by_hand.cost(topology, *LMS[name])
+    # By the text: newer compilers name groups of cores by the axes of a mesh.
+    found = collections.Counter(_COLLECTIVE.findall(answer["hlo"]))
+    cost = read_estimate(answer["cost"], hlo_from_text(answer["hlo"]))
+    return _row(name, topology, BY_HAND, cost, CoreMemory(*answer["memory"]), found, 0)
+
+
+if __name__ == "__main__":
+    parts = {"topologies": TOPOLOGIES, "models": MODELS, "steps": (*STEPS, BY_HAND)}
+    sys.exit(report.main([measure], "python -m benchmarks.tpu_cost", parts))

@@ -1,0 +1,139 @@
+"""Parts on a SIMD mesh: tensors cross it together, each in the shape and layout that it has.
+
+The compiler of TPUs schedules collectives that stand beside each other by itself, and a packed one
+copies every tensor in and out. So each tensor has a collective of its own, along the dimension that
+is cut; small ones of one shape share one, because a collective costs more than copying them.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Sequence
+
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import (
+    cross_replica_gather,
+    cross_replica_scatter,
+    summed_together,
+)
+from mtf_gradsync.mesh.groups import ProcessorGroups
+from mtf_gradsync.reduce.parts import by_part
+from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, part_shape
+from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
+
+# A tile of a TPU's memory: 8 sublanes of 128 lanes. Parts that fill none share a collective.
+_TILE = 8 * 128
+
+
+def scatter_together(
+    mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
+) -> list[Any]:
+    """Sums values over groups; each processor gets its part of each sum only.
+
+    Args:
+      mesh_impl: a SIMD mesh.
+      values: `LaidOutTensor`s.
+      groups: the processors that sum with each other, along mesh axes.
+      cuts: for each value how it is cut, along some of the axes of the groups.
+
+    Returns:
+      `LaidOutTensor`s of the dtypes of values, in the same order.
+    """
+    results: list[Any] = [None] * len(values)
+    shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
+    with summed_together():
+        for members in _sharing(values, shapes, cuts):
+            parts = _scattered(mesh_impl, [values[i] for i in members], groups, cuts[members[0]])
+            for index, part in zip(members, parts):
+                results[index] = part
+    return results
+
+
+def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
+    """Gives each processor whole slices.
+
+    Args:
+      mesh_impl: a SIMD mesh.
+      parts: `LaidOutTensor`s; each processor's slice is the part of its coordinates.
+      cuts: for each how the whole was cut.
+
+    Returns:
+      `LaidOutTensor`s of the dtypes of parts, in the same order.
+    """
+    results: list[Any] = [None] * len(parts)
+    with summed_together():
+        for members in _sharing(parts, [p.slice_shape for p in parts], cuts):
+            wholes = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
+            for index, whole in zip(members, wholes):
+                results[index] = whole
+    return results
+
+
+def _sharing(
+    tensors: Sequence[Any], part_shapes: Sequence[Sequence[int]], cuts: Sequence[Cuts]
+) -> list[list[int]]:
+    """Returns positions of tensors, by the collective that they share."""
+    sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
+    for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
+        alone = index if mtf.list_product(shape) >= _TILE else -1
+        dtype = tensor.tensor_list[0].dtype.base_dtype
+        sharing[alone, tuple(shape), tuple(cuts[index]), dtype].append(index)
+    return list(sharing.values())
+
+
+def _scattered(
+    mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Cuts
+) -> Sequence[Any]:
+    along = groups_of(mesh_impl, cuts)
+    dtype, shape = values[0].tensor_list[0].dtype, values[0].slice_shape
+    wire = simd_wire_dtype(mesh_impl, dtype, along)
+    by_rows = len(cuts) > 1
+
+    def scatter(*xs: tf.Tensor) -> tf.Tensor:
+        if by_rows:
+            xs = tuple(by_part.to_rows(mesh_impl, x, cuts) for x in xs)
+        x = tf.stack(xs) if len(xs) > 1 else xs[0]
+        axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
+        sent = x if wire == dtype else tf.cast(x, wire)
+        total = cross_replica_scatter(sent, _physical(mesh_impl, along), axis)
+        return total if wire == dtype else tf.cast(total, dtype)
+
+    mine = mesh_impl.slicewise(scatter, *values)
+    assert groups.mesh_axes is not None  # the groups run along axes
+    assert along.mesh_axes is not None
+    rest = [axis for axis in groups.mesh_axes if axis not in along.mesh_axes]
+    if rest:
+        mine = mesh_impl.allreduce(mine, rest, "SUM")
+
+    def apart(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        pieces = tf.unstack(x) if len(values) > 1 else [x]
+        if by_rows:
+            pieces = [by_part.part_of_row(mesh_impl, p, shape, cuts) for p in pieces]
+        return tuple(pieces)
+
+    return list(mesh_impl.slicewise(apart, mine))
+
+
+def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:
+    physical = _physical(mesh_impl, groups_of(mesh_impl, cuts))
+    by_rows = len(cuts) > 1
+    shape = list(parts[0].slice_shape)
+    for cut in cuts:
+        shape[cut.tensor_axis] *= mesh_impl.shape.dims[cut.mesh_axis].size
+
+    def gather(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        if by_rows:
+            xs = tuple(tf.reshape(x, [1, -1]) for x in xs)
+        x = tf.stack(xs) if len(xs) > 1 else xs[0]
+        axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
+        whole = cross_replica_gather(x, physical, axis)
+        pieces = tf.unstack(whole) if len(xs) > 1 else [whole]
+        if by_rows:
+            pieces = [by_part.from_rows(mesh_impl, p, shape, cuts) for p in pieces]
+        return tuple(pieces)
+
+    return list(mesh_impl.slicewise(gather, *parts))
+
+
+def _physical(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
+    return [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
