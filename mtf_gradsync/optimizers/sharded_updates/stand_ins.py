@@ -8,7 +8,7 @@ from typing import Mapping, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, init_stand_in, reassign
 from mtf_gradsync.gradients.parts import GatherParts, TakePart
-from mtf_gradsync.gradients.stage import StageOperation, whole_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.step import Plan
 
@@ -126,7 +126,7 @@ class NewValues(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        given = whole_values(lowering, self.inputs)
+        given = reduced_values(lowering, self.inputs)
         old, results = given[: len(self.outputs)], given[len(self.outputs) :]
         assign_fn = self._assign_fn
         if is_simd(mesh_impl) and self._is_alone():
