@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Union
 
 from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pipeline import StepBuilder
 from mtf_gradsync.step import Watched, WatchHook
 
 
 class TellsSkips:
     """Mixed into wrappers that skip something: it is told by the step, or by a session hook."""
 
-    step: object
+    step: OfStep[Union[StepBuilder, None]]
     _told = OfStep[Union[Watched, None]](None)
 
     @property

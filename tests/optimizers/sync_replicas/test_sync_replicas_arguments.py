@@ -289,7 +289,9 @@ def test_averages_of_another_graph_are_refused():
         other, loss = model()
     pairs = opt.compute_gradients(loss)
     before = list(other.graph.operations)
-    with pytest.raises(ValueError, match=r"variables_to_average: 4 variables: w1.*another mesh or graph"):
+    with pytest.raises(
+        ValueError, match=r"variables_to_average has 4 variables: w1.*another mesh or graph"
+    ):
         opt.apply_gradients(pairs, tf.train.get_or_create_global_step())
     assert list(other.graph.operations) == before
 
