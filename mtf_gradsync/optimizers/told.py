@@ -12,7 +12,7 @@ from mtf_gradsync.step import Watched, WatchHook
 class TellsSkips:
     """Mixed into wrappers that skip something: it is told by the step, or by a session hook."""
 
-    step: OfStep[Union[StepBuilder, None]]
+    step: OfStep[StepBuilder | None]
     _told = OfStep[Union[Watched, None]](None)
 
     @property
