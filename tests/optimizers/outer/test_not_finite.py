@@ -124,13 +124,13 @@ def test_elsewhere_a_hook_and_the_loop_log_them(fragments, caplog):
                 session.run(built.updates, {built.inputs[k]: v for k, v in values.items()})
                 hook.after_run(tf.train.SessionRunContext(None, session), None)
                 lines.append(watched.ask(session))
-    assert [record.getMessage() for record in caplog.records] == [LINE + "0, 2."]
+    logged = [record.getMessage() for record in caplog.records]
+    assert [line for line in logged if line.startswith(LINE)] == [LINE + "0, 2."]
     skipped_at = ROUND // fragments - 1
     assert lines == [LINE + "0, 2." if i == skipped_at else None for i in range(len(feeds))]
 
 
-@pytest.mark.parametrize("shard_loss", [False, True])
-@pytest.mark.parametrize("step", range(ROUND))
+@pytest.mark.parametrize(("step", "shard_loss"), [(0, False), (1, True)])
 def test_an_island_whose_loss_alone_is_not_finite_is_skipped(step, shard_loss, mesh_kind):
     """What is added to the loss has no gradient, so that all values stay finite."""
 
@@ -150,14 +150,15 @@ def test_an_island_whose_loss_alone_is_not_finite_is_skipped(step, shard_loss, m
 
     feeds = [{**x, "added": np.zeros(16, "f")} for x in batches(2 * ROUND)]
     feeds[step]["added"][4] = np.inf
-    found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
+    built = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+    found = built.run(feeds)
     assert [list(f["outer/skipped"]) for f in found.fetched] == [
         [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]
     ]  # fmt: skip
     assert list(found.variables["OuterOptimizer/bad_loss"]) == [0, 1, 0, 0]
     three = [without(feed, 1) for feed in feeds[:ROUND]]
     expected = outer_reference.train("sgd", three, 3, ROUND, 0.7, 0.5, True, ALL).outer
-    shorter = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds[:ROUND]).variables
+    shorter = built.run(feeds[:ROUND]).variables
     for name, value in expected.items():
         np.testing.assert_allclose(shorter[name], value, rtol=0, atol=96 * 2**-24)
 
