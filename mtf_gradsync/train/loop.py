@@ -18,8 +18,6 @@ from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.runners.runner import Runner, most_bad_losses
 
-# Of what is reported, the counts of what was skipped.
-_SKIPPED = ("loss_scale/skipped", "outer/skipped")
 # Errors that a step may raise: TensorFlow's, jax's, and a hook's.
 _OF_A_STEP = (
     tf.errors.OpError,
@@ -286,7 +284,9 @@ class _Loop:
         if self._settings.timeline_steps and values.get("update_step") is not None:
             self._updates.append(int(values["update_step"]))
         self.progress.update(step, loss, values["fields"])
-        skipped = sum(int(np.sum(values["reported"].get(tag, 0))) for tag in _SKIPPED)
+        # Steps by the loss scale, and islands by the outer step where reports are on.
+        skipped = int(values["fields"].get("left out", 0))
+        skipped += int(np.sum(values["reported"].get("outer/skipped", 0)))
         if skipped > self._skipped:
             line = self._runner.skip_reason()
             if line:

@@ -130,7 +130,7 @@ def test_they_are_refused_inside_other_wrappers_too():
         inner = Handing(gs.CrossShardOptimizer(INNER["adam"]()))
         return gs.GradientAccumulationOptimizer(inner, 2)
 
-    with pytest.raises(ValueError, match="every core has the same variables"):
+    with pytest.raises(ValueError, match="all cores share the variables"):
         cores_train("CPU replicas", make, optimizers.batches(1))
 
 

@@ -254,7 +254,7 @@ def test_loss_that_is_not_finite_ends_the_run(train, tmp_path):
 
 
 class LeavesOut(mtf.optimize.SgdOptimizer):
-    stack_skips_not_finite = True
+    leaves_out_not_finite = True
 
 
 def test_loss_that_is_not_finite_is_accepted_for_a_while_where_the_optimizer_skips_it(train):

@@ -90,7 +90,7 @@ def named(**arguments):
         opt = gs.OuterOptimizer(
             inner, ROUND, mesh_shape=SHAPE, layout=LAYOUT, leave_out_not_finite=True, **arguments
         )
-        with pytest.raises(ValueError, match="has to be called before"):
+        with pytest.raises(ValueError, match="has no step yet"):
             opt.make_session_run_hook().begin()
         hooks.append(opt.make_session_run_hook())
         updates = opt.minimize(models.mlp_loss(mesh, inputs))

@@ -244,5 +244,5 @@ def test_another_variable_shape_is_still_an_error(written):
         tf.add_to_collection(resharding.STATE_COLLECTION, note)
         saver = gs.ReshardingSaver()
         with tf.Session(graph=graph) as session:
-            with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* and \[4, 6, 9\] here"):
+            with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* but \[4, 6, 9\] here"):
                 saver.restore(session, written[0])

@@ -117,4 +117,4 @@ def test_another_program_is_an_error_everywhere(jobs):
     job = jobs.start(2, odd="program", steps=1)
     assert job.codes() == [1, 1], job.outputs()
     for member in job.members:
-        assert "the programs are other ones on process 1 than on process 0" in member.output()
+        assert "on process 1 are not those on process 0" in member.output()
