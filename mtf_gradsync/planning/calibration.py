@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import tempfile
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
+from tqdm import tqdm
 
 from mtf_gradsync._private.jax import compiled_hlo, cost_numbers
 from mtf_gradsync.planning import small_steps
+from mtf_gradsync.xla.devices.cache import Cache
+from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
+from mtf_gradsync.xla.devices.session import session
 from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
+from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_ROUNDS = 15
+_ROUNDS = 6
 # They name values and run nothing.
 _NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
 
@@ -136,21 +144,26 @@ def measure(devices: tuple[Any, ...]) -> Rates:
       The rates. They are measured once in a process.
     """
     works, steps = [], []
-    for mesh, size in small_steps.choose(len(devices)):
-        cores = mesh[0] * mesh[1]
-        compiled, arguments = small_steps.compile_step(mesh, size, devices[:cores])
-        works.append(work_of(compiled.runtime_executable(), cores))
-        steps.append(functools.partial(_run, compiled, arguments))
-    return fit(works, _timed(steps))
+    with tempfile.TemporaryDirectory() as cache_dir, contextlib.ExitStack() as sessions:
+        cache = Cache(cache_dir)
+        chosen = small_steps.choose(len(devices))
+        for mesh, size in tqdm(chosen, "steps to measure with", leave=False, disable=None):
+            cores = mesh[0] * mesh[1]
+            with small_steps.built(mesh, size) as step:
+                replica = with_packed_sums(replica_program(step.program, [step.loss]))
+                program = Lowered(lowered(replica, cache).module, 0, (), False)
+                executable = loaded(program, devices[:cores], cache).executable
+                works.append(work_of(executable, cores))
+                # It finds the compiled program in the cache.
+                opened = session(
+                    step.program, step.lowering, devices=devices[:cores], cache_dir=cache_dir
+                )
+            run = sessions.enter_context(opened).run
+            steps.append(functools.partial(run, [step.loss], step.feed))
+        return fit(works, _timed(steps))
 
 
-def _run(compiled: Any, arguments: Sequence[Any]) -> None:
-    import jax
-
-    jax.block_until_ready(compiled(*arguments))
-
-
-def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
+def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
     """Least seconds of each; a round runs all of them, every other in reverse.
 
     What else runs on the machine only makes a step slower, so medians of a busy one say little.

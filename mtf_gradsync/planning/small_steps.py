@@ -1,24 +1,30 @@
-"""Small training steps in jax, batch and model parallel, to measure a machine with."""
+"""Small training steps in Mesh-TensorFlow, batch and model parallel, to measure a machine with."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+import contextlib
+from typing import Iterator, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
+from mtf_gradsync.simd.program import Program, tpu_program
+
 Mesh = tuple[int, int]
 _HEADS = 4
-_FEW_MESHES = 3
+_VOCAB = 256
+_LAYOUT = "batch:batch;heads:model;hidden:model;vocab:model"
 
 
 class Size(NamedTuple):
-    """How large a step is: a transformer's blocks, on sequences of vectors.
+    """How large a step is: a decoder-only transformer's.
 
     Attributes:
       layers: blocks of attention and a dense part.
       width: of the vectors.
       batch: sequences of all cores together.
-      length: vectors in a sequence.
+      length: tokens in a sequence.
     """
 
     layers: int
@@ -27,8 +33,24 @@ class Size(NamedTuple):
     length: int
 
 
-# Larger products and more bytes; more and smaller operations.
-_SIZES = (Size(1, 192, 16, 64), Size(2, 128, 16, 32), Size(3, 64, 16, 64))
+# What a step touches stays in the processors' caches, or it does not.
+_SIZES = (Size(2, 64, 16, 64), Size(2, 128, 32, 64))
+
+
+class Step(NamedTuple):
+    """A step that was built.
+
+    Attributes:
+      program: the SIMD program.
+      lowering: its lowering.
+      loss: what to fetch; the update runs with it.
+      feed: tokens by their placeholder.
+    """
+
+    program: Program
+    lowering: mtf.Lowering
+    loss: tf.Tensor
+    feed: dict[tf.Tensor, np.ndarray]
 
 
 def choose(count: int) -> list[tuple[Mesh, Size]]:
@@ -38,107 +60,84 @@ def choose(count: int) -> list[tuple[Mesh, Size]]:
       count: how many devices there are.
 
     Returns:
-      Meshes of batch and model with sizes: of each number of cores that divides `count`, along the
-      batch, along the model up to 4 cores, and both. One and two cores appear with all sizes, as
-      idle processors count most there, and so does every mesh where there are few.
+      Meshes of batch and model with sizes: along the batch on few cores and on all, along the model
+      on few, and both on all.
     """
-    meshes = [
-        (cores // model, model)
-        for cores in range(1, count + 1)
-        if count % cores == 0
-        for model in (1, 2, _HEADS)
-        if cores % model == 0
-    ]
-    chosen = []
-    for number, mesh in enumerate(meshes):
-        takes_all = mesh[0] * mesh[1] <= 2 or len(meshes) <= _FEW_MESHES
-        sizes = _SIZES if takes_all else (_SIZES[number % len(_SIZES)],)
-        chosen += [(mesh, size) for size in sizes]
-    return chosen
+    meshes = [(1, 1), (2, 1), (1, 2), (4, 1), (1, _HEADS), (count, 1)]
+    meshes += [(count // model, model) for model in (2, _HEADS) if count % model == 0]
+    fitting = dict.fromkeys(mesh for mesh in meshes if count % (mesh[0] * mesh[1]) == 0)
+    return [(mesh, size) for size in _SIZES for mesh in fitting]
 
 
-def compile_step(mesh: Mesh, size: Size, devices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Compiles a step.
+@contextlib.contextmanager
+def built(mesh: Mesh, size: Size) -> Iterator[Step]:
+    """Builds a step in a graph of its own, which is the default one inside of the block.
 
     Args:
       mesh: cores along the batch, and along the model.
-      size: how large the step is.
-      devices: as many jax devices as the mesh has cores.
+      size: how large the step is. A batch that the mesh does not divide is made larger.
 
-    Returns:
-      jax's compiled step, and its arguments.
+    Yields:
+      The step.
     """
-    import jax
+    # Every core has the same number of sequences.
+    shape = (-(-size.batch // mesh[0]) * mesh[0], size.length)
+    with tf.Graph().as_default():
+        tokens = tf.placeholder(tf.int32, shape)
+        with tpu_program(f"batch:{mesh[0]};model:{mesh[1]}", _LAYOUT) as program:
+            loss = _loss(mtf.Mesh(mtf.Graph(), "mesh"), tokens, size)
+            variables = loss.mesh.graph.trainable_variables
+            grads = mtf.gradients([loss], [variable.outputs[0] for variable in variables])
+            inner = mtf.optimize.AdafactorOptimizer(learning_rate=0.01)
+            updates = CrossShardOptimizer(inner).apply_grads(grads, variables)
+            lowering = mtf.Lowering(loss.mesh.graph, {loss.mesh: program.mesh_impl})
+            loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
+            with tf.control_dependencies([lowering.lowered_operation(op) for op in updates]):
+                loss = tf.identity(loss)
+        batch = np.random.RandomState(0).randint(0, _VOCAB, shape)
+        yield Step(program, lowering, loss, {tokens: batch.astype("i")})
 
-    values = _values(mesh, size)
-    spread = jax.pmap(lambda x: x, devices=devices)
-    arguments = [
-        jax.tree_util.tree_map(lambda x: spread(np.stack([x] * len(devices))), value)
-        for value in values
-    ]
-    step = jax.pmap(_step(mesh, size), axis_name="core", devices=devices)
-    return step.lower(*arguments).compile(), arguments
 
+def _loss(mesh: mtf.Mesh, tokens: tf.Tensor, size: Size) -> mtf.Tensor:
+    """Predicts each token from those before it, by the embedding's transpose."""
+    dims = [mtf.Dimension(*dim) for dim in zip(("batch", "length"), tokens.shape.as_list())]
+    batch, length = dims
+    before = mtf.Dimension("before", length.size)
+    vocab, width = mtf.Dimension("vocab", _VOCAB), mtf.Dimension("width", size.width)
+    heads, depth = mtf.Dimension("heads", _HEADS), mtf.Dimension("depth", size.width // _HEADS)
+    hidden = mtf.Dimension("hidden", 4 * size.width)
 
-def _values(mesh: Mesh, size: Size) -> list[Any]:
-    """One core's weights, their statistics, and its input."""
-    width = size.width
-    shapes: dict[str, tuple[int, ...]] = {}
+    def weight(name: str, *dims: mtf.Dimension) -> mtf.Tensor:
+        start = tf.random_normal_initializer(stddev=size.width**-0.5)
+        return mtf.get_variable(mesh, name, mtf.Shape(dims), initializer=start)
+
+    def normed(x: mtf.Tensor, name: str) -> mtf.Tensor:
+        scale = weight(name, width) + 1.0
+        return x * mtf.rsqrt(mtf.reduce_mean(mtf.square(x), reduced_dim=width) + 1e-6) * scale
+
+    ids = mtf.import_tf_tensor(mesh, tokens, mtf.Shape(dims))
+    embedding = weight("embedding", vocab, width)
+    x = mtf.gather(embedding, ids, vocab)
+    steps = [mtf.range(mesh, dim, tf.int32) for dim in (length, before)]
+    later = mtf.cast(mtf.less(*steps, mtf.Shape([length, before])), tf.float32) * -1e9
     for layer in range(size.layers):
-        heads = (width, _HEADS // mesh[1], width // _HEADS)
-        for name in ("query", "key", "value", "back"):
-            shapes[f"{name}{layer}"] = heads
-        shapes[f"in{layer}"] = shapes[f"out{layer}"] = (width, 4 * width // mesh[1])
-        shapes[f"scale{layer}"] = (width,)
-    rng = np.random.RandomState(0)
-    weights = {n: (rng.randn(*s) / np.sqrt(width)).astype("f") for n, s in shapes.items()}
-    squares = {n: np.ones(s, "f") for n, s in shapes.items()}
-    rows = max(1, size.batch // mesh[0])
-    return [weights, squares, rng.randn(rows, size.length, width).astype("f")]
-
-
-def _step(mesh: Mesh, size: Size) -> Callable[..., Any]:
-    """Forward, backward, a packed sum of gradients over the batch, and an update of each weight."""
-    import jax
-    import jax.numpy as jnp
-
-    ids = np.arange(mesh[0] * mesh[1]).reshape(mesh)
-
-    def summed(x: Any, groups: np.ndarray) -> Any:
-        if groups.shape[1] == 1:
-            return x
-        return jax.lax.psum(x, "core", axis_index_groups=groups.tolist())
-
-    def normed(x: Any, scale: Any) -> Any:
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (1 + scale)
-
-    def loss(w: Any, x: Any) -> Any:
-        for layer in range(size.layers):
-            y = normed(x, w[f"scale{layer}"])
-            q, k, v = (
-                jnp.einsum("bld,dhk->blhk", y, w[f"{name}{layer}"])
-                for name in ("query", "key", "value")
+        with tf.variable_scope(f"layer_{layer}"):
+            y = normed(x, "scale_attention")
+            query, key, value = (
+                mtf.einsum([y, weight(n, width, heads, depth)], [batch, length, heads, depth])
+                for n in ("query", "key", "value")
             )
-            shares = jax.nn.softmax(jnp.einsum("blhk,bmhk->bhlm", q, k))
-            heads = jnp.einsum("bhlm,bmhk->blhk", shares, v)
-            x = x + summed(jnp.einsum("blhk,dhk->bld", heads, w[f"back{layer}"]), ids)
-            hidden = jax.nn.relu(normed(x, w[f"scale{layer}"]) @ w[f"in{layer}"])
-            x = x + summed(hidden @ w[f"out{layer}"].T, ids)
-        return jnp.mean(x * x)
-
-    def step(w: Any, squares: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(w, x)
-        names = list(grads)
-        packed = summed(jnp.concatenate([grads[n].ravel() for n in names]), ids.T)
-        parts = jnp.split(packed, np.cumsum([grads[n].size for n in names])[:-1])
-        new = {}
-        for name, part in zip(names, parts):
-            g = part.reshape(w[name].shape)
-            squares[name] = 0.9 * squares[name] + 0.1 * g * g
-            change = g * jax.lax.rsqrt(squares[name] + 1e-6)
-            # One small sum a weight, as of optimizers that clip each update.
-            norm = jnp.sqrt(summed(jnp.mean(change * change), ids))
-            new[name] = w[name] - 1e-3 * change / jnp.maximum(1.0, norm)
-        return value, new, squares
-
-    return step
+            key, value = (mtf.rename_dimension(t, "length", "before") for t in (key, value))
+            scores = mtf.einsum([query, key], [batch, heads, length, before])
+            shares = mtf.softmax(scores * depth.size**-0.5 + later, before)
+            mixed = mtf.einsum([shares, value], [batch, length, heads, depth])
+            x += mtf.einsum([mixed, weight("back", heads, depth, width)], [batch, length, width])
+            y = normed(x, "scale_dense")
+            y = mtf.relu(mtf.einsum([y, weight("in", width, hidden)], [batch, length, hidden]))
+            x += mtf.einsum([y, weight("out", hidden, width)], [batch, length, width])
+    logits = mtf.einsum([normed(x, "scale"), embedding], [batch, length, vocab])
+    predicted = mtf.shift(ids, -1, length, wrap=True)
+    losses = mtf.layers.softmax_cross_entropy_with_logits(
+        logits, mtf.one_hot(predicted, vocab, dtype=tf.float32), vocab
+    )
+    return mtf.reduce_mean(losses)

@@ -70,7 +70,6 @@ def test_meetings_are_shares_of_all_cores():
 
 @pytest.mark.parametrize("count", [1, 3, 6, 16])
 def test_steps_to_measure_run_on_all_devices_and_on_parts_of_them(count):
-    steps = small_steps.choose(count)
-    parts = {n for n in range(1, count + 1) if count % n == 0}
-    assert {batch * model for (batch, model), _ in steps} == parts
-    assert (count, 1) in {mesh for mesh, _ in steps}
+    meshes = {mesh for mesh, _ in small_steps.choose(count)}
+    assert {(1, 1), (count, 1)} <= meshes
+    assert all(count % (batch * model) == 0 for batch, model in meshes)

@@ -52,6 +52,7 @@ def test_without_the_compiler_the_error_says_what_to_install():
 
 @pytest.mark.xla
 @pytest.mark.skipif(bool(no_xla), reason=no_xla)
+@pytest.mark.slow
 def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     # What is measured is not the point: once each, and few.
     steps = [((2, 1), Size(1, 8, 2, 2)), ((1, 2), Size(1, 8, 2, 2))]
