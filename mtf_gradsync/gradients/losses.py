@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
+from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, gradients_calls, loop_body
+from mtf_gradsync._walk import walk
 from mtf_gradsync.gradients.pending.linear import linear_positions
 from mtf_gradsync.gradients.stages import MaybeGradients, on_present
 from mtf_gradsync.step import Part, PartLowering, Plan
@@ -146,17 +147,8 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
         return []
     computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
     outside = set(grads[0].graph.operations)
-    found: dict[mtf.Tensor, None] = {}
-    seen, pending = set(grads), list(grads)
-    while pending:
-        tensor = pending.pop()
-        if tensor in computed:
-            found.update(dict.fromkeys(x for x in computed[tensor] if x.operation in outside))
-            continue
-        new = [x for x in _sources(tensor) if x not in seen]
-        seen.update(new)
-        pending += new
-    return list(found)
+    found = [x for t in _before(grads, computed) for x in computed.get(t, ())]
+    return list(dict.fromkeys(x for x in found if x.operation in outside))
 
 
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
@@ -166,19 +158,14 @@ def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
         return
     outputs = {x for call in calls for x in call.outputs}
     for call in calls:
-        seen, pending = set(call.losses), list(call.losses)
-        while pending:
-            tensor = pending.pop()
-            if tensor in outputs:
-                raise ValueError(
-                    f"{owner} scales losses of several calls of mtf.gradients, and a gradient by "
-                    f"one, {tensor.name!r}, is part of the loss of another (a penalty on "
-                    "gradients): that would be scaled twice. Add up the losses, and call "
-                    "mtf.gradients for the variables once."
-                )
-            new = [x for x in _sources(tensor) if x not in seen]
-            seen.update(new)
-            pending += new
+        tensor = next((t for t in _before(call.losses) if t in outputs), None)
+        if tensor is not None:
+            raise ValueError(
+                f"{owner} scales losses of several calls of mtf.gradients, and a gradient by "
+                f"one, {tensor.name!r}, is part of the loss of another (a penalty on "
+                "gradients): that would be scaled twice. Add up the losses, and call "
+                "mtf.gradients for the variables once."
+            )
 
 
 def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
@@ -229,36 +216,29 @@ def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
 
 def _way_to(grad: mtf.Tensor, part: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]) -> _Way:
     """Follows a gradient back to where `mtf.gradients` computed it."""
-    seeds: set[Seed] = set()
-    owners: set[str] = set()
-    between: set[mtf.Operation] = set()
-    ends: set[mtf.Tensor] = set()
-    seen, pending = {grad}, [grad]
-    while pending:
-        tensor = pending.pop()
-        if tensor in part.unscaled:
-            owners.add(part.unscaled[tensor])
-            continue
-        if tensor in computed:
-            seeds.update(computed[tensor])
-            ends.add(tensor)
-            continue
-        between.add(tensor.operation)
-        for source in _sources(tensor):
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
+    before = list(_before([grad], part.unscaled, computed))
+    owners = {part.unscaled[t] for t in before if t in part.unscaled}
+    ends = {t for t in before if t in computed and t not in part.unscaled}
+    seeds = {seed for t in ends for seed in computed[t]}
+    between = {t.operation for t in before if t not in part.unscaled and t not in computed}
     bends = _first_bend(grad.graph, between, ends) if seeds else None
     if seeds and owners and bends is None:
         bends = grad.operation  # half of it still has the scale
     return _Way(frozenset(seeds), frozenset(owners), bends)
 
 
-def _sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
-    operation = tensor.operation
-    if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
-        return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
-    return operation.inputs
+def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
+    """Gives tensors and those that they are computed from, back to ends, which are included."""
+
+    def sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
+        operation = tensor.operation
+        if any(tensor in some for some in ends):
+            return ()
+        if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
+            return [loop_body(operation).outputs[operation.outputs.index(tensor)]]
+        return operation.inputs
+
+    return walk(tensors, sources)
 
 
 def _first_bend(

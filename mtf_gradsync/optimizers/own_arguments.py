@@ -6,6 +6,7 @@ import inspect
 from typing import Any, Iterator, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._walk import walk
 
 
 class OwnArguments(NamedTuple):
@@ -61,11 +62,5 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
 
 def variables_behind(tensor: mtf.Tensor) -> set[mtf.Variable]:
     """Finds the variables that a tensor is computed from."""
-    seen: set[mtf.Operation] = set()
-    todo = [tensor.operation]
-    while todo:
-        operation = todo.pop()
-        if operation not in seen:
-            seen.add(operation)
-            todo += [x.operation for x in operation.inputs]
-    return {operation for operation in seen if isinstance(operation, mtf.Variable)}
+    before = walk([tensor.operation], lambda operation: [x.operation for x in operation.inputs])
+    return {operation for operation in before if isinstance(operation, mtf.Variable)}

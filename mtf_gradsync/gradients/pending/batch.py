@@ -6,6 +6,7 @@ from typing import Callable, Iterable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
+from mtf_gradsync._walk import walk
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
 from mtf_gradsync.gradients.pending.linear import passes_on
@@ -184,29 +185,22 @@ def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
     """Finds losses, and the tensors that they are sums of."""
-    found: dict[mtf.Tensor, None] = {}
-    todo = [loss for call in gradients_calls(graph) for loss in call.losses]
-    while todo:
-        tensor = todo.pop()
-        if tensor in found or isinstance(tensor.operation, mtf.Variable):
-            continue
-        found[tensor] = None
+
+    def terms(tensor: mtf.Tensor) -> list[mtf.Tensor]:
         operation = tensor.operation
-        if not tensor.shape.dims or isinstance(operation, _TO_LOSS) or passes_on(operation):
-            todo += operation.inputs
-    return list(found)
+        is_sum = isinstance(operation, _TO_LOSS) or passes_on(operation)
+        return operation.inputs if is_sum or not tensor.shape.dims else []
+
+    losses = [loss for call in gradients_calls(graph) for loss in call.losses]
+    return [t for t in walk(losses, terms) if not isinstance(t.operation, mtf.Variable)]
 
 
 def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
     """Finds all operations that tensors are computed by."""
-    found: set[mtf.Operation] = set()
-    todo = list(targets)
-    while todo:
-        operation = todo.pop().operation
-        if operation in found:
-            continue
-        found.add(operation)
-        todo += operation.inputs
-        if isinstance(operation, mtf.WhileLoopOperation):
-            todo += loop_body(operation).outputs
-    return found
+
+    def sources(operation: mtf.Operation) -> list[mtf.Operation]:
+        is_loop = isinstance(operation, mtf.WhileLoopOperation)
+        body = loop_body(operation).outputs if is_loop else []
+        return [t.operation for t in (*operation.inputs, *body)]
+
+    return set(walk([t.operation for t in targets], sources))

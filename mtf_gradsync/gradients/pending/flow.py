@@ -12,6 +12,7 @@ from typing import Collection, Iterable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import custom_gradient_results, loop_body
+from mtf_gradsync._walk import walk
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
 from mtf_gradsync.gradients.pending.linear import (
     is_product_or_sum,
@@ -141,17 +142,7 @@ class Flow:
 
     def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
         """A tensor and what it is computed from, back to where shards hold different data."""
-        seen, found, pending = {target}, [], [target]
-        while pending:
-            tensor = pending.pop()
-            if self._layout.of_shards(tensor):
-                continue
-            found.append(tensor)
-            for source in self._sources(tensor):
-                if source not in seen:
-                    seen.add(source)
-                    pending.append(source)
-        return found
+        return [t for t in walk([target], self._sources) if not self._layout.of_shards(t)]
 
     def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
         """The operations that compute a tensor, back to where shards hold different data."""

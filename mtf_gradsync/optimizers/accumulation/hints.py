@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._walk import walk
 from mtf_gradsync.compat_v1 import MeshOptimizer
 
 _logger = logging.getLogger("mtf_gradsync")
@@ -47,13 +48,8 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
 
 
 def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:
-    seen, todo = set(), [tensor.op]
-    while todo:
-        op = todo.pop()
-        if op is source:
-            return True
-        if op not in seen:
-            seen.add(op)
-            # A step divided by an integer, as in `per_update`, counts updates.
-            todo.extend(t.op for t in op.inputs if op.type != "FloorDiv")
-    return False
+    def inputs(op: tf.Operation) -> list[tf.Operation]:
+        # A step divided by an integer, as in `per_update`, counts updates.
+        return [] if op.type == "FloorDiv" else [t.op for t in op.inputs]
+
+    return source in walk([tensor.op], inputs)
