@@ -1,7 +1,7 @@
 """Optimizers of tf.compat.v1 on a mesh, and this package's wrappers around them without a mesh."""
 
 from mtf_gradsync.compat_v1.accumulation import AllReduceFn, GradientAccumulationOptimizer
-from mtf_gradsync.compat_v1.given import (
+from mtf_gradsync.compat_v1.checks import (
     NOT_GIVEN,
     AppliesGradients,
     MeshOptimizerLike,

@@ -14,7 +14,7 @@ from mtf_gradsync._private.tensorflow import (
     number_of_tpu_shards,
     optimizers_inside,
 )
-from mtf_gradsync.compat_v1.given import OffMesh
+from mtf_gradsync.compat_v1.checks import OffMesh
 
 AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
 

@@ -9,7 +9,7 @@ import gin
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
-from mtf_gradsync.compat_v1.given import NOT_GIVEN, V1OptimizerLike, given_optimizer
+from mtf_gradsync.compat_v1.checks import NOT_GIVEN, V1OptimizerLike, given_optimizer
 from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of, slots_of
 from mtf_gradsync.step import Plan, gated_update
 

@@ -8,7 +8,7 @@ from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import number_of_tpu_shards, optimizers_inside
 from mtf_gradsync.compat_v1.accumulation import GradientAccumulationOptimizer
-from mtf_gradsync.compat_v1.given import OffMesh
+from mtf_gradsync.compat_v1.checks import OffMesh
 
 #: `tf.compat.v1.losses.Reduction.SUM` and `.MEAN`.
 Reduction = Literal["weighted_sum", "weighted_mean"]

@@ -7,6 +7,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.partial_sums import by_key
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.reduce import ProcessorGroups, Strategy
@@ -108,18 +109,12 @@ class SumCopies(StageOperation):
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         values = reduced_values(lowering, self.inputs)
-        results: list[Any] = [None] * len(values)
-        # Tensors with the same shard dims are reduced together.
-        by_dims: dict[tuple[mtf.Dimension, ...], list[int]] = {}
-        for index, dims in enumerate(self._shard_dims):
-            by_dims.setdefault(tuple(dims), []).append(index)
-        for shared, indices in by_dims.items():
-            summed = self._sum(
-                mesh_impl, shared, [self.inputs[i] for i in indices], [values[i] for i in indices]
-            )
-            for index, value in zip(indices, summed):
-                results[index] = value
-        self.set_outputs(lowering, results)
+
+        def sum_some(dims: tuple[mtf.Dimension, ...], some: list[int]) -> list[Any]:
+            grads = [self.inputs[i] for i in some]
+            return self._sum(mesh_impl, dims, grads, [values[i] for i in some])
+
+        self.set_outputs(lowering, by_key([tuple(dims) for dims in self._shard_dims], sum_some))
 
     def _sum(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
 
 
@@ -46,3 +46,15 @@ class StageOperation(mtf.Operation):
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
     """Returns the lowered values of tensors, reduced over all of their pending axes."""
     return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
+
+
+def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
+    """Reshapes each slice of a `LaidOutTensor`."""
+    return mesh_impl.slicewise(lambda x: tf.reshape(x, shape), value)
+
+
+def dims_to_sum(
+    grads: Sequence[mtf.Tensor], variables: Sequence[mtf.Variable]
+) -> list[list[mtf.Dimension]]:
+    """Returns for each gradient the dims that its variable lacks: its shard dims."""
+    return [[d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.partial_sums import (
-    PartialSum,
     partial_sum,
     reduce_partial_sums,
-    share,
+    terms_of_processors,
 )
 from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
 from mtf_gradsync.gradients.recoverable import check_recoverable
-from mtf_gradsync.gradients.stage import StageOperation
+from mtf_gradsync.gradients.stage import StageOperation, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import OwnWrites
@@ -77,24 +76,16 @@ class PerShard(StageOperation):
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         axis_of = dict(zip(self._axes.shard_dims, self._axes.mesh_axes))
-        sums, shared = [], []
-        for grad in self.inputs:
-            replica_axes = {axis_of[d] for d in self._axes.free_shard_dims(grad.shape)}
-            value, mesh_axes = partial_sum(lowering, grad)
-            if not self._accept_summed:
-                self._check_foreseen(lowering, grad, replica_axes)
-            # Along an axis where the gradient is reduced already every shard takes an equal share,
-            # so that the sum over the shard dims is the gradient.
-            shared.append(replica_axes.difference(mesh_axes))
-            # Other axes than the replica axes are reduced now.
-            sums.append(PartialSum(value, tuple(a for a in mesh_axes if a not in replica_axes)))
-        values = reduce_partial_sums(mesh_impl, sums, self._strategy)
-        outputs = []
-        for value, axes, output in zip(values, shared, self.outputs):
-            slice_shape = mesh_impl.slice_shape(output.shape)
-            mine = share(mesh_impl, value, axes)
-            outputs.append(mesh_impl.slicewise(lambda x, to=slice_shape: tf.reshape(x, to), mine))
-        self.set_outputs(lowering, outputs)
+        replica_axes = [
+            {axis_of[d] for d in self._axes.free_shard_dims(grad.shape)} for grad in self.inputs
+        ]
+        no_dims = [()] * len(self.inputs)
+        terms = terms_of_processors(lowering, self.inputs, no_dims, replica_axes, self._strategy)
+        if not self._accept_summed:
+            for grad, axes in zip(self.inputs, replica_axes):
+                self._check_foreseen(lowering, grad, axes)
+        shapes = [mesh_impl.slice_shape(output.shape) for output in self.outputs]
+        self.set_outputs(lowering, [reshaped(mesh_impl, *x) for x in zip(terms, shapes)])
 
     def _check_foreseen(
         self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
@@ -133,8 +124,7 @@ class SumGradients(StageOperation):
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
         plain = [g for g, dims in zip(grads, self._sum_dims) if not dims]
-        if plain:
-            PendingSums.want(plain, True, batch_dims, strategy)
+        PendingSums.want(plain, True, batch_dims, strategy)
         shapes = [
             mtf.Shape([d for d in g.shape.dims if d not in dims])
             for g, dims in zip(grads, self._sum_dims)
@@ -143,43 +133,13 @@ class SumGradients(StageOperation):
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
+        # Those without shard dims are reduced by the sums that they wait for.
+        sums = [
+            partial_sum(lowering, grad, dims, reduced=not dims)
+            for grad, dims in zip(self.inputs, self._sum_dims)
+        ]
         mesh_impl = lowering.mesh_impl(self)
-        results: list[Any] = [None] * len(self.inputs)
-        sums, where = [], []
-        for index, (grad, dims) in enumerate(zip(self.inputs, self._sum_dims)):
-            if not dims:
-                results[index] = lowering.tensors[grad].to_laid_out_tensor()
-                continue
-            value, pending_axes = partial_sum(lowering, grad)
-            value, summed_axes = local_sum(mesh_impl, value, grad.shape, dims)
-            mesh_axes = tuple(sorted(set(pending_axes) | set(summed_axes)))
-            sums.append(PartialSum(value, mesh_axes))
-            where.append(index)
-        for index, value in zip(where, reduce_partial_sums(mesh_impl, sums, self._strategy)):
-            results[index] = value
-        self.set_outputs(lowering, results)
-
-
-def local_sum(mesh_impl: Any, value: Any, shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> Any:
-    """Sums each processor's slice over dims, without communication.
-
-    Args:
-      mesh_impl: the mesh.
-      value: `LaidOutTensor` of a tensor of shape `shape`.
-      shape: `mtf.Shape`.
-      dims: dimensions of `shape` to sum over.
-
-    Returns:
-      The `LaidOutTensor` without `dims`, and the mesh axes that it is pending over.
-    """
-    layout = mesh_impl.tensor_layout(shape)
-    positions = [i for i, d in enumerate(shape.dims) if d in dims]
-    mesh_axes = [layout[i] for i in positions if layout[i] is not None]
-    slice_shape = mesh_impl.slice_shape(shape)
-    if all(slice_shape[i] == 1 for i in positions):
-        rest = [size for i, size in enumerate(slice_shape) if i not in positions]
-        return mesh_impl.slicewise(lambda x: tf.reshape(x, rest), value), mesh_axes
-    return mesh_impl.slicewise(lambda x: tf.reduce_sum(x, positions), value), mesh_axes
+        self.set_outputs(lowering, reduce_partial_sums(mesh_impl, sums, self._strategy))
 
 
 def per_shard(

@@ -285,7 +285,7 @@ class _Loop:
             self._updates.append(int(values["update_step"]))
         self.progress.update(step, loss, values["fields"])
         # Steps by the loss scale, and islands by the outer step where reports are on.
-        skipped = int(values["fields"].get("left out", 0))
+        skipped = int(values.get("skipped", 0))
         skipped += int(np.sum(values["reported"].get("outer/skipped", 0)))
         if skipped > self._skipped:
             line = self._runner.skip_reason()

@@ -34,6 +34,7 @@ class TrainGraph(NamedTuple):
         optimizers' reports (`mtf_gradsync.reported`).
       update_step: int scalar tensor, updates made, with the step that it is fetched with; None
         where every step is an update, as far as the optimizers say.
+      skipped: int scalar tensor, steps skipped, likewise; None where no optimizer skips steps.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -46,6 +47,7 @@ class TrainGraph(NamedTuple):
     fields: dict[str, tf.Tensor]
     reported: dict[str, tf.Tensor]
     update_step: tf.Tensor | None
+    skipped: tf.Tensor | None
     num_parameters: int
     gradients: list[Any]
     optimizers: tuple[Any, ...]
@@ -69,7 +71,8 @@ def build_train_graph(
       optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
         returns mtf operations. It, and each optimizer inside a wrapper, may have
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
-        loss, and ``update_step_now``, such a scalar that counts updates.
+        loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
+        skipped steps.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: which variables train: all (None), those whose name a regular expression
         finds, or those for which a function of the mtf variable is true.
@@ -103,7 +106,7 @@ def build_train_graph(
         update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
-        fields, update_step = _facts(stack)
+        fields, update_step, skipped = _facts(stack)
         reports_by_name = reported(opt) if reports or noise_scale else {}
         if noise_scale:
             value, more = _noise_scale(opt, settings.batch_size)
@@ -123,7 +126,7 @@ def build_train_graph(
         tf_reported = {name: exported(x) for name, x in reports_by_name.items()}
         if rate is not None:
             tf_reported["learning_rate"] = tf.cast(exported(rate), tf.float32)
-        tf_update_step = exported(update_step)
+        tf_update_step, tf_skipped = exported(update_step), exported(skipped)
     with tf.control_dependencies([*updates, step_now]):
         step = tf.identity(global_step.assign_add(1, read_value=True), name="train_step")
     return TrainGraph(
@@ -134,6 +137,7 @@ def build_train_graph(
         fields=tf_fields,
         reported=tf_reported,
         update_step=tf_update_step,
+        skipped=tf_skipped,
         num_parameters=sum(v.shape.size for _, v in pairs),
         gradients=[g for g, _ in pairs if g is not None],
         optimizers=stack,
@@ -194,16 +198,17 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
     return opt
 
 
-def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """Returns what optimizers want shown, and their count of updates, None where none counts."""
+def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any, Any]:
+    """Returns what optimizers want shown, and their counts of updates and of skipped steps."""
     fields: dict[str, Any] = {}
-    update_step = None
+    update_step = skipped = None
     # An outer optimizer's fields replace those of the same name.
     for opt in reversed(stack):
         fields.update(opt.progress_fields() if hasattr(opt, "progress_fields") else {})
         counted = getattr(opt, "update_step_now", None)
         update_step = update_step if counted is None else counted
-    return fields, update_step
+        skipped = getattr(opt, "skipped_now", skipped)
+    return fields, update_step, skipped
 
 
 def _variable_chooser(variable_filter: VariableFilter) -> Callable[[Any], Any | None]:

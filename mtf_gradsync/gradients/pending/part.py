@@ -47,13 +47,15 @@ class PendingSums(Part):
         place that needs one of them, which may be in the model.
 
         Args:
-          tensors: gradients of one graph, at least one.
+          tensors: gradients of one graph.
           reduced: whether they are to be reduced, or stay pending.
           batch_dims: names of the dimensions that the batch is split along; None if not known.
           strategy: the reduction strategy.
           are_sums: whether they are sums themselves, over any mesh axes: then they are reduced
             together even if each shard holds its own part of them.
         """
+        if not tensors:
+            return
         plan = Plan.of(tensors[0].graph)
         plan.adopt()
         part = plan.part(cls)

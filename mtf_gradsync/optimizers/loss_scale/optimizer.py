@@ -53,7 +53,7 @@ class LossScaleOptimizer(ReportsSkips):
     """
 
     traits = Traits(watches_not_finite=True)
-    shown = (("loss scale", "loss_scale/scale"), ("left out", "loss_scale/skipped"))
+    shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
 
     # For the graph that gradients were last applied in: variables, and their values after a step.
     _state = OfStep[Union[LossScaleState, None]](None)
@@ -128,6 +128,12 @@ class LossScaleOptimizer(ReportsSkips):
     def skipped(self) -> mtf.Variable | None:
         """Steps skipped so far (int32); None before gradients were computed or applied."""
         return self._state and self._state.skipped
+
+    @property
+    def skipped_now(self) -> mtf.Tensor | None:
+        """`skipped` after the step that it is fetched with; None before gradients were applied."""
+        now = self._values_now()
+        return now and now.skipped
 
     @property
     def told(self) -> Watched | None:

@@ -7,17 +7,17 @@ from typing import Any, Callable, Mapping, Sequence
 from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients.parts import scatter_gradients
 from mtf_gradsync.gradients.pending import Cause
 from mtf_gradsync.gradients.recoverable import mixed_gradients
+from mtf_gradsync.gradients.scatter import scatter_gradients
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
-from mtf_gradsync.optimizers.pipeline.apart import reduce_apart, warn_of_unused
 from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
 from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
+from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_gradients, warn_of_unused
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.state import Compression
@@ -61,9 +61,9 @@ class StepBuilder(StepConditions):
         self._notes: list[Callable[[], None]] = []
         # Stages, not built yet, that need reduced gradients and not parts.
         self._wants_reduced: list[Stage] = []
-        self._kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
-        self._reduced_apart: frozenset[mtf.Variable] = frozenset()
-        self._used_apart: list[Strategy] = []
+        self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
+        self._reduced_before: frozenset[mtf.Variable] = frozenset()
+        self._used_strategies: list[Strategy] = []
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
@@ -112,7 +112,7 @@ class StepBuilder(StepConditions):
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
-        warn_of_unused(self._segments, self._used_apart)
+        warn_of_unused(self._segments, self._used_strategies)
         return operations
 
     @property
@@ -149,14 +149,14 @@ class StepBuilder(StepConditions):
           when: makes a boolean scalar, the same on all processors, whether the sums are used: if
             not, the state does not change. None if they are always used.
         """
-        kept, self._kept = self._kept, []
-        if not kept:
+        state, self._new_state = self._new_state, []
+        if not state:
             return
 
         def writes() -> list[mtf.Operation]:
-            return [mtf.assign(variable, value) for variable, value in kept]
+            return [mtf.assign(variable, value) for variable, value in state]
 
-        gate = self.gate([value for _, value in kept])
+        gate = self.gate([value for _, value in state])
         if when is None:
             self.write(writes(), gate)
         else:
@@ -182,7 +182,7 @@ class StepBuilder(StepConditions):
         axes, strategy, shape_of, name = self._partition
         shapes = [shape_of(v) or v.shape for v in gradients.owners]
         given = gradients.present
-        gradients = self._apart(gradients, Reduction(strategy, axes.batch_dims, axes, name))
+        gradients = self._by_strategy(gradients, Reduction(strategy, axes.batch_dims, axes, name))
         sources, parts = scatter_gradients(
             gradients.present, gradients.owners, shapes, axes, strategy
         )
@@ -197,7 +197,7 @@ class StepBuilder(StepConditions):
         given = gradients.present
         if not given:
             return gradients
-        gradients = self._apart(gradients, reduction, extra)
+        gradients = self._by_strategy(gradients, reduction, extra)
         dims = [
             [d for d in g.shape.dims if d not in v.shape.dims]
             for g, v in zip(gradients.present, gradients.owners)
@@ -212,10 +212,10 @@ class StepBuilder(StepConditions):
 
         What a strategy keeps for it has names of its own where one keeps state for the gradients.
         """
-        first, apart = self.reduced, self._reduced_apart
-        self._reduced_apart = frozenset()
+        first, before = self.reduced, self._reduced_before
+        self._reduced_before = frozenset()
         values = self.reduce_now(values, reduction, extra=True)
-        self.reduced, self._reduced_apart = first, apart
+        self.reduced, self._reduced_before = first, before
         return values
 
     def value_after(
@@ -250,9 +250,9 @@ class StepBuilder(StepConditions):
             first = self.reduced
             reduced = list(self.reduce_now(some, reduction).grads)
             self.reduced = first
-        apart = [None if r is not None else g for r, g in zip(reduced, grads)]
+        others = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
-        shards = split_into_shards(apart, axes, strategy, accept_summed=stage.mixed != "refuse")
+        shards = split_into_shards(others, axes, strategy, accept_summed=stage.mixed != "refuse")
         result = gradients.with_grads(
             [s if r is None else r for r, s in zip(reduced, shards)],
             Form.PER_SHARD,
@@ -262,16 +262,16 @@ class StepBuilder(StepConditions):
             self.per_shard = result
         return result
 
-    def _apart(
+    def _by_strategy(
         self, gradients: GradientSet, reduction: Reduction, extra: bool = False
     ) -> GradientSet:
         """Reduces gradients by `Strategy.reduce_gradients`, if the strategy has it."""
-        if gradients.form.is_reduced or not reduction.is_apart:
+        if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
-        done = reduce_apart(gradients, reduction, self._slots, self._reduced_apart, extra)
-        self._used_apart.append(reduction.strategy)
-        self._reduced_apart |= done.owners
-        self._kept += done.kept
+        done = reduce_gradients(gradients, reduction, self._slots, self._reduced_before, extra)
+        self._used_strategies.append(reduction.strategy)
+        self._reduced_before |= done.owners
+        self._new_state += done.new_state
         self.compressions += done.compressions
         return done.gradients
 

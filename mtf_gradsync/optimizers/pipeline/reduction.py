@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
     other_axes: Strategy | None = None
 
     @property
-    def is_apart(self) -> bool:
+    def reduces_gradients(self) -> bool:
         """Whether the strategy reduces gradients by `reduce_gradients`."""
         return bool(getattr(self.strategy, "reduces_gradients_apart", False))
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import give_value, reassign, take_over
-from mtf_gradsync.gradients.parts import GatherParts, TakePart
+from mtf_gradsync.gradients.scatter import GatherParts, TakePart
 from mtf_gradsync.optimizers.sharded_updates.cutting import Splitting
 
 # Elements of a slot that is worth a gather. The compiler for TPUs (libtpu 0.0.42, v5e) takes some

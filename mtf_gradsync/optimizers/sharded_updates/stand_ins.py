@@ -7,7 +7,7 @@ from typing import Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, init_stand_in, reassign
-from mtf_gradsync.gradients.parts import GatherParts, TakePart
+from mtf_gradsync.gradients.scatter import GatherParts, TakePart
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.step import Plan

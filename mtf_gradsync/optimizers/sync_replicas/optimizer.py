@@ -11,7 +11,7 @@ from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.compat_v1.given import refuse_with_v1
+from mtf_gradsync.compat_v1.checks import refuse_with_v1
 from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import checks

@@ -46,7 +46,8 @@ class Runner(abc.ABC):
 
         Returns:
           A function that waits for the step and returns its values: "step", "loss", "fields",
-          "reported", and "update_step" where the optimizers count updates.
+          "reported", and "update_step" and "skipped" where the optimizers count updates and
+          skipped steps.
         """
 
     @abc.abstractmethod
@@ -88,9 +89,8 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
         "fields": graph.fields,
         "reported": graph.reported,
     }
-    if graph.update_step is not None:
-        fetches["update_step"] = graph.update_step
-    return fetches
+    counts = {"update_step": graph.update_step, "skipped": graph.skipped}
+    return {**fetches, **{name: x for name, x in counts.items() if x is not None}}
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:

@@ -72,4 +72,4 @@ def test_skipped_steps_are_logged(runtime, tmp_path, capfd):
     small_lm.train("lm_float16.gin", tmp_path, "batch:2;model:1", 2, *bindings)
     error = capfd.readouterr().err
     assert "step skipped, gradients that are not finite: transformer/" in error
-    assert "left out 2" in error
+    assert "skipped 2" in error

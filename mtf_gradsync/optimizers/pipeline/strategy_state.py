@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
-from mtf_gradsync.gradients.apart import ReduceApart
 from mtf_gradsync.gradients.recoverable import pending_over_shards
+from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Reduction
@@ -64,29 +64,29 @@ class _Maker(StateMaker):
         self.compression = compression
 
 
-class ReducedApart(NamedTuple):
-    """The result of `reduce_apart`.
+class ReducedGradients(NamedTuple):
+    """The result of `reduce_gradients`.
 
     Attributes:
       gradients: the gradients, those that the strategy has reduced replaced by the sums.
       owners: the variables of the reduced gradients.
-      kept: pairs of a variable of the state and its new value.
+      new_state: pairs of a variable of the state and its new value.
       compressions: the strategy's reports of bytes.
     """
 
     gradients: GradientSet
     owners: frozenset[mtf.Variable]
-    kept: list[tuple[mtf.Variable, mtf.Tensor]]
+    new_state: list[tuple[mtf.Variable, mtf.Tensor]]
     compressions: list[Compression]
 
 
-def reduce_apart(
+def reduce_gradients(
     gradients: GradientSet,
     reduction: Reduction,
     slots: SlotBook,
     reduced_before: frozenset[mtf.Variable],
     extra: bool = False,
-) -> ReducedApart:
+) -> ReducedGradients:
     """Reduces gradients by `Strategy.reduce_gradients`.
 
     These are the gradients that are pending over replica axes; on a mesh of one shard all of them,
@@ -94,7 +94,7 @@ def reduce_apart(
 
     Args:
       gradients: gradients that are not reduced.
-      reduction: a reduction whose strategy `is_apart`.
+      reduction: a reduction that `reduces_gradients`.
       slots: where variables are recorded.
       reduced_before: variables whose gradients were reduced before in this step.
       extra: whether these are not the step's gradients. A strategy may keep state for both: names
@@ -113,7 +113,7 @@ def reduce_apart(
             reduction.name, "the cores that gradients are reduced over", reduction.batch_dims
         )
     replaced: dict[mtf.Variable, mtf.Tensor] = {}
-    kept: list[tuple[mtf.Variable, mtf.Tensor]] = []
+    new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
     compressions: list[Compression] = []
     for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
         variables, given = [v for v, _ in pairs], [g for _, g in pairs]
@@ -126,14 +126,16 @@ def reduce_apart(
         ]
         state = reduction.strategy.gradient_state(told, maker)
         _check_state(state, maker.made, reduction.strategy)
-        made = ReduceApart(given, variables, shard_dims, axes, reduction.strategy, state)
+        made = ReduceGradients(given, variables, shard_dims, axes, reduction.strategy, state)
         replaced.update(zip(variables, made.sums))
-        kept += made.kept
+        new_state += made.new_state
         if maker.compression is not None:
             compressions.append(maker.compression)
             _log(reduction, maker.compression)
     grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
-    return ReducedApart(gradients.with_grads(grads), frozenset(replaced), kept, compressions)
+    return ReducedGradients(
+        gradients.with_grads(grads), frozenset(replaced), new_state, compressions
+    )
 
 
 def _log(reduction: Reduction, compression: Compression) -> None:
@@ -183,7 +185,7 @@ def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> Non
     """
     for segment in segments:
         strategy = segment.reduction.strategy
-        if segment.reduction.is_apart and strategy not in used:
+        if segment.reduction.reduces_gradients and strategy not in used:
             warn_once(
                 f"unused {segment.name}",
                 "No gradients are reduced by %s, the reducer of %s: another wrapper of its stack, "

@@ -1,4 +1,4 @@
-"""Gradients to parts of sums, variables to their parts, and new values to whole ones."""
+"""Reduce-scatter of gradients, and all-gather of new values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_multiplied, slice_function
-from mtf_gradsync.gradients.partial_sums import PartialSum, partial_sum, reduce_partial_sums
+from mtf_gradsync.gradients.partial_sums import partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSum, PendingSums
 from mtf_gradsync.gradients.pending.linear import linear_positions
-from mtf_gradsync.gradients.stage import StageOperation
-from mtf_gradsync.gradients.stages import local_sum
+from mtf_gradsync.gradients.stage import StageOperation, dims_to_sum
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut, Cuts, take_parts
 from mtf_gradsync.reduce.strategies.fused import PLACEMENT_BUCKET_BYTES
-from mtf_gradsync.reduce.strategy import reduce_scatter_by
 
 
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
@@ -34,7 +31,7 @@ def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
 
 
 class ScatterGradients(StageOperation):
-    """Pending and per-shard gradients -> sums, of which each processor has its part."""
+    """Reduces pending and per-shard gradients; each processor gets its part."""
 
     takes_pending = True
 
@@ -49,26 +46,23 @@ class ScatterGradients(StageOperation):
         """Adds the operation.
 
         Args:
-          grads: pending, whole or per-shard gradients.
+          grads: pending, reduced or per-shard gradients.
           variables: their variables.
           shapes: for each the shape of its part, or the variable's own.
           axes: the replica axes.
-          strategy: how sums cross the mesh.
+          strategy: the reduction strategy.
         """
         self._wholes = [v.shape for v in variables]
         self._axes, self._strategy = axes, strategy
-        self._sum_dims = [
-            [d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)
-        ]
-        # Those that are not cut are wanted whole, and cross together.
-        for whole in (True, False):
+        self._sum_dims = dims_to_sum(grads, variables)
+        # Those that are not cut are all-reduced together.
+        for reduced in (True, False):
             wanted = [
                 g
                 for g, dims, old, new in zip(grads, self._sum_dims, self._wholes, shapes)
-                if not dims and (old == new) is whole
+                if not dims and (old == new) is reduced
             ]
-            if wanted:
-                PendingSums.want(wanted, whole, axes.batch_dims, strategy)
+            PendingSums.want(wanted, reduced, axes.batch_dims, strategy)
         super().__init__(grads, shapes, name="scatter_gradients")
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -80,19 +74,12 @@ class ScatterGradients(StageOperation):
             self.inputs, self._sum_dims, self._wholes, self.outputs
         ):
             lowered = lowering.tensors[grad]
-            stays_whole = not dims and whole == output.shape
-            # Where somebody needed the sum already it is not sent again.
-            made = isinstance(lowered, PendingSum) and lowered.sends_nothing
-            if stays_whole or made:
-                one = PartialSum(lowered.to_laid_out_tensor(), ())
-            else:
-                one = partial_sum(lowering, grad)
-            if dims:
-                value, summed = local_sum(mesh_impl, one.value, grad.shape, dims)
-                one = PartialSum(value, tuple(sorted({*one.mesh_axes, *summed})))
-            sums.append(one)
+            is_cut = dims or whole != output.shape
+            # What was reduced for another reader is not sent again.
+            is_made = isinstance(lowered, PendingSum) and lowered.sends_nothing
+            sums.append(partial_sum(lowering, grad, dims, reduced=is_made or not is_cut))
             cuts.append(cuts_between(mesh_impl, whole, output.shape))
-        self.set_outputs(lowering, scatter_partial_sums(mesh_impl, sums, cuts, self._strategy))
+        self.set_outputs(lowering, reduce_partial_sums(mesh_impl, sums, self._strategy, cuts))
 
 
 def scatter_gradients(
@@ -118,43 +105,6 @@ def scatter_gradients(
     sources, redo = zip(*map(undone, grads))
     parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
     return sources, [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
-
-
-def scatter_partial_sums(
-    mesh_impl: Any, sums: Sequence[PartialSum], cuts: Sequence[Cuts], strategy: Strategy
-) -> list[Any]:
-    """Sums over the remaining mesh axes; each processor gets its part.
-
-    Args:
-      mesh_impl: the mesh that the sums lie on.
-      sums: what to sum.
-      cuts: for each how the sum is cut; not at all for one that is wanted whole.
-      strategy: how.
-
-    Returns:
-      A `LaidOutTensor` for each sum, in order.
-    """
-    results: list[Any] = [None] * len(sums)
-    on_the_way = [tuple(c for c in cut if c.mesh_axis in s.mesh_axes) for s, cut in zip(sums, cuts)]
-    whole = [i for i, some in enumerate(on_the_way) if not some]
-    for index, value in zip(
-        whole, reduce_partial_sums(mesh_impl, [sums[i] for i in whole], strategy)
-    ):
-        results[index] = value
-    by_axes: dict[tuple[int, ...], list[int]] = {}
-    for index, some in enumerate(on_the_way):
-        if some:
-            by_axes.setdefault(sums[index].mesh_axes, []).append(index)
-    for mesh_axes, indices in by_axes.items():
-        groups = ProcessorGroups.along(mesh_impl, mesh_axes)
-        values, sent = [sums[i].value for i in indices], [on_the_way[i] for i in indices]
-        parts = reduce_scatter_by(strategy, mesh_impl, values, groups, sent)
-        for index, part in zip(indices, parts):
-            results[index] = part
-    return [
-        take_parts(mesh_impl, result, [c for c in cut if c not in some])
-        for result, cut, some in zip(results, cuts, on_the_way)
-    ]
 
 
 def undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[Callable[[mtf.Tensor], mtf.Tensor]]]:
@@ -203,7 +153,7 @@ def _by_element(operation: mtf.Operation, dtype: tf.DType, x: mtf.Tensor) -> mtf
 
 
 class TakePart(StageOperation):
-    """A tensor that processors share -> the part of each processor. Nothing is sent."""
+    """Gives each processor its part of a tensor that processors share. Nothing is sent."""
 
     def __init__(self, whole: mtf.Tensor, shape: mtf.Shape):
         super().__init__([whole], [shape], name="take_part")
@@ -218,7 +168,7 @@ class TakePart(StageOperation):
 
 
 class GatherParts(StageOperation):
-    """Parts -> the whole on each processor; all of them cross the mesh together."""
+    """All-gathers tensors of which each processor has its part, all of them together."""
 
     def __init__(self, parts: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
         super().__init__(parts, shapes, name="gather_parts")

@@ -1,31 +1,25 @@
-"""Reduction of gradients by strategies that keep state for them."""
+"""Reduction of gradients by `Strategy.reduce_gradients`, which may keep state for them."""
 
 from __future__ import annotations
 
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.partial_sums import (
-    PartialSum,
-    partial_sum,
-    reduce_partial_sums,
-    share,
-)
+from mtf_gradsync.gradients.partial_sums import terms_of_processors
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.stage import StageOperation
-from mtf_gradsync.gradients.stages import local_sum
+from mtf_gradsync.gradients.stage import StageOperation, dims_to_sum, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.state import State
 
 
-class ReduceApart(StageOperation):
-    """Reduces gradients by a strategy that keeps state, and gives the new state.
+class ReduceGradients(StageOperation):
+    """Reduces gradients by `Strategy.reduce_gradients`, and gives the strategy's new state.
 
     Attributes:
       sums: the reduced gradients.
-      kept: pairs of a variable of the state and its new value.
+      new_state: pairs of a variable of the state and its new value.
     """
 
     takes_pending = True
@@ -52,29 +46,29 @@ class ReduceApart(StageOperation):
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]
-        self._sum_dims = [
-            [d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)
-        ]
+        self._sum_dims = dims_to_sum(grads, variables)
         pending = [g for g, dims in zip(grads, self._sum_dims) if not dims]
-        if pending:
-            PendingSums.want(pending, False, [d.name for d in axes.shard_dims], strategy)
+        PendingSums.want(pending, False, [d.name for d in axes.shard_dims], strategy)
         held = [v for v in tf.nest.flatten(state) if v is not None]
         self._num_grads = len(grads)
         super().__init__(
             [*grads, *(v.value for v in held)],
             [*(v.shape for v in variables), *(v.shape for v in held)],
-            "reduce_apart",
+            "reduce_gradients",
             [*(g.dtype for g in grads), *(v.activation_dtype for v in held)],
         )
         self.sums = self.outputs[: self._num_grads]
-        self.kept = list(zip(held, self.outputs[self._num_grads :]))
+        self.new_state = list(zip(held, self.outputs[self._num_grads :]))
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
         self._axes.check_mesh_impl(mesh_impl)
         groups = ProcessorGroups.along(mesh_impl, self._mesh_axes)
-        values = self._parts(lowering)
+        # Each core's term of each gradient, of the shape of the variable's slice.
+        grads = self.inputs[: self._num_grads]
+        replica_axes = [self._mesh_axes] * len(grads)
+        values = terms_of_processors(lowering, grads, self._sum_dims, replica_axes, self._strategy)
         held = iter([self._held(lowering, x) for x in self.inputs[self._num_grads :]])
         before = tf.nest.map_structure(lambda v: None if v is None else next(held), self._state)
         sums, after = self._strategy.reduce_gradients(mesh_impl, values, groups, before)
@@ -85,25 +79,9 @@ class ReduceApart(StageOperation):
             [x for x in tf.nest.flatten(state) if x is not None] for state in (before, after)
         )
         _check(new, old, f"{name}.reduce_gradients returned a state that")
-        laid_out = []
-        for value, (variable, _) in zip(new, self.kept):
-            shape = mesh_impl.slice_shape(variable.shape)
-            laid_out.append(mesh_impl.slicewise(lambda x, to=shape: tf.reshape(x, to), value))
+        shapes = [mesh_impl.slice_shape(variable.shape) for variable, _ in self.new_state]
+        laid_out = [reshaped(mesh_impl, *x) for x in zip(new, shapes)]
         self.set_outputs(lowering, [*sums, *laid_out])
-
-    def _parts(self, lowering: mtf.Lowering) -> list[Any]:
-        """Each core's part of each gradient, of the shape of the variable's slice."""
-        mesh_impl = lowering.mesh_impl(self)
-        sums, missing = [], []
-        for grad, dims in zip(self.inputs, self._sum_dims):
-            value, pending = partial_sum(lowering, grad)
-            value, summed = local_sum(mesh_impl, value, grad.shape, dims)
-            mesh_axes = {*pending, *summed}
-            # Equal shares of what is reduced along an axis already keep the sum the same.
-            missing.append(set(self._mesh_axes) - mesh_axes)
-            sums.append(PartialSum(value, tuple(sorted(mesh_axes - set(self._mesh_axes)))))
-        values = reduce_partial_sums(mesh_impl, sums, self._strategy)
-        return [share(mesh_impl, value, axes) for value, axes in zip(values, missing)]
 
     def _held(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
         """Each core's slice of a variable, without the shard dims."""
@@ -112,7 +90,7 @@ class ReduceApart(StageOperation):
         sizes = zip(tensor.shape.dims, mesh_impl.slice_shape(tensor.shape))
         shape = [size for dim, size in sizes if dim.name not in names]
         value = lowering.tensors[tensor].to_laid_out_tensor()
-        return mesh_impl.slicewise(lambda x: tf.reshape(x, shape), value)
+        return reshaped(mesh_impl, value, shape)
 
 
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
