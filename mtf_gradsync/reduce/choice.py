@@ -76,7 +76,9 @@ class BestAllReduce(Strategy):
     """Reduces by the strategy that `choose_the_best` picks when the graph is lowered.
 
     Use it for a wrapper that is made before its mesh, by gin for example. Each choice is logged
-    once.
+    once. It picks no strategy that keeps state for gradients, whose variables are made before the
+    graph is lowered; around it such a strategy leaves all other sums to the choice:
+    `QuantizedAllReduce(reducer=BestAllReduce())`.
     """
 
     def __init__(self):
@@ -104,6 +106,13 @@ class BestAllReduce(Strategy):
     def _chosen(self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups) -> Strategy:
         self.check(mesh_impl, groups)
         choice, text = _choose(mesh_impl, values, groups)
+        if getattr(choice.strategy, "reduces_gradients_apart", False):
+            name = type(choice.strategy).__name__
+            raise TypeError(
+                f"BestAllReduce cannot reduce by {choice.strategy!r}: its state is made when a "
+                "step is built, and BestAllReduce picks a strategy when the graph is lowered. "
+                f"Give {name}(reducer=BestAllReduce()) in its place."
+            )
         if text not in self._logged:
             self._logged.add(text)
             _logger.info(text)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import mtf_gradsync as gs
 from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce import choice
 from mtf_gradsync.reduce.choice import GPU_BUCKET_BYTES
 from tests import harness, models
 from tests.mesh.test_topology import cpus, gpu, placement
@@ -199,6 +200,34 @@ def test_wire_dtype_is_that_of_the_choice():
     with simd.tpu_program("all:16", "batch:all") as program:
         groups = reduce.ProcessorGroups.along(program.mesh_impl, [0])
         assert best.wire_dtype(program.mesh_impl, tf.bfloat16, groups) == tf.float32
+
+
+def test_a_strategy_with_state_is_refused_by_name(monkeypatch):
+    """Its state would have to be made before there is a choice."""
+    quantized = choice.Choice(reduce.QuantizedAllReduce(), "it sends the least")
+    monkeypatch.setattr(choice, "choose", lambda topology, groups: quantized)
+    data = [np.ones([2, 3], "f")]
+
+    def make(impl, values):
+        groups = reduce.ProcessorGroups.along(impl, [0])
+        return reduce.BestAllReduce().all_reduce(impl, values, groups)
+
+    with pytest.raises(TypeError, match=r"Give QuantizedAllReduce\(reducer=BestAllReduce\(\)\)"):
+        on_mesh.run("simd", "all:2", data, make)
+
+
+def test_a_strategy_with_state_leaves_other_sums_to_it(mesh_kind, caplog):
+    caplog.set_level(logging.INFO, "mtf_gradsync")
+    strategy = reduce.QuantizedAllReduce(reducer=reduce.BestAllReduce())
+    data = [np.arange(6, dtype="f").reshape(2, 3)]
+
+    def make(impl, values):
+        return strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+
+    (out,) = on_mesh.run(mesh_kind, "all:2", data, make)
+    # Whole numbers below 2^24 are exact.
+    np.testing.assert_array_equal(out, np.broadcast_to(data[0].sum(0), np.shape(out)))
+    assert "FusedAllReduce" in messages(caplog, logging.INFO)[0]
 
 
 def test_gin_gives_it_to_a_wrapper():

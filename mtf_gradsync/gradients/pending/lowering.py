@@ -26,8 +26,8 @@ from mtf_gradsync.step import PartLowering, Plan
 from mtf_gradsync.step.hook import flat
 
 
-class Together(NamedTuple):
-    """A key for sums: those with equal keys are reduced together.
+class Bucket(NamedTuple):
+    """Sums of one bucket are reduced together.
 
     Attributes:
       strategy: the reduction strategy.
@@ -49,7 +49,7 @@ class PendingLowering(PartLowering):
         self,
         lowering: mtf.Lowering,
         flow: Flow,
-        together: dict[mtf.Tensor, Together],
+        buckets: dict[mtf.Tensor, Bucket],
         unsummed: Unsummed,
     ):
         """Begins a lowering.
@@ -57,12 +57,12 @@ class PendingLowering(PartLowering):
         Args:
           lowering: the lowering.
           flow: which operations of the graph keep sums pending.
-          together: sums that are reduced with others; the dictionary is changed.
+          buckets: sums that are reduced with others; the dictionary is changed.
           unsummed: warns of operations that drop a sum.
         """
         self.flow = flow
         self._lowering = lowering
-        self._together = together
+        self._buckets = buckets
         self._unsummed = unsummed
         # Mesh axes that an operation was expected to leave pending, and has summed over.
         self._differs: dict[mtf.Operation, Axes] = {}
@@ -127,8 +127,8 @@ class PendingLowering(PartLowering):
         first = copy.copy(operation)
         small = mtf.Tensor(first, shape, output.dtype)
         give_outputs(first, [small])
-        if output in self._together:  # the small sum in its place, as there is less to send
-            self._together[small] = self._together.pop(output)
+        if output in self._buckets:  # the small sum in its place, as there is less to send
+            self._buckets[small] = self._buckets.pop(output)
         self._lower(first, self.flow.uses.get(operation))
         mesh_impl = self._lowering.mesh_impl(operation)
 
@@ -203,7 +203,7 @@ class PendingLowering(PartLowering):
                     lazy.mesh_impl,
                     sorted(lazy.mesh_axes),  # Mesh-TF adds up those of one order alone
                     parts.slice_shape,
-                    functools.partial(_itself, parts),
+                    lambda parts=parts: parts,
                     self._sum_for(tensor),
                     lazy.add_counter_fn,
                 )
@@ -212,26 +212,24 @@ class PendingLowering(PartLowering):
         """Makes the function that reduces a sum, alone or with others."""
 
         def make(one: PendingSum) -> None:
-            together = self._together.get(tensor)
-            if together is None:
+            bucket = self._buckets.get(tensor)
+            if bucket is None:
                 one.set_reduced(one.mesh_impl.allreduce(one.laid_out_input, one.mesh_axes, "SUM"))
-                _count(one)
                 return
-            sums = self._ready_with(one, together)
+            sums = self._ready_with(one, bucket)
             parts = [PartialSum(x.laid_out_input, tuple(sorted(x.mesh_axes))) for x in sums]
-            for x, value in zip(sums, reduce_partial_sums(one.mesh_impl, parts, together.strategy)):
+            for x, value in zip(sums, reduce_partial_sums(one.mesh_impl, parts, bucket.strategy)):
                 x.set_reduced(value)
-                _count(x)
 
         return make
 
-    def _ready_with(self, one: PendingSum, together: Together) -> list[PendingSum]:
+    def _ready_with(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
         """Finds all sums that can be reduced together with one now, in the same branch or loop."""
         found = {}
-        for tensor, other in self._together.items():
+        for tensor, other in self._buckets.items():
             lowered = self._tensors.get(tensor)
             if (
-                other == together
+                other == bucket
                 and isinstance(lowered, PendingSum)
                 and not lowered.is_reduced
                 and lowered.context == one.context
@@ -337,12 +335,3 @@ class PendingLowering(PartLowering):
             yield
         finally:
             self._tensors.update(before)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _count(one: PendingSum) -> None:
-    if one.add_counter_fn:
-        one.add_counter_fn()

@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.pending.batch import used_axes
 from mtf_gradsync.gradients.pending.flow import Flow
 from mtf_gradsync.gradients.pending.layout import Axes, Layout
-from mtf_gradsync.gradients.pending.lowering import PendingLowering, Together
+from mtf_gradsync.gradients.pending.lowering import Bucket, PendingLowering
 from mtf_gradsync.gradients.pending.unsummed import Unsummed
 from mtf_gradsync.gradients.stage import StageOperation
 from mtf_gradsync.reduce import Strategy
@@ -85,14 +85,14 @@ class PendingSums(Part):
             return used_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
-        return PendingLowering(lowering, flow, self._together(flow), Unsummed(flow, targets))
+        return PendingLowering(lowering, flow, self._buckets(flow), Unsummed(flow, targets))
 
-    def _together(self, flow: Flow) -> dict[mtf.Tensor, Together]:
+    def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
         """The sums that are reduced together, in the order in which they were declared."""
-        found: dict[mtf.Tensor, Together] = {}
+        found: dict[mtf.Tensor, Bucket] = {}
         for want in self._wants:
             for tensor in flow.sums_behind(want.tensors, want.reduced):
-                found.setdefault(tensor, Together(want.strategy, by_program=False))
+                found.setdefault(tensor, Bucket(want.strategy, by_program=False))
         if self._wants:
             # Sums that only the program itself needs reduced, for a norm that it logs for example,
             # apart from the others: it may not need them on every step.
@@ -103,5 +103,5 @@ class PendingSums(Part):
                 for t in tensors
             ]
             for tensor in flow.sums_behind(own, True):
-                found.setdefault(tensor, Together(self._wants[0].strategy, by_program=True))
+                found.setdefault(tensor, Bucket(self._wants[0].strategy, by_program=True))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -85,8 +86,10 @@ class PendingSum(mtf.LazyAllreduceSum):
         return self.is_reduced or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
 
     def set_reduced(self, value: Any) -> None:
-        """Sets the `LaidOutTensor` of the sum."""
+        """Sets the `LaidOutTensor` of the sum, which was reduced just now."""
         self._reduced_value = value
+        if self.add_counter_fn:
+            self.add_counter_fn()
 
     def to_laid_out_tensor(self) -> Any:
         """Returns the `LaidOutTensor` of the sum, made on the first call."""
@@ -103,20 +106,7 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     def copied(self) -> PendingSum:
         """Returns a copy; parts and sum that one of the two makes later, the other does not get."""
-        part = self._part
-        copy = PendingSum(
-            self.mesh_impl,
-            self.mesh_axes,
-            self._slice_shape,
-            # What exists outside of a branch can be used inside.
-            self._make_part if self._part is None else lambda: part,
-            self._make_reduced,
-            self.add_counter_fn,
-            self.context,
-            self._sources,
-        )
-        copy._reduced_value = self._reduced_value
-        return copy
+        return copy.copy(self)
 
 
 def _sends_nothing(lowered: Any) -> bool:

@@ -241,7 +241,7 @@ class _Accumulate(Stage):
 
     def __init__(self, wrapper: GradientAccumulationOptimizer):
         self._wrapper = wrapper
-        self.takes = Form.PER_SHARD if wrapper.accumulate == LOCAL else None
+        self.takes = Form.PER_SHARD if wrapper.accumulate == LOCAL else Form.REDUCED
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper, mesh = self._wrapper, gradients.mesh
@@ -249,9 +249,6 @@ class _Accumulate(Stage):
         mini_step, update_step, skipped = (c.value for c in before)
         for state in before:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
-        if wrapper.accumulate == SYNCED:
-            # Not in parts, even if updates are sharded: accumulators are laid out like variables.
-            gradients = step.reduce_now(gradients, wrapper._gradient_reduction())
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)

@@ -218,13 +218,10 @@ class _SkipNotFinite(Stage):
         reduction = wrapper._gradient_reduction()
         # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
-        if not is_beside:
-            passed_on = step.reduce(gradients, reduction)
-        elif any(traits.needs_shards for traits in inside):
-            passed_on = gradients
-        else:
+        passed_on = gradients
+        if not is_beside or not any(traits.needs_shards for traits in inside):
             # The sum can overflow even if no shard's gradient does.
-            passed_on = step.reduce_now(gradients, reduction)
+            passed_on = step.reduce(gradients, reduction)
         if passed_on.form.is_reduced:
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
             finite = step.agreed(finite)

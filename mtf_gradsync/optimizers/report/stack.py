@@ -7,7 +7,7 @@ from typing import Any, Callable, Mapping
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
-from mtf_gradsync.optimizers.pipeline import GradientSet
+from mtf_gradsync.optimizers.pipeline import GradientSet, StepBuilder
 from mtf_gradsync.optimizers.report import norms
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import Branch
@@ -56,17 +56,20 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       mtf tensors by name: scalars, or of the shape of the shard dims (see `split_by_shard`), the
       same on every processor; empty for optimizers of other libraries.
     """
-    stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
+    stack, wrappers = [opt], []
+    if isinstance(opt, Wrapper):
+        stack, wrappers = [opt, *opt.inner_stack()], opt._wrappers()
     values: dict[str, mtf.Tensor] = {}
 
     def add(tag: str, value: mtf.Tensor | None, name: str) -> None:
         if value is not None:
             values[f"{tag}/{name}" if tag in values else tag] = value
 
-    wrappers = [one for one in stack if isinstance(one, Wrapper)]
     if wrappers and wrappers[0].step is not None:
-        _add_norms(wrappers, axes, add)
-        _add_compression(wrappers, add)
+        # Several steps if an optimizer of another library is in between.
+        steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
+        _add_norms(wrappers, steps, axes, add)
+        _add_compression(steps, add)
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
         report = getattr(one, "reported", None)
@@ -77,12 +80,11 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 
 def _add_norms(
     wrappers: list[Wrapper],
+    steps: list[StepBuilder],
     axes: ReplicaAxes | None,
     add: Callable[[str, mtf.Tensor | None, str], None],
 ) -> None:
     outer, inner = wrappers[0], wrappers[-1]
-    # Several steps if an optimizer of another library is in between.
-    steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
     received, applied = steps[0].received[0], steps[-1].passed_on[-1]
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
     shards = next((s.per_shard for s in steps if s.per_shard), received)
@@ -115,9 +117,8 @@ def _add_norms(
 
 
 def _add_compression(
-    wrappers: list[Wrapper], add: Callable[[str, mtf.Tensor | None, str], None]
+    steps: list[StepBuilder], add: Callable[[str, mtf.Tensor | None, str], None]
 ) -> None:
-    steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
     for step in steps:
         if step.compressions:
             given, sent, whole = zip(*step.compressions)

@@ -13,14 +13,16 @@ MESHES = {
     "2x2": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch")),
     "2": ("all:2", "batch:all", ("batch",)),
     "8": ("all:8", "batch:all", ("batch",)),
+    "1": ("all:1", "batch:all", ("batch",)),
 }
 TO_AGGREGATE = 10
+CLIP_NORM = 0.25
 
 
 class Program:
     """The model with synchronous replicas on a mesh, in a graph of its own."""
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, clips=False):
         shape, layout, batch_dims = MESHES[mesh]
         self.size = mtf.convert_to_shape(shape).size
         with tf.Graph().as_default() as self.graph:
@@ -38,8 +40,13 @@ class Program:
                 layout=layout,
                 batch_dims=batch_dims,
                 contributes=self.inputs["contributes"],
+                accept_summed=clips,
             )
-            operations = opt.minimize(loss, tf.train.get_or_create_global_step())
+            grads, variables = zip(*opt.compute_gradients(loss))
+            if clips:
+                grads, _ = gs.clip_by_global_norm(grads, CLIP_NORM)
+            step = tf.train.get_or_create_global_step()
+            operations = opt.apply_gradients(list(zip(grads, variables)), step)
             lowering = mtf.Lowering(graph, {mesh: harness.placement(shape, layout)})
             self.step = [lowering.lowered_operation(op) for op in operations]
             self.to_slices = lowering.copy_masters_to_slices()
@@ -69,15 +76,24 @@ class Program:
             return session.run(self.masters)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A checkpoint of 4 shards: an update of 10 contributions, then 3 that wait for more."""
+def feeds_of_four():
+    """An update of 10 contributions of 4 shards, then 3 that wait for more."""
     masks = np.ones([4, 4], bool)
     masks[1, 1:3] = False
     masks[3, 3:] = False
-    feeds = [Program.feed(b, m) for b, m in zip(models.mlp_batches(4), masks)]
-    path = str(tmp_path_factory.mktemp("written") / "model.ckpt")
+    return [Program.feed(b, m) for b, m in zip(models.mlp_batches(4), masks)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    feeds, path = feeds_of_four(), str(tmp_path_factory.mktemp("written") / "model.ckpt")
     return path, feeds, Program("4").run(feeds, save=path)
+
+
+@pytest.fixture(scope="module")
+def written_clipped(tmp_path_factory):
+    feeds, path = feeds_of_four(), str(tmp_path_factory.mktemp("clipped") / "model.ckpt")
+    return path, feeds, Program("4", clips=True).run(feeds, save=path)
 
 
 def contributions(values, feed):
@@ -92,7 +108,16 @@ def contributions(values, feed):
     return {k: sum(g[k] for g in grads) for k in values}, len(grads)
 
 
-def expected(feeds):
+def clipped(values, feed):
+    """The clipped gradient of the batch times the number of contributions, and that number."""
+    grads = reference.mlp_grads(values, feed["x"].astype(float), feed["y"].astype(float))
+    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+    assert norm > CLIP_NORM
+    count = feed["contributes"].sum()
+    return {k: count * g * CLIP_NORM / norm for k, g in grads.items()}, count
+
+
+def expected(feeds, contributions=contributions):
     """The variables in float64, whatever the number of replicas of each step."""
     values = {k: np.asarray(v, float) for k, v in models.mlp_values().items()}
     sums, count = dict.fromkeys(values, 0.0), 0
@@ -131,3 +156,26 @@ def test_contributions_count_as_much_on_another_mesh(written, mesh):
     for name, value in values.items():
         # Two SGD steps of 0.1 on sums of at most 13 gradients below 2, in float32.
         np.testing.assert_allclose(actual[name], value, atol=5e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", ["2", "1"])
+def test_gradients_that_were_reduced_before_count_as_much_on_another_mesh(written_clipped, mesh):
+    """Where there is one shard they are not reduced, so that accumulators get its dimension."""
+    path, feeds, before = written_clipped
+    program = Program(mesh, clips=True)
+    more = [
+        Program.feed(b, np.ones(program.size, bool))
+        for b in models.mlp_batches(-(-7 // program.size), seed=5)
+    ]
+    restored = program.run([], restore=path)
+    accumulators = [name for name in before if name.endswith("/gradient_accumulator")]
+    assert accumulators
+    for name in accumulators:
+        shards = [1] if mesh == "1" else []
+        assert list(restored[name].shape) == [*shards, *before[name].shape]
+    actual = program.run(more, restore=path)
+    values, _ = expected([*feeds, *more], clipped)
+    assert actual["global_step"] == 2
+    for name, value in values.items():
+        # Two SGD steps of 0.1 on sums of at most 13 gradients of norm 0.25, in float32.
+        np.testing.assert_allclose(actual[name], value, atol=1e-6, err_msg=name)
