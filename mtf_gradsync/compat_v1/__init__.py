@@ -10,7 +10,7 @@ from mtf_gradsync.compat_v1.checks import (
     is_v1,
 )
 from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
-from mtf_gradsync.compat_v1.wrappers import CrossShardOptimizer, Reduction, sync_replicas
+from mtf_gradsync.compat_v1.wrappers import CrossShardOptimizer, Reduction, SyncReplicasOptimizer
 
 __all__ = [
     "NOT_GIVEN",
@@ -22,7 +22,7 @@ __all__ = [
     "MeshOptimizerLike",
     "OptimizerLike",
     "Reduction",
+    "SyncReplicasOptimizer",
     "given_optimizer",
     "is_v1",
-    "sync_replicas",
 ]

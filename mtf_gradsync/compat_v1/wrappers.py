@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Literal, Sequence
+from typing import Any, Iterable, Literal
 
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import tf
@@ -62,48 +62,31 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
 class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
     """TensorFlow's class, which here also refuses gradients and variables of a mesh."""
 
+    def __init__(
+        self,
+        opt: tf.train.Optimizer,
+        *arguments: Any,
+        variable_averages: Any = None,
+        **named: Any,
+    ):
+        """Wraps an optimizer; see `tf.compat.v1.train.SyncReplicasOptimizer`.
 
-def sync_replicas(
-    opt: tf.train.Optimizer,
-    replicas_to_aggregate: int,
-    total_num_replicas: int | None = None,
-    variable_averages: Any = None,
-    variables_to_average: Sequence[Any] | None = None,
-    use_locking: bool = False,
-    name: str = "sync_replicas",
-) -> SyncReplicasOptimizer:
-    """Makes TensorFlow's SyncReplicasOptimizer, for the workers of a cluster.
+        Args:
+          opt: the optimizer.
+          *arguments: TensorFlow's.
+          variable_averages: a `tf.train.ExponentialMovingAverage`, or its decay.
+          **named: TensorFlow's.
 
-    Args:
-      opt: the optimizer.
-      replicas_to_aggregate: gradients that an update takes.
-      total_num_replicas: number of workers; None takes replicas_to_aggregate.
-      variable_averages: decay of moving averages, or a `tf.train.ExponentialMovingAverage`.
-      variables_to_average: the variables to average.
-      use_locking: see TensorFlow's.
-      name: its name.
-
-    Returns:
-      The optimizer.
-
-    Raises:
-      ValueError: there is accumulation inside.
-    """
-    if any(isinstance(o, GradientAccumulationOptimizer) for o in optimizers_inside(opt)):
-        raise ValueError(
-            "SyncReplicasOptimizer updates on the parameter server, where sums of "
-            "GradientAccumulationOptimizer would begin anew with every worker that starts. It adds "
-            "up gradients itself: give it the inner optimizer, and multiply replicas_to_aggregate "
-            "by backward_passes_per_step."
-        )
-    if is_number(variable_averages):
-        variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
-    return SyncReplicasOptimizer(
-        opt,
-        replicas_to_aggregate,
-        total_num_replicas,
-        variable_averages,
-        variables_to_average,
-        use_locking,
-        name,
-    )
+        Raises:
+          ValueError: there is accumulation inside.
+        """
+        if any(isinstance(o, GradientAccumulationOptimizer) for o in optimizers_inside(opt)):
+            raise ValueError(
+                "SyncReplicasOptimizer updates on the parameter server, where sums of "
+                "GradientAccumulationOptimizer would begin anew with every worker that starts. It "
+                "adds up gradients itself: give it the inner optimizer, and multiply "
+                "replicas_to_aggregate by backward_passes_per_step."
+            )
+        if is_number(variable_averages):
+            variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
+        super().__init__(opt, *arguments, variable_averages=variable_averages, **named)

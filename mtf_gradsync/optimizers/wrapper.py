@@ -239,7 +239,7 @@ class Wrapper(
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
             innermost = wrappers[-1]
             step = StepBuilder(
-                [w._segment() for w in wrappers],
+                [Segment(w.stages(), w._gradient_reduction()) for w in wrappers],
                 innermost.opt,
                 # A wrapper inside an optimizer of another library reduces by itself.
                 takes_pending=len(wrappers) < len(self._wrappers()),
@@ -262,9 +262,6 @@ class Wrapper(
 
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment_wrappers()[-1].opt)
-
-    def _segment(self) -> Segment:
-        return Segment(self.stages(), self._gradient_reduction(), self.name)
 
     def _gradient_reduction(self) -> Reduction:
         """How this wrapper reduces gradients."""

@@ -118,7 +118,7 @@ class StepBuilder(StepConditions):
     @property
     def names(self) -> list[str]:
         """Names of the wrappers, from the outside in."""
-        return [segment.name for segment in self._segments]
+        return [segment.reduction.name for segment in self._segments]
 
     # For stages.
 

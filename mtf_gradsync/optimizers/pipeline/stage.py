@@ -117,10 +117,8 @@ class Segment(NamedTuple):
 
     Attributes:
       stages: the stages, in the order in which gradients pass through them.
-      reduction: how the wrapper reduces gradients.
-      name: the wrapper's name.
+      reduction: how the wrapper reduces gradients, with the wrapper's name.
     """
 
     stages: Sequence[Stage]
     reduction: Reduction
-    name: str

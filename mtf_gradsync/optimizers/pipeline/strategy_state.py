@@ -187,11 +187,11 @@ def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> Non
         strategy = segment.reduction.strategy
         if segment.reduction.reduces_gradients and strategy not in used:
             warn_once(
-                f"unused {segment.name}",
+                f"unused {segment.reduction.name}",
                 "No gradients are reduced by %s, the reducer of %s: another wrapper of its stack, "
                 "%s, reduces them. Give it to the outermost wrapper that reduces, and to "
                 "ShardedUpdateOptimizer if updates are sharded.",
                 type(strategy).__name__,
-                segment.name,
-                [one.name for one in segments],
+                segment.reduction.name,
+                [one.reduction.name for one in segments],
             )

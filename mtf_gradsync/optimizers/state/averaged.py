@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from typing import Any, Iterator, Sequence
 
@@ -69,10 +68,7 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
         name: reader.get_tensor(average).astype(dtypes[name].as_numpy_dtype)
         for name, average in averages.items()
     }
-    directory = tempfile.mkdtemp()
-    try:
+    with tempfile.TemporaryDirectory() as directory:
         target = os.path.join(directory, os.path.basename(path))
         write_changed(path, target, values, only=names)
         yield target
-    finally:
-        shutil.rmtree(directory)

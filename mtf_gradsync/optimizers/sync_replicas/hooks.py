@@ -28,11 +28,6 @@ class NothingToQueue(tf.train.QueueRunner):
         """The name of a queue."""
         return "sync_token_q"
 
-    @property
-    def exceptions_raised(self) -> list[Exception]:
-        """An empty list."""
-        return self._exceptions_raised
-
     def create_threads(
         self, sess: Any, coord: Any = None, daemon: bool = False, start: bool = False
     ) -> list[Any]:

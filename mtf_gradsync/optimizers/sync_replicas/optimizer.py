@@ -148,14 +148,14 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
                 local_steps=local_steps,
                 max_steps_without_update=max_steps_without_update,
             )
-            return compat_v1.sync_replicas(
+            return compat_v1.SyncReplicasOptimizer(
                 opt,
                 replicas_to_aggregate,
                 total_num_replicas,
-                variable_averages,
-                variables_to_average,
-                use_locking,
-                name,
+                variable_averages=variable_averages,
+                variables_to_average=variables_to_average,
+                use_locking=use_locking,
+                name=name,
             )
         decay, averaged = check_averages(variable_averages, variables_to_average)
         self = super().__new__(cls)
