@@ -126,8 +126,7 @@ class _Pairs(Later):
         self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
         self._holders = wrapper._wrappers()
-        for one in self._holders:
-            one._to_build += (self,)
+        self._hold(True)
 
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
         """Whether a pair can be part of the same step."""

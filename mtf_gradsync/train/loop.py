@@ -287,10 +287,9 @@ class _Loop:
         # Steps by the loss scale, and islands by the outer step where reports are on.
         skipped = int(values.get("skipped", 0))
         skipped += int(np.sum(values["reported"].get("outer/skipped", 0)))
-        if skipped > self._skipped:
-            line = self._runner.skip_reason()
-            if line:
-                self.progress.message(line)
+        line = self._runner.skip_reason() if skipped > self._skipped else None
+        if line:
+            self.progress.message(line)
         self._skipped = skipped
         if step % settings.log_steps == 0 or step == settings.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.

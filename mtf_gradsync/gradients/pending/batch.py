@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, NamedTuple, Sequence
 
+from mtf_gradsync._private.gradients_calls import gradients_calls
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
+from mtf_gradsync._private.mesh_tensorflow import loop_body
 from mtf_gradsync._walk import walk
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.pending.layout import Axes, Layout

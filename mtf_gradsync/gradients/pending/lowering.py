@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any, Callable, Collection, Iterator, NamedTuple
+from typing import Any, Callable, Collection, ContextManager, Iterator, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
@@ -117,7 +117,7 @@ class PendingLowering(PartLowering):
             for t in pending
             if self._is_reduced_here(operation, t)
         }
-        with self._in_place_of_inputs(reduced):
+        with self._in_place_of(reduced):
             operation.lower_itself(self._lowering)
         self._keep_pending(operation)
 
@@ -156,22 +156,17 @@ class PendingLowering(PartLowering):
         if axes:
             self._differs[operation] = self._differs.get(operation, Axes()) | axes
 
-    @contextlib.contextmanager
-    def inside_branch(self) -> Iterator[None]:
+    def inside_branch(self) -> ContextManager[None]:
         """See `PartLowering.inside_branch`.
 
         Parts and sums that are made in a branch have no value outside, or in the other branch.
         """
-        before = {
-            tensor: lowered
+        copies = {
+            tensor: copy.copy(lowered)
             for tensor, lowered in self._tensors.items()
             if isinstance(lowered, PendingSum) and not lowered.is_complete
         }
-        self._tensors.update((tensor, lowered.copied()) for tensor, lowered in before.items())
-        try:
-            yield
-        finally:
-            self._tensors.update(before)
+        return self._in_place_of(copies)
 
     @property
     def _tensors(self) -> dict[mtf.Tensor, Any]:
@@ -320,7 +315,7 @@ class PendingLowering(PartLowering):
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
         lowered = Plan.of(operation.graph).lowered(self._lowering)
-        with self._in_place_of_inputs(inputs), lowered.name_scope(operation.name):
+        with self._in_place_of(inputs), lowered.name_scope(operation.name):
             operation.lower_itself(self._lowering)
         values = [self._tensors[t] for t in outputs]
         for tensor, old in before.items():
@@ -328,7 +323,7 @@ class PendingLowering(PartLowering):
         return values
 
     @contextlib.contextmanager
-    def _in_place_of_inputs(self, values: dict[mtf.Tensor, Any]) -> Iterator[None]:
+    def _in_place_of(self, values: dict[mtf.Tensor, Any]) -> Iterator[None]:
         before = {t: self._tensors[t] for t in values}
         self._tensors.update(values)
         try:

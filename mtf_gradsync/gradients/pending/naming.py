@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mtf_gradsync._private.gradients_calls import gradients_calls
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body
+from mtf_gradsync._private.mesh_tensorflow import loop_body
 
 
 def gradient_name(grad: mtf.Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -103,10 +102,6 @@ class PendingSum(mtf.LazyAllreduceSum):
     def tensor_list(self) -> list[tf.Tensor]:
         """The slices of the sum."""
         return self.to_laid_out_tensor().tensor_list
-
-    def copied(self) -> PendingSum:
-        """Returns a copy; parts and sum that one of the two makes later, the other does not get."""
-        return copy.copy(self)
 
 
 def _sends_nothing(lowered: Any) -> bool:

@@ -25,7 +25,7 @@ from mtf_gradsync.simd.emulator.result import EmulatedGraph, clone_name
 from mtf_gradsync.simd.graph.attributes import untie
 from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
 from mtf_gradsync.simd.graph.effects import find_effects
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
+from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, data_first, join_input, split_input
 from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
 
 # Any large odd number: clones of one random operation must not draw the same numbers.
@@ -106,7 +106,7 @@ class _Rewriter:
     def _add(self, name: str, op: str, inputs: Iterable[str], **types: int) -> tf.NodeDef:
         node = self._out.node.add()
         node.name, node.op = name, op
-        node.input.extend(_data_first(inputs))
+        node.input.extend(data_first(inputs))
         for attr, value in types.items():
             node.attr[attr].type = value
         return node
@@ -175,7 +175,7 @@ class _Rewriter:
         untie(copy)
         del copy.input[:]
         inputs = [t for s, k in self._facts.inputs(node.name) for t in self._outside_input(s, k)]
-        copy.input.extend(_data_first(inputs))
+        copy.input.extend(data_first(inputs))
 
     def _copy_to_core(self, node: tf.NodeDef, core: int) -> None:
         facts, name = self._facts, self._name(node.name, core)
@@ -215,7 +215,7 @@ class _Rewriter:
             if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
                 seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
         del copy.input[:]
-        copy.input.extend(_data_first(data + control))
+        copy.input.extend(data_first(data + control))
 
     def _exchange(self, node: tf.NodeDef, collective: Collective) -> None:
         kind = node.attr["T"].type
@@ -346,15 +346,3 @@ class _Rewriter:
                 value = self._core_input(source, number, core)
                 waits = ["^" + c for c in checks[core]]
                 self._add(name, "Identity", value + waits, T=tf.bool.as_datatype_enum)
-
-
-def _data_first(inputs: Iterable[str]) -> list[str]:
-    """Returns data inputs in their order, then each control input once."""
-    data: list[str] = []
-    control: set[str] = set()
-    for text in inputs:
-        if text.startswith("^"):
-            control.add(text)
-        else:
-            data.append(text)
-    return data + sorted(control)

@@ -7,7 +7,7 @@ version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF ma
 from __future__ import annotations
 
 import collections
-from typing import NamedTuple, Tuple, Union
+from typing import Iterable, NamedTuple, Tuple, Union
 
 import numpy as np
 
@@ -76,6 +76,18 @@ def join_input(name: str, number: int) -> str:
     if number == CONTROL:
         return "^" + name
     return name if number == 0 else f"{name}:{number}"
+
+
+def data_first(inputs: Iterable[str]) -> list[str]:
+    """Returns data inputs in their order, then each control input once."""
+    data: list[str] = []
+    control: set[str] = set()
+    for text in inputs:
+        if text.startswith("^"):
+            control.add(text)
+        else:
+            data.append(text)
+    return data + sorted(control)
 
 
 class GraphFacts:
