@@ -21,7 +21,7 @@ def is_whole_number(value: Any, least: int = 1) -> TypeGuard[int]:
     )
 
 
-def check_whole(name: str, value: Any, least: int = 1, more: str = "") -> None:
+def check_whole_number(name: str, value: Any, least: int = 1, more: str = "") -> None:
     """Raises ValueError unless an argument is a whole number of at least `least`.
 
     Args:

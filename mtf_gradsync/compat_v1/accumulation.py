@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._names import counted
-from mtf_gradsync._numbers import check_whole
+from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     control_flow_v1,
@@ -76,7 +76,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 f"got {backward_passes_per_step!r}: its counters are local variables, so that a "
                 "schedule would begin anew with every session."
             )
-        check_whole("backward_passes_per_step", backward_passes_per_step)
+        check_whole_number("backward_passes_per_step", backward_passes_per_step)
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "GradientAccumulationOptimizer around SyncReplicasOptimizer would put the queues "

@@ -6,7 +6,7 @@ from typing import Any, Callable, Union
 
 import numpy as np
 
-from mtf_gradsync._numbers import check_whole
+from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import Plan
 
@@ -17,7 +17,7 @@ def check_passes(passes: Any) -> None:
     """Raises ValueError if passes is neither a whole number of 1 or more nor a function."""
     if isinstance(passes, type) or not callable(passes):
         more = "Or give a function from the update step to one."
-        check_whole("backward_passes_per_step", passes, more=more)
+        check_whole_number("backward_passes_per_step", passes, more=more)
 
 
 def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Tensor:

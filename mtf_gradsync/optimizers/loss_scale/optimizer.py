@@ -7,7 +7,7 @@ from typing import Any, Literal, Sequence, Union
 
 import gin
 
-from mtf_gradsync._numbers import check_whole, is_number
+from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
@@ -293,7 +293,7 @@ def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str,
         )
     if not _is_positive(multiplier) or not multiplier > 1:
         raise ValueError(f"multiplier must be finite and greater than 1, got {multiplier!r}.")
-    check_whole("growth_steps", growth_steps)
+    check_whole_number("growth_steps", growth_steps)
     initial = float(initial if is_dynamic else loss_scale)
     return Rule(
         is_dynamic, initial, int(growth_steps), float(multiplier), float(least), float(most)

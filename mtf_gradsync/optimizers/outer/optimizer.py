@@ -13,7 +13,7 @@ from typing import Any, Mapping, Sequence, Union
 
 import gin
 
-from mtf_gradsync._numbers import check_whole, is_number
+from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.recoverable import check_recoverable
@@ -110,8 +110,8 @@ class OuterOptimizer(ReportsSkips):
             or only one island.
           TypeError: an argument has the wrong type.
         """
-        check_whole("inner_steps", inner_steps)
-        check_whole("fragments", fragments)
+        check_whole_number("inner_steps", inner_steps)
+        check_whole_number("fragments", fragments)
         if inner_steps % fragments:
             raise ValueError(
                 "inner_steps must be a multiple of fragments, which are synchronized in turn, got "

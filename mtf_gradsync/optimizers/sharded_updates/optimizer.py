@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 import gin
 
 from mtf_gradsync._names import counted, some_lines
-from mtf_gradsync._numbers import check_whole
+from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
@@ -103,7 +103,7 @@ class ShardedUpdateOptimizer(Wrapper):
             is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        check_whole("min_size", min_size, 0)
+        check_whole_number("min_size", min_size, 0)
         self._wrap(
             opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
         )

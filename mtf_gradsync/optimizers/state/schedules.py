@@ -6,7 +6,7 @@ from typing import Any, Callable, Sequence, Union
 
 import gin
 
-from mtf_gradsync._numbers import check_whole, is_number
+from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import tf
 
 _CONSTANT = "Where it changes, base the schedule on get_update_step."
@@ -45,7 +45,7 @@ def per_update(
       ValueError: backward_passes_per_step is not a whole number of 1 or more.
     """
     passes = backward_passes_per_step
-    check_whole("backward_passes_per_step", passes, more=_CONSTANT)
+    check_whole_number("backward_passes_per_step", passes, more=_CONSTANT)
     factors: list[Any] = list(schedule) if isinstance(schedule, (list, tuple)) else [schedule]
     for factor in factors:
         if not (callable(factor) or is_number(factor)):
@@ -94,6 +94,6 @@ def adafactor_decay_rate_per_update(
       Shazeer and Stern, "Adafactor", 2018, section 7.2
     """
     passes = backward_passes_per_step
-    check_whole("backward_passes_per_step", passes, more=_CONSTANT)
+    check_whole_number("backward_passes_per_step", passes, more=_CONSTANT)
     update_step = tf.train.get_or_create_global_step() // passes - offset
     return 1.0 - tf.pow(tf.cast(update_step, tf.float32) + 1.0, -exponent)

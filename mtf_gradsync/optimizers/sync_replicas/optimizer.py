@@ -8,7 +8,7 @@ import gin
 
 from mtf_gradsync import compat_v1
 from mtf_gradsync._names import counted
-from mtf_gradsync._numbers import check_whole
+from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
@@ -137,9 +137,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
           ValueError: an argument is out of range, or there is no mesh.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
-        check_whole("replicas_to_aggregate", replicas_to_aggregate)
+        check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
-            check_whole("max_steps_without_update", max_steps_without_update)
+            check_whole_number("max_steps_without_update", max_steps_without_update)
         opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
             refuse_with_v1(
