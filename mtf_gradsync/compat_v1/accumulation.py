@@ -119,7 +119,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
           RuntimeError: there is no graph to build, because execution is eager.
           TypeError: a gradient or variable is one of Mesh-TensorFlow.
           ValueError: there is no gradient, one is sparse and sparse_as_dense is not given, a
-            variable's shape is not known, or shards of a TPU program would add up apart.
+            variable's shape is not known, or shards of a TPU program would keep separate sums.
         """
         pairs = list(grads_and_vars)
         self._refuse_mesh(pairs, global_step)
@@ -233,9 +233,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
             present = reduced
         if self._average and self._passes > 1:
             present = [tf.divide(s, tf.cast(self._passes, s.dtype)) for s in present]
-        whole = iter(present)
+        totals = iter(present)
         pairs = [
-            (None if g is None else tf.cast(next(whole), g.dtype), v)
+            (None if g is None else tf.cast(next(totals), g.dtype), v)
             for g, v in zip(grads, variables)
         ]
         return self.opt.apply_gradients(pairs, global_step)

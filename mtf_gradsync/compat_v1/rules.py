@@ -1,9 +1,6 @@
 """The update rules of the optimizers of tf.compat.v1, elementwise, as TensorFlow's kernels compute.
 
 A rule takes slices: of the gradient, of slots, and of the variable itself if the rule reads it.
-
-The arithmetic is that of TensorFlow's kernels. What a rule gets are slices: of the gradient, of
-slots, and of the variable itself where the rule says that it reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clipping by each shard's own norm and by the norm of the whole gradient."""
+"""Clipping by each shard's own norm and by the global norm."""
 
 from __future__ import annotations
 

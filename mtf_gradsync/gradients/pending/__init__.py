@@ -3,9 +3,9 @@
 from mtf_gradsync.gradients.pending.batch import check_batch_dims
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.pending.layout import Layout
-from mtf_gradsync.gradients.pending.naming import gradient_name
 from mtf_gradsync.gradients.pending.part import PendingSums
 from mtf_gradsync.gradients.pending.sums import PendingSum
+from mtf_gradsync.gradients.pending.unsummed import gradient_name
 
 __all__ = [
     "Cause",

@@ -65,12 +65,12 @@ def used_axes(
       inputs and losses are split over.
     """
     names = list(names)
-    said = list(dict.fromkeys(name for some in names for name in some or ()))
-    if not said and None not in names:
+    given = list(dict.fromkeys(name for some in names for name in some or ()))
+    if not given and None not in names:
         return Axes()  # the batch is not split at all
-    missing = missing_names(graph, mesh, said)
-    by_name = {name: axis_of(mesh, mtf.Dimension(name, 1)) for name in said}
-    resolved = Axes({by_name[name] for name in said if name not in missing} - {None})
+    missing = missing_names(graph, mesh, given)
+    by_name = {name: axis_of(mesh, mtf.Dimension(name, 1)) for name in given}
+    resolved = Axes({by_name[name] for name in given if name not in missing} - {None})
     if resolved and not missing:
         return resolved
     found = split_of_inputs(graph, mesh, axis_of, targets)
@@ -84,7 +84,7 @@ def used_axes(
             "along %s: the mesh axes of these are taken as replica axes. Give batch_dims=%s.",
             missing,
             sorted(others.values()),
-            _better(said, missing, others),
+            _better(given, missing, others),
         )
     return resolved | Axes(found.dims)
 
@@ -115,8 +115,10 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
         )
 
 
-def _better(said: Sequence[str], missing: Sequence[str], others: dict[int, str]) -> tuple[str, ...]:
-    return (*(name for name in said if name not in missing), *sorted(others.values()))
+def _better(
+    given: Sequence[str], missing: Sequence[str], others: dict[int, str]
+) -> tuple[str, ...]:
+    return (*(name for name in given if name not in missing), *sorted(others.values()))
 
 
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> list[str]:

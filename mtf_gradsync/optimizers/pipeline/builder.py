@@ -289,10 +289,10 @@ class StepBuilder(StepConditions):
                     f"apply_grads of {self._opt!r} must return a list of mtf operations, got None. "
                     "Return an empty list for no operations."
                 )
-            tells = getattr(self._opt, "variables", None)
+            inside = getattr(self._opt, "variables", None)
             updates = built(updates)
-            told = {*before, *(tells() if callable(tells) else ())}
-            created = [v for v in given.graph.all_variables if v not in told]
+            known = {*before, *(inside() if callable(inside) else ())}
+            created = [v for v in given.graph.all_variables if v not in known]
             self._slots.record(created, given.variables, tf.get_variable_scope().name)
             return updates
 

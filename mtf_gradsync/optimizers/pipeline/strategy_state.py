@@ -49,12 +49,12 @@ class _Maker(StateMaker):
                 "gradient once in a graph. Give apply_grads all variables at once, and give two "
                 "optimizers of one graph different names and variables."
             )
-        whole = mtf.Shape([*shard_dims, *shape.dims])
+        full = mtf.Shape([*shard_dims, *shape.dims])
         note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
         if begins_anew:
             # A checkpoint may then have it in any shape, of other shards.
-            note = {"num_shard_dims": len(whole.dims), "fill": start}
-        made = named_state(mesh, name, whole, dtype, start=start, **note)
+            note = {"num_shard_dims": len(full.dims), "fill": start}
+        made = named_state(mesh, name, full, dtype, start=start, **note)
         self._slots.record([made], self._gradients.variables)
         self.made.append(made)
         return made
@@ -120,11 +120,11 @@ def reduce_gradients(
         some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
         if_taken = reduction.name if extra else ""
         maker = _Maker(gradients, "/".join([reduction.name, *some]), slots, if_taken)
-        told = [
+        described = [
             GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
             for g, v in zip(given, variables)
         ]
-        state = reduction.strategy.gradient_state(told, maker)
+        state = reduction.strategy.gradient_state(described, maker)
         _check_state(state, maker.made, reduction.strategy)
         made = ReduceGradients(given, variables, shard_dims, axes, reduction.strategy, state)
         replaced.update(zip(variables, made.sums))
@@ -157,12 +157,12 @@ def _sets(
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
     pending = pending_over_shards(gradients.present, axes)
     for grad, variable, is_pending in zip(gradients.present, gradients.owners, pending):
-        crosses = is_pending or any(d not in variable.shape.dims for d in grad.shape.dims)
+        is_sum = is_pending or any(d not in variable.shape.dims for d in grad.shape.dims)
         # A gradient that the layout splits over a replica axis has no sum over that axis.
         shard_dims = axes.free_shard_dims(variable.shape)
         if variable in reduced_before:
             continue
-        if axes.num_shards == 1 or (crosses and shard_dims):
+        if axes.num_shards == 1 or (is_sum and shard_dims):
             found.setdefault(shard_dims, []).append((variable, grad))
     return found
 

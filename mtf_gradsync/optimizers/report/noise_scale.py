@@ -93,8 +93,8 @@ def gradient_noise_scale(
                     f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which "
                     "are not recoverable without sums of the size of gradients."
                 )
-            whole = norm_of_reduced(reduced.sums, None, reduced.strategy)
-            estimates = _estimates(parts, whole, axes.num_shards, batch_size)
+            total = norm_of_reduced(reduced.sums, None, reduced.strategy)
+            estimates = _estimates(parts, total, axes.num_shards, batch_size)
             made = [
                 mtf.assign(average, _moved(average.value, new, estimates, decay))
                 for average, new in zip(averages, estimates)
@@ -124,10 +124,10 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "graph; give apply_grads all variables at once."
         )
     wrappers = opt._wrappers()
-    apart = next((w for w in wrappers if w.traits.skips_shards), None)
-    if apart is not None:
+    skipping = next((w for w in wrappers if w.traits.skips_shards), None)
+    if skipping is not None:
         raise ValueError(
-            f"{type(apart).__name__} skips gradients of some replicas on some steps, so that norms "
+            f"{type(skipping).__name__} skips gradients of some replicas on some steps, so that norms "
             "before and after its sum are not of one batch: gradient_noise_scale needs another "
             "wrapper."
         )
@@ -146,13 +146,13 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
 
 
 def _estimates(
-    parts: mtf.Tensor, whole: mtf.Tensor, num_shards: int, batch_size: float
+    parts: mtf.Tensor, total: mtf.Tensor, num_shards: int, batch_size: float
 ) -> list[mtf.Tensor]:
     """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step.
 
     Args:
       parts: `[shards...]`, norms of each shard's term of the sum.
-      whole: norm of the sum.
+      total: norm of the sum.
       num_shards: the number of shards.
       batch_size: examples in the sum.
 
@@ -162,7 +162,7 @@ def _estimates(
     small, big = batch_size / num_shards, batch_size
     # A shard's own gradient is num_shards times its term.
     of_shards = mtf.reduce_mean(mtf.square(mtf.cast(parts, tf.float32))) * num_shards**2
-    of_sum = mtf.square(mtf.cast(whole, tf.float32))
+    of_sum = mtf.square(mtf.cast(total, tf.float32))
     trace = (of_shards - of_sum) * (1 / (1 / small - 1 / big))
     squared_norm = (of_sum * big - of_shards * small) * (1 / (big - small))
     return [trace, squared_norm]
