@@ -116,9 +116,9 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
 
 
 def _better(
-    given: Sequence[str], missing: Sequence[str], others: dict[int, str]
+    names: Sequence[str], missing: Sequence[str], others: dict[int, str]
 ) -> tuple[str, ...]:
-    return (*(name for name in given if name not in missing), *sorted(others.values()))
+    return (*(name for name in names if name not in missing), *sorted(others.values()))
 
 
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> list[str]:

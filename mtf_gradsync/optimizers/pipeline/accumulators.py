@@ -220,10 +220,8 @@ class _AddUnless(StageOperation):
 
             def added() -> list[tf.Tensor]:
                 skip, sums = tf.reshape(skipped, []), []
-                for grad, is_reduced, variable in zip(
-                    grads, self._are_reduced, tensors[count + 2 :]
-                ):
-                    add = tf.assign_add(variable, grad if is_reduced else zeros_where(skip, grad))
+                for grad, reduced, variable in zip(grads, self._are_reduced, tensors[count + 2 :]):
+                    add = tf.assign_add(variable, grad if reduced else zeros_where(skip, grad))
                     with tf.control_dependencies([add]):
                         sums.append(tf.convert_to_tensor(variable))
                 return sums

@@ -124,10 +124,10 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "graph; give apply_grads all variables at once."
         )
     wrappers = opt._wrappers()
-    skipping = next((w for w in wrappers if w.traits.skips_shards), None)
-    if skipping is not None:
+    skips = next((w for w in wrappers if w.traits.skips_shards), None)
+    if skips is not None:
         raise ValueError(
-            f"{type(skipping).__name__} skips gradients of some replicas on some steps, so that norms "
+            f"{type(skips).__name__} skips gradients of some replicas on some steps, so that norms "
             "before and after its sum are not of one batch: gradient_noise_scale needs another "
             "wrapper."
         )
