@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.compat_v1.checks import NOT_GIVEN, V1OptimizerLike, given_optimizer
 from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of, slots_of
+from mtf_gradsync.gradients.checks import check_grads_and_variables
 from mtf_gradsync.step import Plan, gated_update
 
 
@@ -85,11 +86,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         Raises:
           ValueError: lengths differ, or a shape differs from its variable's.
         """
-        if len(grads) != len(variables):
-            raise ValueError(
-                f"grads and variables must have the same length, got {len(grads)} gradients for "
-                f"{len(variables)} variables."
-            )
+        grads, variables = check_grads_and_variables(grads, variables)
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
         for grad, variable in pairs:
             if grad.shape != variable.shape:

@@ -9,12 +9,11 @@ from typing import Any, Sequence, Union
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import (
-    MaybeGradients,
     check_axes,
-    check_gradients,
     on_present,
     per_shard,
     sum_shards,

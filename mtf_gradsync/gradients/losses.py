@@ -9,8 +9,9 @@ from mtf_gradsync._private.gradients_calls import Seed, gradients_calls
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import loop_body
 from mtf_gradsync._walk import walk
+from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending.linear import linear_positions
-from mtf_gradsync.gradients.stages import MaybeGradients, on_present
+from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.step import Part, PartLowering, Plan
 from mtf_gradsync.step.hook import flat
 

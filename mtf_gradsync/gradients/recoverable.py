@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from typing import Sequence
 
 from mtf_gradsync._names import some_lines
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.gradients.checks import MaybeGradients
 from mtf_gradsync.gradients.pending import Cause, Flow, Layout, Mixing, check_batch_dims
 from mtf_gradsync.mesh.axes import ReplicaAxes
-
-MaybeGradients = Sequence[Optional[mtf.Tensor]]
 
 _ACCEPT = "give accept_summed=True to take an equal share of the gradient for each shard"
 # For each cause what the operation does, and how to avoid it.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
 from mtf_gradsync.gradients.partial_sums import (
     partial_sum,
     reduce_partial_sums,
@@ -16,23 +17,6 @@ from mtf_gradsync.gradients.stage import StageOperation, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.step import OwnWrites
-
-MaybeGradients = Sequence[Optional[mtf.Tensor]]
-
-
-def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list, checked.
-
-    Raises:
-      TypeError: something in it is neither an mtf tensor nor None.
-    """
-    if isinstance(grads, mtf.Tensor) or not hasattr(grads, "__iter__"):
-        raise TypeError(f"grads must be a list of mtf.Tensor or None, got {grads!r}.")
-    grads = list(grads)
-    for index, grad in enumerate(grads):
-        if grad is not None and not isinstance(grad, mtf.Tensor):
-            raise TypeError(f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}.")
-    return grads
 
 
 def on_present(

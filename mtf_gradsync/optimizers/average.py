@@ -11,8 +11,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import moving_average_settings
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
+from mtf_gradsync.gradients.checks import check_variables
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.checks import check_variables
 from mtf_gradsync.optimizers.pipeline import Stage, StepBuilder, Traits
 from mtf_gradsync.optimizers.state.averaged import AVERAGE
 from mtf_gradsync.optimizers.state.restoring import note_state

@@ -6,7 +6,7 @@ import warnings
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.optimizers import checks
+from mtf_gradsync.gradients import checks
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import StepBuilder, Traits

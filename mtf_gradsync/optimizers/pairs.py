@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Callable, Generic, TypeVar, overload
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
@@ -46,6 +46,11 @@ class OfStep(Generic[_T]):
 class AppliesPairs:
     """A mixin for wrappers: `apply_grad`, which calls their `apply_grads`."""
 
+    apply_grads: Callable[..., list[mtf.Operation]]
+    _checked: Callable[..., Any]
+    _wrappers: Callable[[], list[Any]]
+    # Whether this wrapper has built a step for the mesh of a variable.
+    _applied_before: Callable[[mtf.Variable], bool]
     # Pairs gathered for it, or for a wrapper around it, whose step is not built yet.
     _to_build: tuple[_Pairs, ...] = ()
 
@@ -82,21 +87,6 @@ class AppliesPairs:
         elif pairs is None and self._applied_before(var):
             self._warn_of_more_steps(var)
         return (pairs or _Pairs(self, var.mesh, own)).add(grad, var)
-
-    def _checked(self, grads: Any, variables: Any, own: OwnArguments) -> Any:
-        """Checks arguments before anything is built."""
-        raise NotImplementedError
-
-    def _wrappers(self) -> list[Any]:
-        raise NotImplementedError
-
-    def apply_grads(self, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """See `mtf_gradsync.optimizers.wrapper.Wrapper.apply_grads`."""
-        raise NotImplementedError
-
-    def _applied_before(self, variable: mtf.Variable) -> bool:
-        """Whether this wrapper has built a step for the mesh of a variable."""
-        raise NotImplementedError
 
     def _build_pairs(self, mesh: mtf.Mesh) -> None:
         """Builds the step of the pairs gathered for a mesh."""

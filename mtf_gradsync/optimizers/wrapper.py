@@ -9,9 +9,9 @@ from typing import Any, Iterable, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
+from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
-from mtf_gradsync.optimizers import checks
 from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pairs import AppliesPairs, OfStep

@@ -13,12 +13,14 @@ from mtf_gradsync._private.tensorflow import trace_function
 
 _logger = logging.getLogger("mtf_gradsync")
 
-# Linear in their first input; other inputs are shapes, axes and the like.
+# Linear in one input; others are shapes, axes, divisors and the like.
 _FIRST = frozenset({
-    "BroadcastTo", "Conj", "Cumsum", "ExpandDims", "GatherNd", "GatherV2", "Identity",
-    "MatrixDiagV3", "Mean", "MirrorPad", "Neg", "Pad", "Reshape", "ReverseV2", "Roll", "Slice",
-    "Snapshot", "Squeeze", "StopGradient", "StridedSlice", "Sum", "Tile", "Transpose", "Unpack",
+    "BroadcastTo", "Conj", "Cumsum", "Div", "DivNoNan", "ExpandDims", "GatherNd", "GatherV2",
+    "Identity", "MatrixDiagV3", "Mean", "MirrorPad", "Neg", "Pad", "RealDiv", "Reshape",
+    "ReverseV2", "Roll", "Slice", "Snapshot", "Squeeze", "StopGradient", "StridedSlice", "Sum",
+    "Tile", "Transpose", "Unpack",
 })  # fmt: skip
+_IN_ONE = {**dict.fromkeys(_FIRST, 0), "Split": 1, "SplitV": 0}
 # Linear in all of their inputs together.
 _TOGETHER = frozenset({"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"})
 # Linear in each input by itself.
@@ -26,9 +28,7 @@ _PRODUCTS = frozenset({
     "BatchMatMul", "BatchMatMulV2", "Conv2D", "Conv2DBackpropFilter", "Conv2DBackpropInput",
     "Conv3D", "Einsum", "MatMul", "Mul", "MulNoNan",
 })  # fmt: skip
-_QUOTIENTS = frozenset({"Div", "DivNoNan", "RealDiv"})
 _CHOICES = frozenset({"Select", "SelectV2"})
-_SPLITS = {"Split": 1, "SplitV": 0}
 # Stateful for TensorFlow, but with the same result on all processors.
 _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
@@ -91,10 +91,8 @@ def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
     if op.type == "Cast":
         floats = op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating
         return _Term.LINEAR if floats else None
-    if op.type in _FIRST or op.type in _QUOTIENTS:
-        return _Term.LINEAR if linear == [0] else None
-    if op.type in _SPLITS:
-        return _Term.LINEAR if linear == [_SPLITS[op.type]] else None
+    if op.type in _IN_ONE:
+        return _Term.LINEAR if linear == [_IN_ONE[op.type]] else None
     if op.type in _PRODUCTS:
         return _Term.LINEAR if len(linear) == 1 else None
     if op.type in _CHOICES:

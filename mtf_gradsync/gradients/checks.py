@@ -1,13 +1,28 @@
-"""Checks of wrappers' arguments, before anything is created in a graph."""
+"""Checks of gradients and variables, before anything is created in a graph."""
 
 from __future__ import annotations
 
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.stages import check_gradients
 
+MaybeGradients = Sequence[Optional[mtf.Tensor]]
 GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
+
+
+def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
+    """Returns grads as a new list, checked.
+
+    Raises:
+      TypeError: something in it is neither an mtf tensor nor None.
+    """
+    if isinstance(grads, mtf.Tensor) or not hasattr(grads, "__iter__"):
+        raise TypeError(f"grads must be a list of mtf.Tensor or None, got {grads!r}.")
+    grads = list(grads)
+    for index, grad in enumerate(grads):
+        if grad is not None and not isinstance(grad, mtf.Tensor):
+            raise TypeError(f"grads must hold mtf.Tensor or None, but grads[{index}] is {grad!r}.")
+    return grads
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
