@@ -9,10 +9,13 @@ from tests import harness, models
 from tests.optimizers.outer import outer_reference
 
 STEPS = 100
-ALL = [["w1", "b1", "scale", "one"]]
-# Largest first, each where there is room.
-TWO = [["w1"], ["b1", "scale", "one"]]
-FOUR = [["w1"], ["b1"], ["scale"], ["one"]]
+ALL = outer_reference.ALL
+# A core has 48 + 8 + 1 + 1 numbers, or 24 + 4 + 1 + 1 on the mesh with a model axis: "w1" is cut.
+TWO, FOUR = outer_reference.cut(8, 29, 48), outer_reference.cut(8, 15, 30, 45, 48)
+TWO_OF_SLICES, FOUR_OF_SLICES = (
+    outer_reference.cut(4, 15, 24),
+    outer_reference.cut(4, 8, 16, 24, 24),
+)
 
 
 def outer(opt, mesh, inner_steps, **arguments):
@@ -45,34 +48,33 @@ def assert_as_reference(found, expected, steps):
         np.testing.assert_allclose(found[f"{name}/island"], islands, rtol=0, atol=atol)
 
 
-# kind, mesh, islands, inner optimizer, inner_steps, nesterov, sets of variables
+# kind, mesh, islands, inner optimizer, inner_steps, nesterov, fragments
 CASES = [
     ("simd", "4", 4, "sgd", 1, True, ALL),
     ("simd", "4", 4, "momentum", 5, False, ALL),
     ("simd", "4", 4, "adam", 4, True, TWO),
     ("simd", "4", 4, "sgd", 4, False, FOUR),
-    ("simd", "2x2x2", 2, "momentum", 4, True, FOUR),
+    ("simd", "2x2x2", 2, "momentum", 4, True, FOUR_OF_SLICES),
     ("simd", "2x2x2", 2, "adam", 5, True, ALL),
     ("placement", "4", 4, "adam", 4, True, FOUR),
     ("placement", "4", 4, "sgd", 5, True, ALL),
-    ("placement", "2x2x2", 2, "momentum", 4, False, TWO),
+    ("placement", "2x2x2", 2, "momentum", 4, False, TWO_OF_SLICES),
     pytest.param("xla", "4", 4, "momentum", 4, True, TWO, marks=pytest.mark.xla),
     pytest.param("xla", "2x2x2", 2, "sgd", 5, True, ALL, marks=pytest.mark.xla),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh", "islands", "opt", "inner_steps", "nesterov", "turns"), CASES
+    ("kind", "mesh", "islands", "opt", "inner_steps", "nesterov", "fragments"), CASES
 )
-def test_outer_steps_are_those_of_numpy(kind, mesh, islands, opt, inner_steps, nesterov, turns):
+def test_outer_steps_are_those_of_numpy(kind, mesh, islands, opt, inner_steps, nesterov, fragments):
     def make():
-        fragments = len(turns)
         return outer(opt, mesh, inner_steps, outer_momentum=0.5, nesterov=nesterov,
-                     fragments=fragments)  # fmt: skip
+                     fragments=len(fragments))  # fmt: skip
 
     found = run(kind, mesh, make, STEPS).variables
     expected = outer_reference.train(
-        opt, batches(STEPS), islands, inner_steps, 0.7, 0.5, nesterov, turns
+        opt, batches(STEPS), islands, inner_steps, 0.7, 0.5, nesterov, fragments
     )
     assert_as_reference(found, expected, STEPS)
 
