@@ -45,7 +45,7 @@ def fragments_of(
         room[number] -= sizes[variable]
 
     def cut(variable: mtf.Variable) -> None:
-        unit = shapes[variable][-1] if by_rows and shapes[variable] else 1
+        unit = shapes[variable][-1] if by_rows and len(shapes[variable]) > 1 else 1
         units = [max(0, space) // unit for space in room]
         missing = sizes[variable] // unit - sum(units)
         for number in sorted(range(count), key=lambda i: units[i] * unit - room[i])[
@@ -55,7 +55,9 @@ def fragments_of(
         start, errors = 0, dict[str, mtf.Variable]()
         for number in sorted(range(count), key=lambda i: -units[i]):
             stop = min(start + units[number] * unit, sizes[variable])
-            if stop > start:
+            if stop - start == sizes[variable]:
+                put(variable, number)
+            elif stop > start:
                 piece = Piece(variable, number, start, stop, shapes[variable], errors)
                 fragments[number][variable] = piece
                 room[number] -= stop - start

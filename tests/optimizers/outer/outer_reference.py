@@ -27,10 +27,12 @@ def train(
     nesterov: bool,
     fragments: Sequence[Mapping[str, Any]],
     change: Callable[[Values], Values] = lambda grads: grads,
+    mean: Callable[[str, Any, np.ndarray], Any] = lambda name, mask, parts: parts.mean(0),
 ) -> Trained:
-    """Trains islands on their parts of the batches; each fragment has a mask of its numbers, by variable.
+    """Trains islands on their parts of the batches.
 
-    `change` is what is done to the gradients of each island.
+    Each fragment has a mask of its numbers, by variable. `change` is what is done to the gradients
+    of each island, and `mean` is how the islands' differences of a variable are reduced.
     """
     outer = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
     islands = [dict(outer) for _ in range(num_islands)]
@@ -45,7 +47,7 @@ def train(
             if step % inner_steps != number * inner_steps // len(fragments) % inner_steps:
                 continue
             for k, mask in masks.items():
-                gradient = outer[k] - np.mean([island[k] for island in islands], axis=0)
+                gradient = mean(k, mask, np.stack([outer[k] - island[k] for island in islands]))
                 after = momentum * velocity[k] + gradient
                 move = gradient + momentum * after if nesterov else after
                 velocity[k] = np.where(mask, after, velocity[k])
