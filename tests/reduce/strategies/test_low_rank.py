@@ -112,6 +112,19 @@ def test_fifty_steps_are_numpy_s_and_a_restart_has_the_same_bits(kind, programs,
     assert np.abs(applied + waits - total).max() <= (24 + 20) * EPS * size
 
 
+@pytest.mark.xla
+def test_an_exported_folder_takes_what_was_not_sent_along(programs, tmp_path):
+    made, saved = programs("simd", "2x2"), str(tmp_path / "saved")
+    made.run(FEEDS[:3], save=saved)
+    step = compressed.exported_step(made, tmp_path / "step", saved)
+    for feed in FEEDS[3:6]:
+        step(feed)
+    found, expected = step.variables(), programs("xla", "2x2").run(FEEDS[3:6], restore=saved)
+    assert {k: v.tobytes() for k, v in found.items()} == {
+        k: v.tobytes() for k, v in expected.items()
+    }
+
+
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_full_rank_is_the_plain_sum(kind):
     full = optimizer(rank=20, min_compression_rate=0.1)
