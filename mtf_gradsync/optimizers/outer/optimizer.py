@@ -114,7 +114,7 @@ class OuterOptimizer(ReportsSkips):
         check_whole("fragments", fragments)
         if inner_steps % fragments:
             raise ValueError(
-                "inner_steps must be a multiple of fragments, as one fragment is synchronized every "
+                "inner_steps must be a multiple of fragments, as a fragment is synchronized every "
                 f"inner_steps / fragments updates, got inner_steps={inner_steps!r} and "
                 f"fragments={fragments!r}."
             )

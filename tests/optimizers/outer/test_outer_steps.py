@@ -1,10 +1,12 @@
 """Outer steps against the same algorithm in numpy float64, on every runtime."""
 
+import functools
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 
@@ -137,3 +139,25 @@ def test_slots_are_found_by_the_variable():
 
     result = harness.run("simd", shape, layout, build, models.mlp_batches(3))
     assert [f["outer/step"] for f in result.fetched] == [0, 1, 1]
+
+
+def test_ref_variables_on_a_placement_mesh():
+    """TensorFlow 1 makes them unless a program asks for resource variables."""
+
+    def steps():
+        make = functools.partial(outer, "momentum", "2x2x2", 2, outer_momentum=0.5)
+        result = run("placement", "2x2x2", make, 3)
+        kinds = {op.type for op in result.graph.get_operations() if "Variable" in op.type}
+        return result.variables, kinds
+
+    expected, _ = steps()
+    previous = tf.resource_variables_enabled()
+    tf.disable_resource_variables()
+    try:
+        found, kinds = steps()
+    finally:
+        if previous:
+            tf.enable_resource_variables()
+    assert {"VariableV2", "Variable"} & kinds
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
