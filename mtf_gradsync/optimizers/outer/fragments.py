@@ -29,7 +29,7 @@ def fragments_of(
       count: the number of fragments, 1 or more.
       axes: the layout of the variables; sizes are those of a core's slices.
       by_rows: whether to cut between rows, so that pieces are matrices where variables are. Then a
-        fragment may be larger than its share, by less than one row of each variable that is cut.
+        fragment may be larger than its share, by less than a row of a variable that is cut.
 
     Returns:
       For each fragment variables and pieces of variables, in the order of variables; at most one
@@ -48,9 +48,8 @@ def fragments_of(
         unit = shapes[variable][-1] if by_rows and len(shapes[variable]) > 1 else 1
         units = [max(0, space) // unit for space in room]
         missing = sizes[variable] // unit - sum(units)
-        for number in sorted(range(count), key=lambda i: units[i] * unit - room[i])[
-            : max(0, missing)
-        ]:
+        largest_rest_first = sorted(range(count), key=lambda i: units[i] * unit - room[i])
+        for number in largest_rest_first[: max(0, missing)]:
             units[number] += 1
         start, errors = 0, dict[str, mtf.Variable]()
         for number in sorted(range(count), key=lambda i: -units[i]):

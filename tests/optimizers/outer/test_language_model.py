@@ -23,6 +23,8 @@ BINDINGS = [
     "num_heads = 2",
     "d_kv = 8",
     f"Unitransformer.max_length = {LENGTH}",
+    "utils.get_variable_dtype.slice_dtype = 'float32'",
+    "utils.get_variable_dtype.activation_dtype = 'float32'",
 ]
 
 

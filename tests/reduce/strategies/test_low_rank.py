@@ -139,7 +139,7 @@ def test_what_is_not_applied_yet_is_the_algorithm_s_own(programs):
             others = [own, *(twin[step - 2] for twin in twins)]
             off = np.maximum(off, [np.abs(x - waits).max() for x in others])
             assert off[0] <= 16 * off[1:].max()
-        assert off[0] < 0.05
+        assert off[0] < 0.1
         gradients = [np.abs(part(compressed.gradients(f, 1)["w"][0])).max() for f in FEEDS[1:]]
         assert 1 < max(np.abs(x.sum(0)).max() / g for x, g in zip(exact, gradients)) < 4
 
