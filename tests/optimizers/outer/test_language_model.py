@@ -16,6 +16,11 @@ from tests.optimizers.outer.test_checkpoints import session_of, train
 
 ISLANDS, STEPS, ROUND, RATE, MOMENTUM = 2, 7, 3, 0.7, 0.5
 BATCH, LENGTH, VOCAB = 4, 8, 32
+OPTIMIZERS = {
+    "adafactor": models.OPTIMIZERS["adafactor"],
+    # Small, as larger steps amplify rounding errors of float32.
+    "momentum": lambda: mtf.optimize.MomentumOptimizer(0.005, 0.9),
+}
 BINDINGS = [
     "num_layers = 1",
     "d_model = 16",
@@ -23,6 +28,7 @@ BINDINGS = [
     "num_heads = 2",
     "d_kv = 8",
     f"Unitransformer.max_length = {LENGTH}",
+    "utils.get_variable_dtype.master_dtype = 'float32'",
     "utils.get_variable_dtype.slice_dtype = 'float32'",
     "utils.get_variable_dtype.activation_dtype = 'float32'",
 ]
@@ -62,7 +68,7 @@ def give(made, session, values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opt", ["adafactor", "momentum"])
+@pytest.mark.parametrize("opt", OPTIMIZERS)
 def test_islands_of_a_language_model_are_bare_programs(opt):
     rng = np.random.RandomState(0)
     feeds = [
@@ -73,7 +79,7 @@ def test_islands_of_a_language_model_are_bare_programs(opt):
     islands = built(
         "simd", *where.values(), ISLANDS * BATCH,
         lambda: gs.OuterOptimizer(
-            models.OPTIMIZERS[opt](), ROUND, outer_learning_rate=RATE, outer_momentum=MOMENTUM,
+            OPTIMIZERS[opt](), ROUND, outer_learning_rate=RATE, outer_momentum=MOMENTUM,
             **where,
         ),
     )  # fmt: skip
@@ -81,7 +87,7 @@ def test_islands_of_a_language_model_are_bare_programs(opt):
         start = session.variables()
         train(islands, session, feeds)
         found = session.variables()
-    bare = built("placement", *harness.ONE, BATCH, models.OPTIMIZERS[opt])
+    bare = built("placement", *harness.ONE, BATCH, OPTIMIZERS[opt])
     names = [name for name in start if f"{name}/outer_momentum" in start]
     assert len(names) > 5
     outer = {name: start[name].astype(float) for name in names}
@@ -108,7 +114,7 @@ def test_islands_of_a_language_model_are_bare_programs(opt):
     for name in names:
         scale = np.abs(outer[name]).max()
         np.testing.assert_allclose(found[name], outer[name], rtol=0, atol=relative * scale)
-        assert np.abs(outer[name] - start[name]).max() > 100 * relative * scale
+        assert np.abs(outer[name] - start[name]).max() > 10 * relative * scale
     # Variables of the islands, and slots.
     assert len(values[0]) > len(names)
     for name in values[0]:
