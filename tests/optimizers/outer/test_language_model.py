@@ -16,11 +16,7 @@ from tests.optimizers.outer.test_checkpoints import session_of, train
 
 ISLANDS, STEPS, ROUND, RATE, MOMENTUM = 2, 7, 3, 0.7, 0.5
 BATCH, LENGTH, VOCAB = 4, 8, 32
-OPTIMIZERS = {
-    "adafactor": models.OPTIMIZERS["adafactor"],
-    # Small, as larger steps amplify rounding errors of float32.
-    "momentum": lambda: mtf.optimize.MomentumOptimizer(0.005, 0.9),
-}
+OPTIMIZER = models.OPTIMIZERS["adafactor"]
 BINDINGS = [
     "num_layers = 1",
     "d_model = 16",
@@ -68,8 +64,7 @@ def give(made, session, values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opt", OPTIMIZERS)
-def test_islands_of_a_language_model_are_bare_programs(opt):
+def test_islands_of_a_language_model_are_bare_programs():
     rng = np.random.RandomState(0)
     feeds = [
         {"targets": rng.randint(1, VOCAB, [ISLANDS * BATCH, LENGTH]).astype("i")}
@@ -79,7 +74,7 @@ def test_islands_of_a_language_model_are_bare_programs(opt):
     islands = built(
         "simd", *where.values(), ISLANDS * BATCH,
         lambda: gs.OuterOptimizer(
-            OPTIMIZERS[opt](), ROUND, outer_learning_rate=RATE, outer_momentum=MOMENTUM,
+            OPTIMIZER(), ROUND, outer_learning_rate=RATE, outer_momentum=MOMENTUM,
             **where,
         ),
     )  # fmt: skip
@@ -87,7 +82,7 @@ def test_islands_of_a_language_model_are_bare_programs(opt):
         start = session.variables()
         train(islands, session, feeds)
         found = session.variables()
-    bare = built("placement", *harness.ONE, BATCH, OPTIMIZERS[opt])
+    bare = built("placement", *harness.ONE, BATCH, OPTIMIZER)
     names = [name for name in start if f"{name}/outer_momentum" in start]
     assert len(names) > 5
     outer = {name: start[name].astype(float) for name in names}
@@ -114,7 +109,7 @@ def test_islands_of_a_language_model_are_bare_programs(opt):
     for name in names:
         scale = np.abs(outer[name]).max()
         np.testing.assert_allclose(found[name], outer[name], rtol=0, atol=relative * scale)
-        assert np.abs(outer[name] - start[name]).max() > 10 * relative * scale
+        assert np.abs(outer[name] - start[name]).max() > 100 * relative * scale
     # Variables of the islands, and slots.
     assert len(values[0]) > len(names)
     for name in values[0]:
