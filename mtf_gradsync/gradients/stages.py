@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
 from mtf_gradsync.gradients.partial_sums import (
     partial_sum,
@@ -194,7 +195,8 @@ def sum_shards(
       grads: gradients of shape `[shard dims...] + var dims` (summed over the shard dims) or
         `var dims` (their pending all-reduce runs); None passes through.
       axes: the replica axes; None when no gradient has shard dims.
-      reducer: the reduction strategy; None takes `FusedAllReduce()`.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`. One that compresses the
+        gradients of an optimizer reduces these without compression, with a warning.
 
     Returns:
       A list of reduced gradients of shape `var dims`.
@@ -206,6 +208,14 @@ def sum_shards(
     if axes is not None:
         check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
+    if getattr(strategy, "reduces_gradients_apart", False):
+        warn_once(
+            f"sum_shards {type(strategy).__name__}",
+            "sum_shards does not compress gradients by %s, whose state belongs to the variables of "
+            "an optimizer: they are reduced as all other sums. Give it to a wrapper, such as "
+            "CrossShardOptimizer(opt, reducer=...).",
+            type(strategy).__name__,
+        )
     batch_dims = None if axes is None else axes.batch_dims
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:

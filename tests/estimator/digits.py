@@ -31,6 +31,10 @@ OPTIMIZERS = {
         adam(), 2, variable_averages=0.9, variables_to_average=variables
     ),
     "outer": lambda _: gs.OuterOptimizer(adam(), 2),
+    "quantized": lambda _: gs.CrossShardOptimizer(
+        adam(), reducer=gs.QuantizedAllReduce(block_size=32)
+    ),
+    "low_rank": lambda _: gs.CrossShardOptimizer(adam(), reducer=gs.LowRankAllReduce(rank=1)),
     "average": lambda _: gs.AverageOptimizer(gs.CrossShardOptimizer(adam()), 0.5),
     "momentum": lambda _: gs.CrossShardOptimizer(mtf.optimize.MomentumOptimizer(0.1, 0.9)),
 }

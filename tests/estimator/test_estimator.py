@@ -191,14 +191,29 @@ def cross_entropy(logits, labels):
 # CPU replicas restart as XLA devices do, and a placement mesh in test_old_checkpoints.py.
 @pytest.mark.parametrize("runtime", RUNTIMES[2:])
 def test_a_run_in_two_pieces_is_the_same_run(runtime, tmp_path):
-    whole = train(ours(tmp_path / "whole", "local", runtime))
-    pieces = train(ours(tmp_path / "pieces", "local", runtime), 3)
-    pieces += train(ours(tmp_path / "pieces", "local", runtime), 3, digits.skipping(3))
+    in_two_pieces("local", runtime, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kept"),
+    [("quantized", "quantization_error"), ("low_rank", "low_rank_error")],
+)
+def test_a_restarted_run_keeps_what_was_not_sent(optimizer, kept, tmp_path):
+    saved = in_two_pieces(optimizer, "cpu_replicas", tmp_path)
+    assert np.abs(saved[f"hidden/kernel/{kept}"]).max() > 0
+
+
+def in_two_pieces(optimizer, runtime, tmp_path):
+    """A whole run, and one that is restarted, end alike; returns the variables."""
+    whole = train(ours(tmp_path / "whole", optimizer, runtime))
+    pieces = train(ours(tmp_path / "pieces", optimizer, runtime), 3)
+    pieces += train(ours(tmp_path / "pieces", optimizer, runtime), 3, digits.skipping(3))
     assert pieces == whole
     one, two = variables(tmp_path / "whole"), variables(tmp_path / "pieces")
     assert one.keys() == two.keys()
     for name, value in one.items():
         np.testing.assert_array_equal(value, two[name], err_msg=name)
+    return one
 
 
 def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_path):

@@ -5,24 +5,19 @@ All inputs are multiples of 1/32 below 1, so that gradients are exact in float32
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
+from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.xla.runner import Step
+from tests.reduce import exact
 
 BATCH, INPUTS, HIDDEN = 16, 24, 20
 RATE = 0.5
-
-
-def batches(steps: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Inputs for some steps."""
-    rng = np.random.RandomState(seed)
-    shapes = {"x": [BATCH, INPUTS], "y": [BATCH, HIDDEN]}
-    return [
-        {k: (rng.randint(-32, 33, s) / 32).astype("f") for k, s in shapes.items()}
-        for _ in range(steps)
-    ]
+batches = functools.partial(exact.batches, BATCH, INPUTS, HIDDEN)
 
 
 def loss(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> mtf.Tensor:
@@ -49,6 +44,15 @@ def gradients(feed: dict[str, np.ndarray], shards: int) -> dict[str, np.ndarray]
     each = len(feed["x"]) // shards
     x, y = (feed[k].astype(float).reshape(shards, each, -1) for k in ("x", "y"))
     return {"w": np.einsum("sbi,sbh->sih", x, y), "b": y.sum(1), "gain": y.sum((1, 2))}
+
+
+def exported_step(program: Any, folder: Any, checkpoint: str) -> Step:
+    """A step of a `rounded_programs.Program`, exported with the values of a checkpoint."""
+    made = program.built
+    with made.graph.as_default():
+        fetches = {"loss": made.fetched["loss"]}
+        xla.export(made.program, made.lowering, fetches, folder, checkpoint=checkpoint)
+    return Step.load(str(folder))
 
 
 def encode(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,16 +5,19 @@ All numbers are multiples of 2**-11 below 2**12: float32 holds every sum of them
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
+from tests.reduce import exact
 
 BATCH, INPUTS, HIDDEN = 8, 3, 4
 RATE = 0.5
 STEP = 8.0  # gradients are sent in multiples of 1 / STEP
+batches = functools.partial(exact.batches, BATCH, INPUTS, HIDDEN)
 
 
 class Errors(NamedTuple):
@@ -58,16 +61,6 @@ class RoundedAllReduce(reduce.GradientStrategy):
         pairs = [mesh_impl.slicewise(send, x, error) for x, error in zip(values, state.of)]
         sums = self.reducer.all_reduce(mesh_impl, [sent for sent, _ in pairs], groups)
         return sums, Errors(tuple(error for _, error in pairs))
-
-
-def batches(steps: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Inputs for some steps."""
-    rng = np.random.RandomState(seed)
-    shapes = {"x": [BATCH, INPUTS], "y": [BATCH, HIDDEN]}
-    return [
-        {k: (rng.randint(-32, 33, s) / 32).astype("f") for k, s in shapes.items()}
-        for _ in range(steps)
-    ]
 
 
 def loss(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> mtf.Tensor:

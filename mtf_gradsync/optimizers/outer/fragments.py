@@ -1,68 +1,79 @@
-"""Fragments: sets of variables that are synchronized on different steps."""
+"""Fragments: parts of all variables that are synchronized on different steps."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Sequence
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline.pieces import Owner, Piece
 
-# A warning says so where a set holds this many times its share.
-_ROOM = 1.25
 # The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".
 _NUMBER = re.compile(r"\d+(?=/)")
 
 
-def fragments_of(variables: Sequence[mtf.Variable], count: int) -> list[list[mtf.Variable]]:
-    """Splits variables into sets that are sent on different steps.
+def fragments_of(
+    variables: Sequence[mtf.Variable], count: int, axes: ReplicaAxes, by_rows: bool = False
+) -> list[list[Owner]]:
+    """Splits variables into fragments, of which each has an equal share of what a core sends.
 
-    Layer l belongs to set l modulo count, as in streaming DiLoCo; layers are numbered by the first
-    number that ends a part of their variables' names. Other variables, and layers that would make a
-    set larger than its share, go where there is room, the largest first. A variable is not cut; a
-    warning says so where one makes its set much larger than the others.
+    Layer l belongs to fragment l modulo count, as in streaming DiLoCo; layers are numbered by the
+    first number that ends a part of their variables' names. Other variables, and layers that would
+    make a fragment larger than its share, go where there is room, the largest first. A variable
+    for which no fragment has room is cut.
 
     Args:
-      variables: at least `count` variables.
-      count: the number of sets, 1 or more.
+      variables: variables with gradients.
+      count: the number of fragments, 1 or more.
+      axes: the layout of the variables; sizes are those of a core's slices.
+      by_rows: whether to cut between rows, so that pieces are matrices where variables are. Then a
+        fragment may be larger than its share, by less than a row of a variable that is cut.
 
     Returns:
-      The sets, none of them empty, each in the order of variables.
+      For each fragment variables and pieces of variables, in the order of variables; at most one
+      piece of a variable in a fragment. None is larger than a share, rounded up to a whole number.
     """
-    sizes = {v: v.shape.size for v in variables}
-    share = sum(sizes.values()) / count
+    shapes = {v: axes.slice_shape(v.shape) for v in variables}
+    sizes = {v: math.prod(shape) for v, shape in shapes.items()}
+    room = [-(-sum(sizes.values()) // count)] * count
+    fragments: list[dict[mtf.Variable, Owner]] = [{} for _ in range(count)]
+
+    def put(variable: mtf.Variable, number: int) -> None:
+        fragments[number][variable] = variable
+        room[number] -= sizes[variable]
+
+    def cut(variable: mtf.Variable) -> None:
+        unit = shapes[variable][-1] if by_rows and len(shapes[variable]) > 1 else 1
+        units = [max(0, space) // unit for space in room]
+        missing = sizes[variable] // unit - sum(units)
+        largest_rest_first = sorted(range(count), key=lambda i: units[i] * unit - room[i])
+        for number in largest_rest_first[: max(0, missing)]:
+            units[number] += 1
+        start, errors = 0, dict[str, mtf.Variable]()
+        for number in sorted(range(count), key=lambda i: -units[i]):
+            stop = min(start + units[number] * unit, sizes[variable])
+            if stop - start == sizes[variable]:
+                put(variable, number)
+            elif stop > start:
+                piece = Piece(variable, number, start, stop, shapes[variable], errors)
+                fragments[number][variable] = piece
+                room[number] -= stop - start
+            start = stop
+
     numbers = {v: _NUMBER.search(v.name) for v in variables}
     layers = sorted({int(found.group()) for found in numbers.values() if found})
-    filled, place = [0] * count, dict[mtf.Variable, int]()
-
-    def put(variable: mtf.Variable, turn: int) -> None:
-        place[variable] = turn
-        filled[turn] += sizes[variable]
-
-    def put_where_there_is_room(some: Sequence[mtf.Variable]) -> None:
-        for variable in sorted(some, key=lambda v: -sizes[v]):
-            taken = set(place.values())
-            empty = [turn for turn in range(count) if turn not in taken]
-            put(variable, min(empty or range(count), key=lambda t: filled[t]))
-
-    # First, so that nothing is put beside them that has room elsewhere.
-    put_where_there_is_room([v for v in variables if sizes[v] > share])
     for variable, found in numbers.items():
-        if found and variable not in place:
-            turn = layers.index(int(found.group())) % count
-            if filled[turn] + sizes[variable] <= share:
-                put(variable, turn)
-    put_where_there_is_room([v for v in variables if v not in place])
-    if max(filled) > _ROOM * share:
-        largest = max(variables, key=lambda v: sizes[v])
-        warn_once(
-            f"fragments {count} {largest.name}",
-            "fragments=%d: the largest step sends %.0f%% of all values between islands and not "
-            "%.0f%%, since a variable is not cut and %r has %.0f%% of them. Fewer fragments send "
-            "as little at a time.",
-            count,
-            *(100 * x / sum(sizes.values()) for x in (max(filled), share)),
-            largest.name,
-            100 * sizes[largest] / sum(sizes.values()),
-        )
-    return [[v for v in variables if place[v] == turn] for turn in range(count)]
+        if found:
+            number = layers.index(int(found.group())) % count
+            if sizes[variable] <= room[number]:
+                put(variable, number)
+    placed = {v for fragment in fragments for v in fragment}
+    for variable in sorted((v for v in variables if v not in placed), key=lambda v: -sizes[v]):
+        number = max(range(count), key=lambda i: room[i])
+        if sizes[variable] <= room[number]:
+            put(variable, number)
+        else:
+            cut(variable)
+    return [[some[v] for v in variables if v in some] for some in fragments]

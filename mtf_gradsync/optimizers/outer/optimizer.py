@@ -87,8 +87,8 @@ class OuterOptimizer(ReportsSkips):
           outer_learning_rate: learning rate of the outer step, greater than 0.
           outer_momentum: momentum of the outer step, from 0 up to 1 (not included).
           nesterov: whether the momentum is Nesterov's. It has no effect with a momentum of 0.
-          fragments: the number of sets of variables that are synchronized in turn, every
-            inner_steps / fragments updates: less is sent at a time, and the same in total.
+          fragments: the number F of equal parts of all values, of which one is synchronized every
+            inner_steps / F updates: no step sends more than 1/F of what it takes to send all.
           outer_dims: the names in batch_dims that are split over islands; None for all of them.
             The others are split over the replicas inside an island.
           leave_out_not_finite: whether an outer step skips islands with a loss, values or slots
@@ -114,8 +114,9 @@ class OuterOptimizer(ReportsSkips):
         check_whole_number("fragments", fragments)
         if inner_steps % fragments:
             raise ValueError(
-                "inner_steps must be a multiple of fragments, which are synchronized in turn, got "
-                f"inner_steps={inner_steps!r} and fragments={fragments!r}."
+                "inner_steps must be a multiple of fragments, as a fragment is synchronized every "
+                f"inner_steps / fragments updates, got inner_steps={inner_steps!r} and "
+                f"fragments={fragments!r}."
             )
         if not is_number(outer_learning_rate) or not outer_learning_rate > 0:
             raise ValueError(

@@ -57,11 +57,11 @@ class ReportSkippedIslands(Watched):
         return f"{self._beginning} {', '.join(map(str, islands))}." if len(islands) else None
 
 
-class LossesOfTurn:
-    """Which islands had a loss in this turn that is not finite.
+class LossesOfPeriod:
+    """Which islands had a loss that is not finite in this period, since the outer step before.
 
-    Each island keeps the number of the last turn that it had one in, so that nothing has to be set
-    back, and nothing is sent between islands.
+    Each island keeps the number of the last period that it had one in, so that nothing has to be
+    reset, and nothing is sent between islands.
 
     Attributes:
       variable: `<owner>/bad_loss`, the number for each island, or 0.
@@ -71,7 +71,7 @@ class LossesOfTurn:
     def __init__(
         self,
         grads: Sequence[mtf.Tensor],
-        turn: mtf.Tensor,
+        period: mtf.Tensor,
         islands: ReplicaAxes,
         strategy: Strategy,
         owner: str,
@@ -80,24 +80,24 @@ class LossesOfTurn:
 
         Args:
           grads: gradients of the losses.
-          turn: number of the turn, an int32 scalar from 1.
+          period: number of the period, an int32 scalar from 1.
           islands: the axes between islands.
           strategy: how flags cross an island.
           owner: name of the wrapper.
         """
         dims = list(islands.shard_dims)
         self.variable = named_state(
-            turn.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0
+            period.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0
         )
-        self._turn, last = turn, self.variable.value
+        self._period, last = period, self.variable.value
         losses = losses_behind(grads)
         if losses:
             # A loss that islands share says of none of them that it is its own.
             found = NotFinite(losses, islands, strategy, only_apart=True).outputs[0]
             bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
-            last = last + (turn - last) * mtf.cast(bad, tf.int32)
+            last = last + (period - last) * mtf.cast(bad, tf.int32)
         self.last = last
 
     def are_bad(self) -> mtf.Tensor:
         """1 for each island that had one, else 0: float32 `[islands...]`."""
-        return mtf.cast(mtf.equal(self.last, self._turn), tf.float32)
+        return mtf.cast(mtf.equal(self.last, self._period), tf.float32)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.optimizers.outer.fragments import fragments_of
-from mtf_gradsync.optimizers.outer.skipped import LossesOfTurn, ReportSkippedIslands
+from mtf_gradsync.optimizers.outer.skipped import LossesOfPeriod, ReportSkippedIslands
 from mtf_gradsync.optimizers.outer.tensors import Agreed, SameSlices, differing_variables
 from mtf_gradsync.optimizers.outer.variables import (
     OuterVariable,
@@ -16,6 +16,7 @@ from mtf_gradsync.optimizers.outer.variables import (
 )
 from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Reduction, Stage, StepBuilder
 from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere
+from mtf_gradsync.optimizers.pipeline.pieces import CutOut, Owner, Piece, PutBack, variable_of
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.step import values_after
 
@@ -74,9 +75,11 @@ class OuterSteps(Stage):
         own = SameSlices(gradients.present, shapes, float(islands.num_shards)).outputs
         self._gradients, self._made_before = own, set(gradients.graph.all_variables)
         if wrapper.leave_out_not_finite:
-            turn = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
+            period = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
             given = [g for g in step.received[0].grads if g is not None]
-            self._losses = LossesOfTurn(given, turn, islands, wrapper.plain_reducer, wrapper.name)
+            self._losses = LossesOfPeriod(
+                given, period, islands, wrapper.plain_reducer, wrapper.name
+            )
             wrapper._slots.record([self._losses.variable], self._variables)
             now = self._losses.last
             step.write([mtf.assign(self._losses.variable, now)], step.gate([now]))
@@ -96,12 +99,15 @@ class OuterSteps(Stage):
         gate = step.gate(step.passed_on[-1].present)
         step.write([mtf.assign(self._state.inner_step, count)], gate)
         period, fragments = wrapper.inner_steps, wrapper.fragments
-        turns = fragments_of(self._variables, fragments)
+        by_rows = getattr(wrapper.reducer, "reduces_gradients_apart", False)
+        parts = fragments_of(self._variables, fragments, self._islands, by_rows)
         writes: list[mtf.Operation] = []
-        for number, variables in enumerate(turns, 1):
+        for number, owners in enumerate(parts, 1):
+            if not owners:
+                continue
             due = mtf.equal(mtf.mod(count, period), number * period // fragments % period)
             with step.branch_when(due, gate, updates):
-                writes += self._outer_step(variables, updates, step)
+                writes += self._outer_step(owners, updates, step)
         step.show(self._outer, writes)
         return []
 
@@ -130,23 +136,27 @@ class OuterSteps(Stage):
         return mtf.Shape([*self._islands.shard_dims, *shape.dims])
 
     def _outer_step(
-        self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation], step: StepBuilder
+        self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Makes an outer step of some variables; returns the assignments."""
+        """Makes an outer step of a fragment; returns the assignments."""
         wrapper = self._wrapper
+        variables = [variable_of(x) for x in owners]
         moved = [self._outer[v] for v in variables]
         momenta = [self._momenta[v] for v in variables if v in self._momenta]
         read = iter(map(_wide, step.value_after([*variables, *moved, *momenta], updates)))
-        own, outer, velocity = ([next(read) for _ in x] for x in (variables, moved, momenta))
-        shapes = [self._with_islands(v.shape) for v in variables]
-        away: Sequence[mtf.Tensor] = SameSlices([y - x for x, y in zip(own, outer)], shapes).outputs
+        values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
+        own, outer, velocity = (_cut_out(x, owners) for x in values)
+        shapes = [self._with_islands(x.shape) for x in owners]
+        differences: Sequence[mtf.Tensor] = SameSlices(
+            [y - x for x, y in zip(own, outer)], shapes
+        ).outputs
         count: mtf.Tensor | None = None
         if wrapper.leave_out_not_finite:
             skip = self._not_finite(updates, step)
-            away = ZerosWhere(away, skip).outputs
+            differences = ZerosWhere(differences, skip).outputs
             skipped = _shared_by_islands(skip)
             count = mtf.reduce_sum(1.0 - skipped)
-        gradients = self._mean(away, variables, count, step)
+        gradients = self._mean(differences, owners, count, step)
         new_outer, new_velocity = [], []
         # If no island is finite, outer values and momentum do not change.
         any_counts = 1.0 if count is None else mtf.cast(mtf.greater(count, 0.0), tf.float32)
@@ -159,28 +169,32 @@ class OuterSteps(Stage):
                     after = velocity[index] + (after - velocity[index]) * any_counts
                 new_velocity.append(after)
             new_outer.append(x - move * (any_counts * wrapper.outer_learning_rate))
-        written = [*moved, *variables, *momenta]
-        values = [*new_outer, *new_outer, *new_velocity]
+        new = [new_outer, new_outer, new_velocity]
         writes = step.plan.graph.combine_assignments(
-            [mtf.assign(v, x) for v, x in zip(written, values)]
+            [
+                mtf.assign(v, x)
+                for written, before, after in zip((variables, moved, momenta), values, new)
+                for v, x in zip(written, _put_back(before, after, owners))
+            ]
         )
         step.add(writes)
         if wrapper.leave_out_not_finite:
-            rest = [v for v in self._variables if v not in variables]
-            self._begin_anew(skip, skipped, rest, updates, step)
+            # The islands' values of all other variables, and of what is not in a piece.
+            rest = [v for v in self._variables if v not in owners]
+            self._restart(skip, skipped, rest, [*updates, *writes], step)
         return writes
 
     def _mean(
         self,
-        away: Sequence[mtf.Tensor],
-        variables: Sequence[mtf.Variable],
+        differences: Sequence[mtf.Tensor],
+        owners: Sequence[Owner],
         count: mtf.Tensor | None,
         step: StepBuilder,
     ) -> list[mtf.Tensor]:
         """Returns the mean over the islands of the difference from the outer values."""
         wrapper, islands = self._wrapper, self._islands
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
-        given = GradientSet(tuple(away), tuple(variables), Form.PER_SHARD)
+        given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
         sums = step.reduce_extra(given, reduction).present
         step.write_state()
         if count is None:
@@ -200,31 +214,64 @@ class OuterSteps(Stage):
         count = mtf.reduce_sum(found, output_shape=dims) + self._losses.are_bad()
         return mtf.greater(count, 0.0)
 
-    def _begin_anew(
+    def _restart(
         self,
         skip: mtf.Tensor,
         skipped: mtf.Tensor,
         variables: Sequence[mtf.Variable],
-        updates: Sequence[mtf.Operation],
+        writes: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
-        """Resets skipped islands to the outer values and to slots of zeros, and counts them."""
+        """Restarts skipped islands with the outer values and slots of zeros, and counts them.
+
+        Args:
+          skip: which islands are skipped, `[islands...]`.
+          skipped: the same as numbers that all processors have.
+          variables: those that do not have the outer values yet.
+          writes: operations to read the values after.
+          step: the step that is being built.
+        """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None, ()):
             before = self._state.skipped
             now = before.value + mtf.cast(skipped, tf.int32)
-            writes = [mtf.assign(before, now)]
             (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
-            outer = [self._outer[v] for v in variables]
-            read = step.value_after([*variables, *self._slots, *outer], updates)
-            anew = list(read[len(variables) + len(self._slots) :])
-            for index, variable in enumerate([*variables, *self._slots]):
-                old = read[index]
-                new = anew[index] if index < len(anew) else old
-                is_slot = index >= len(anew)
-                writes.append(mtf.assign(variable, _where(mine, new, old, is_slot)))
-            step.add(step.plan.graph.combine_assignments(writes))
+            own = step.value_after(variables, writes)
+            outer = step.value_after([self._outer[v] for v in variables], writes)
+            slots = step.value_after(self._slots, writes)
+            zeros = [mtf.cwise(tf.zeros_like, [x], x.dtype) for x in slots]
+            restarted = [
+                *(mtf.assign(v, _where(mine, y, x)) for v, x, y in zip(variables, own, outer)),
+                *(mtf.assign(v, _where(mine, y, x)) for v, x, y in zip(self._slots, slots, zeros)),
+            ]
+            writes = step.plan.graph.combine_assignments([mtf.assign(before, now), *restarted])
+            step.add(writes)
             self._wrapper._skip_report = ReportSkippedIslands(skipped, before, self._wrapper.name)
             step.add([self._wrapper._skip_report])
+
+
+def _pieces(owners: Sequence[Owner]) -> dict[int, Piece]:
+    return {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
+
+
+def _cut_out(values: Sequence[mtf.Tensor], owners: Sequence[Owner]) -> list[mtf.Tensor]:
+    """Returns the owners' values of those of their variables; nothing if there are none."""
+    result, pieces = list(values), _pieces(owners)
+    if result and pieces:
+        cut = CutOut([result[i] for i in pieces], list(pieces.values())).outputs
+        result = [dict(zip(pieces, cut)).get(i, x) for i, x in enumerate(result)]
+    return result
+
+
+def _put_back(
+    values: Sequence[mtf.Tensor], new: Sequence[mtf.Tensor], owners: Sequence[Owner]
+) -> list[mtf.Tensor]:
+    """Returns the variables' values with the new values of their owners."""
+    result, pieces = list(new), _pieces(owners)
+    if result and pieces:
+        given = [values[i] for i in pieces], [new[i] for i in pieces], list(pieces.values())
+        put = PutBack(*given).outputs
+        result = [dict(zip(pieces, put)).get(i, x) for i, x in enumerate(result)]
+    return result
 
 
 def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
@@ -232,11 +279,9 @@ def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
     return mtf.anonymize(mtf.cast(skip, tf.float32))
 
 
-def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor, zeros: bool) -> mtf.Tensor:
-    def choose(old: tf.Tensor, new: tf.Tensor, skip: tf.Tensor) -> tf.Tensor:
-        return tf.where_v2(skip, tf.zeros_like(old) if zeros else new, old)
-
-    return mtf.cwise(choose, [old, new, skip], old.dtype)
+def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor) -> mtf.Tensor:
+    # The result has the shape of the first one.
+    return mtf.cwise(lambda x, y, skip: tf.where_v2(skip, y, x), [old, new, skip], old.dtype)
 
 
 def _wide(x: mtf.Tensor) -> mtf.Tensor:

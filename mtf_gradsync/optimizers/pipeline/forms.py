@@ -35,7 +35,7 @@ class GradientSet:
 
     Attributes:
       grads: for each variable its gradient, or None; at least one is not None.
-      variables: the mesh variables.
+      variables: the mesh variables; for `StepBuilder.reduce_extra` also `Piece`s of them.
       form: their form.
       divisor: a scalar to divide the reduced gradients by; None for one.
       dtypes: for each gradient the dtype to cast the reduced one to; None for its own.

@@ -11,9 +11,10 @@ from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.pipeline.pieces import Piece, PieceOfState, variable_of
 from mtf_gradsync.optimizers.pipeline.reduction import Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment
-from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.slots import SlotBook, owner_of
 from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.state import Compression, GradientOfCores, StateMaker
@@ -27,7 +28,7 @@ class _Maker(StateMaker):
     def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str = ""):
         self.name, self._if_taken = name, if_taken
         self._gradients, self._slots = gradients, slots
-        self.made: list[mtf.Variable] = []
+        self.made: list[mtf.Variable | PieceOfState] = []
         self.compression: Compression | None = None
 
     def variable(
@@ -40,6 +41,41 @@ class _Maker(StateMaker):
         begins_anew: bool = False,
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
+        owners = {v.name: v for v in self._gradients.variables if isinstance(v, Piece)}
+        piece = owners.get(owner_of(name, owners) or "")
+        if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
+            return self._of_piece(piece, name, dtype, shard_dims, start)
+        if piece is not None:
+            name = f"{name}/{piece.number}"
+        made = self._new(name, shape, dtype, shard_dims, start, begins_anew)
+        self.made.append(made)
+        return made
+
+    def _of_piece(
+        self,
+        piece: Piece,
+        name: str,
+        dtype: tf.DType,
+        shard_dims: Sequence[mtf.Dimension],
+        start: float,
+    ) -> PieceOfState:
+        """Makes a piece of a variable's state, so that checkpoints do not depend on the pieces."""
+        if name not in piece.errors:
+            shape = piece.variable.shape
+            piece.errors[name] = self._new(name, shape, dtype, shard_dims, start, False)
+        made = PieceOfState(piece.errors[name], piece, shard_dims)
+        self.made.append(made)
+        return made
+
+    def _new(
+        self,
+        name: str,
+        shape: mtf.Shape,
+        dtype: tf.DType,
+        shard_dims: Sequence[mtf.Dimension],
+        start: float,
+        begins_anew: bool,
+    ) -> mtf.Variable:
         mesh = self._gradients.mesh
         if self._if_taken and name in mesh.graph.name_to_variable:
             name = f"{name}/{self._if_taken}"
@@ -55,8 +91,7 @@ class _Maker(StateMaker):
             # A checkpoint may then have it in any shape, of other shards.
             note = {"num_shard_dims": len(full.dims), "fill": start}
         made = named_state(mesh, name, full, dtype, start=start, **note)
-        self._slots.record([made], self._gradients.variables)
-        self.made.append(made)
+        self._slots.record([made], [variable_of(v) for v in self._gradients.variables])
         return made
 
     def report(self, compression: Compression) -> None:
@@ -128,13 +163,22 @@ def reduce_gradients(
         _check_state(state, maker.made, reduction.strategy)
         made = ReduceGradients(given, variables, shard_dims, axes, reduction.strategy, state)
         replaced.update(zip(variables, made.sums))
-        new_state += made.new_state
+        new_state += [_of_variable(held, value) for held, value in made.new_state]
         if maker.compression is not None:
             compressions.append(maker.compression)
             _log(reduction, maker.compression)
     grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
     return ReducedGradients(
         gradients.with_grads(grads), frozenset(replaced), new_state, compressions
+    )
+
+
+def _of_variable(
+    held: mtf.Variable | PieceOfState, value: mtf.Tensor
+) -> tuple[mtf.Variable, mtf.Tensor]:
+    """Returns a variable of the state and its new value."""
+    return (
+        (held.variable, held.put_back(value)) if isinstance(held, PieceOfState) else (held, value)
     )
 
 
@@ -167,7 +211,9 @@ def _sets(
     return found
 
 
-def _check_state(state: Any, made: Sequence[mtf.Variable], strategy: Strategy) -> None:
+def _check_state(
+    state: Any, made: Sequence[mtf.Variable | PieceOfState], strategy: Strategy
+) -> None:
     held = [v for v in tf.nest.flatten(state) if v is not None]
     if len(held) != len(made) or set(held) != set(made):
         raise TypeError(

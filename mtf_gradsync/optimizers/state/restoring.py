@@ -279,9 +279,10 @@ def _checks_of_shapes() -> list[tf.Operation]:
     by_shard = {note.name for note in graph.get_collection(STATE_COLLECTION) if note.num_shard_dims}
     checks = []
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
-        if variable.op.name in by_shard and variable.handle.dtype == tf.resource:
+        handle = getattr(variable, "handle", None)  # Ref variables have none.
+        if variable.op.name in by_shard and handle is not None and handle.dtype == tf.resource:
             with tf.device(variable.device):
-                shape = tf.raw_ops.VariableShape(input=variable.handle)
+                shape = tf.raw_ops.VariableShape(input=handle)
                 fits = tf.reduce_all(tf.equal(shape, variable.shape.as_list()))
                 message = (
                     f"{variable.op.name} was restored from a checkpoint of another mesh by a plain "

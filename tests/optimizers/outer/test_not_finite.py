@@ -1,4 +1,4 @@
-"""Islands with losses or values that are not finite are skipped, named, counted and begin anew."""
+"""Islands with losses or values that are not finite are skipped, named, counted and restarted."""
 
 import logging
 
@@ -175,13 +175,31 @@ def test_a_run_waits_two_rounds_for_a_finite_loss():
     assert most_bad_losses([outer(500, leave_out=False)]) == 0
 
 
-def test_all_fragments_of_a_skipped_island_begin_anew(mesh_kind):
+def test_a_skipped_island_restarts_in_all_fragments(mesh_kind):
     """Or what is left of it would spread to the others' values on the next step."""
     feeds = broken(batches(ROUND + 2), 0, 1)
     found = run(mesh_kind, feeds, "sgd", fragments=2)
-    # Skipped once, at the first turn after the first step.
+    # Skipped once, on the outer step after the first step.
     assert [list(f["outer/skipped"]) for f in found.fetched] == [[0, 1, 0, 0]] * (ROUND + 2)
     assert all(np.isfinite(v).all() for v in found.variables.values())
+
+
+def test_variables_restart_with_outer_values_and_slots_with_zeros(mesh_kind):
+    """Also the half of "w1" that is not in the first fragment, and slots of all variables."""
+    feeds = broken(batches(1), 0, 1)
+    found = run(mesh_kind, feeds, "adam", fragments=2).variables
+    start = models.mlp_values()
+    assert np.abs(found["w1"] - start["w1"]).ravel()[:29].min() > 0
+    np.testing.assert_array_equal(found["w1"].ravel()[29:], start["w1"].ravel()[29:])
+    for name in start:
+        np.testing.assert_array_equal(found[f"{name}/island"][1], found[name])
+        assert not found[f"{name}/adam_m/island"][1].any()
+        assert not found[f"{name}/adam_v/island"][1].any()
+        for island in (0, 2, 3):
+            assert found[f"{name}/adam_m/island"][island].any()
+    others = found["w1/island"][[0, 2, 3]].reshape(3, -1)
+    np.testing.assert_array_equal(others[:, :29], np.stack([found["w1"].ravel()[:29]] * 3))
+    assert np.abs(others[:, 29:] - start["w1"].ravel()[29:]).min() > 0
 
 
 def test_without_it_a_nan_of_one_island_reaches_all():

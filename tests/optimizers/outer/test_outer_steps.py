@@ -1,18 +1,24 @@
 """Outer steps against the same algorithm in numpy float64, on every runtime."""
 
+import functools
+import logging
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 
 STEPS = 100
-ALL = [["w1", "b1", "scale", "one"]]
-# Largest first, each where there is room.
-TWO = [["w1"], ["b1", "scale", "one"]]
-FOUR = [["w1"], ["b1"], ["scale"], ["one"]]
+ALL = outer_reference.ALL
+# A core has 48 + 8 + 1 + 1 numbers, or 24 + 4 + 1 + 1 on the mesh with a model axis: "w1" is cut.
+TWO, FOUR = outer_reference.cut(8, 29, 48), outer_reference.cut(8, 15, 30, 45, 48)
+TWO_OF_SLICES, FOUR_OF_SLICES = (
+    outer_reference.cut(4, 15, 24),
+    outer_reference.cut(4, 8, 16, 24, 24),
+)
 
 
 def outer(opt, mesh, inner_steps, **arguments):
@@ -45,34 +51,33 @@ def assert_as_reference(found, expected, steps):
         np.testing.assert_allclose(found[f"{name}/island"], islands, rtol=0, atol=atol)
 
 
-# kind, mesh, islands, inner optimizer, inner_steps, nesterov, sets of variables
+# kind, mesh, islands, inner optimizer, inner_steps, nesterov, fragments
 CASES = [
     ("simd", "4", 4, "sgd", 1, True, ALL),
     ("simd", "4", 4, "momentum", 5, False, ALL),
     ("simd", "4", 4, "adam", 4, True, TWO),
     ("simd", "4", 4, "sgd", 4, False, FOUR),
-    ("simd", "2x2x2", 2, "momentum", 4, True, FOUR),
+    ("simd", "2x2x2", 2, "momentum", 4, True, FOUR_OF_SLICES),
     ("simd", "2x2x2", 2, "adam", 5, True, ALL),
     ("placement", "4", 4, "adam", 4, True, FOUR),
     ("placement", "4", 4, "sgd", 5, True, ALL),
-    ("placement", "2x2x2", 2, "momentum", 4, False, TWO),
+    ("placement", "2x2x2", 2, "momentum", 4, False, TWO_OF_SLICES),
     pytest.param("xla", "4", 4, "momentum", 4, True, TWO, marks=pytest.mark.xla),
     pytest.param("xla", "2x2x2", 2, "sgd", 5, True, ALL, marks=pytest.mark.xla),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh", "islands", "opt", "inner_steps", "nesterov", "turns"), CASES
+    ("kind", "mesh", "islands", "opt", "inner_steps", "nesterov", "fragments"), CASES
 )
-def test_outer_steps_are_those_of_numpy(kind, mesh, islands, opt, inner_steps, nesterov, turns):
+def test_outer_steps_are_those_of_numpy(kind, mesh, islands, opt, inner_steps, nesterov, fragments):
     def make():
-        fragments = len(turns)
         return outer(opt, mesh, inner_steps, outer_momentum=0.5, nesterov=nesterov,
-                     fragments=fragments)  # fmt: skip
+                     fragments=len(fragments))  # fmt: skip
 
     found = run(kind, mesh, make, STEPS).variables
     expected = outer_reference.train(
-        opt, batches(STEPS), islands, inner_steps, 0.7, 0.5, nesterov, turns
+        opt, batches(STEPS), islands, inner_steps, 0.7, 0.5, nesterov, fragments
     )
     assert_as_reference(found, expected, STEPS)
 
@@ -135,3 +140,24 @@ def test_slots_are_found_by_the_variable():
 
     result = harness.run("simd", shape, layout, build, models.mlp_batches(3))
     assert [f["outer/step"] for f in result.fetched] == [0, 1, 1]
+
+
+def test_ref_variables_on_a_placement_mesh(caplog):
+    """Programs with TensorFlow 1's variables are built and run, and warned that writes may race."""
+    previous = tf.resource_variables_enabled()
+    tf.disable_resource_variables()
+    try:
+        make = functools.partial(outer, "momentum", "2x2x2", 2, outer_momentum=0.5)
+        with caplog.at_level(logging.WARNING, "mtf_gradsync"):
+            result = run("placement", "2x2x2", make, 3)
+    finally:
+        if previous:
+            tf.enable_resource_variables()
+    kinds = {op.type for op in result.graph.get_operations() if "Variable" in op.type}
+    assert "VariableV2" in kinds
+    assert "ref variables" in caplog.text
+    assert result.variables["OuterOptimizer/inner_step"] == 3
+    for name, value in models.mlp_values().items():
+        assert np.isfinite(result.variables[name]).all()
+        assert (result.variables[name] != value).all()
+        assert result.variables[f"{name}/island"].shape == (2, *np.shape(value))

@@ -1,11 +1,16 @@
 """What crosses between islands: nothing on the steps between, and less in all."""
 
-import logging
+import itertools
+import math
+
+import numpy as np
+import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.outer.fragments import fragments_of
+from mtf_gradsync.optimizers.pipeline.pieces import Piece, variable_of
 from tests import harness, models
 
 SCALARS = 8  # bytes: a loss of each step, and no more than another number
@@ -62,46 +67,89 @@ def test_clipping_a_loss_scale_and_skipping_send_numbers_more():
     assert sent(skipping) - sent(plain) <= 4 * SCALARS
 
 
-def test_fragments_send_the_same_in_parts():
-    whole = of_steps_and_rounds(outer("4", 4))[1]
-    parts = of_steps_and_rounds(outer("4", 4, fragments=4))[1]
+@pytest.mark.parametrize("mesh", ["4", "2x2x2"])
+def test_the_largest_step_sends_no_more_than_its_share(mesh):
+    whole = of_steps_and_rounds(outer(mesh, 4))[1]
+    parts = of_steps_and_rounds(outer(mesh, 4, fragments=4))[1]
     branches = {row.branches: [] for row in parts}
     for row in parts:
         branches[row.branches].append(row)
-    sizes = sorted(map(sent, branches.values()))
-    assert sizes == [4 * 1, 4 * 1, 4 * 8, 4 * 48]  # float32, a variable each
+    sizes = [sent(branch) for branch in branches.values()]
+    # float32: a quarter of 58 numbers on four cores, and of 30 of a slice.
+    assert len(sizes) == 4
+    assert max(sizes) == 4 * (15 if mesh == "4" else 8)
     assert sum(sizes) == sent(whole)
 
 
-def test_a_variable_that_is_larger_than_a_share_is_said_once(caplog):
+def variables_of(shapes):
+    """Mesh variables of names and dimensions; the layout splits the dimension "split"."""
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
-    sizes = {"embedding": 60, "layer_0/w": 20, "layer_1/w": 20}
-    variables = [
-        mtf.get_variable(mesh, name, mtf.Shape([mtf.Dimension("d", n)])).operation
-        for name, n in sizes.items()
-    ]
-    with caplog.at_level(logging.WARNING, "mtf_gradsync"):
-        assert [len(some) for some in fragments_of(variables, 2)] == [1, 2]
-        assert not caplog.records  # 60 of 100 is about a half
-        for _ in range(2):
-            fragments_of(variables, 3)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "sends 60% of all values between islands and not 33%" in line
-    assert "'embedding' has 60% of them" in line
+    with tf.Graph().as_default():
+        return [
+            mtf.get_variable(
+                mesh, name, mtf.Shape(list(itertools.starmap(mtf.Dimension, dims)))
+            ).operation
+            for name, dims in shapes.items()
+        ]
 
 
-def test_layers_are_strided_and_no_set_is_larger_than_its_share():
-    mesh = mtf.Mesh(mtf.Graph(), "mesh")
-    shape = mtf.Shape([mtf.Dimension("d", 6)])
+AXES = gs.ReplicaAxes("islands:2;model:2", "batch:islands;split:model")
 
-    def variables(names):
-        return [mtf.get_variable(mesh, name, shape).operation for name in names]
 
-    layers = variables([f"layer_{i:03}/{name}" for i in range(8) for name in ("a", "b")])
-    sets = fragments_of(layers, 4)
-    numbers = [sorted({int(v.name[6:9]) for v in some}) for some in sets]
+def sent_of(fragments):
+    """The numbers that a core sends in each fragment."""
+    return [sum(math.prod(AXES.slice_shape(x.shape)) for x in some) for some in fragments]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_variables_of_any_sizes_are_cut_to_equal_shares(seed, by_rows):
+    rng = np.random.RandomState(seed)
+    names = [f"layer_{i}/w" for i in range(rng.randint(5))] + list("abcdef")
+    shapes = {}
+    for name in names:
+        sizes = [int(n) for n in np.exp(rng.uniform(0, 5, rng.randint(4)))]
+        shapes[name] = [(f"d{i}", n) for i, n in enumerate(sizes)]
+        if sizes and rng.randint(2):
+            shapes[name][rng.randint(len(sizes))] = ("split", 2 * rng.randint(1, 20))
+    variables = variables_of(shapes)
+    total = sum(math.prod(AXES.slice_shape(v.shape)) for v in variables)
+    for count in (1, 2, 3, 5):
+        fragments = fragments_of(variables, count, AXES, by_rows)
+        pieces = [x for some in fragments for x in some if isinstance(x, Piece)]
+        row = max(map(row_length, variables))
+        assert max(sent_of(fragments)) <= -(-total // count) + (row - 1 if by_rows else 0)
+        if by_rows:
+            assert all(
+                x.shape.dims[-1].name == "_columns" for x in pieces if row_length(x.variable) > 1
+            )
+        # Each number is in one fragment.
+        for variable in variables:
+            found = [x for some in fragments for x in some if variable_of(x) is variable]
+            if found != [variable]:
+                ranges = sorted((x.start, x.stop) for x in found)
+                size = math.prod(AXES.slice_shape(variable.shape))
+                assert [0, *(b for _, b in ranges)] == [*(a for a, _ in ranges), size]
+
+
+def row_length(variable):
+    shape = AXES.slice_shape(variable.shape)
+    return shape[-1] if len(shape) > 1 else 1
+
+
+def test_layers_are_strided_and_a_large_variable_fills_the_fragments():
+    layers = {f"layer_{i:03}/{name}": [("d", 6)] for i in range(8) for name in ("a", "b")}
+    fragments = fragments_of(variables_of(layers), 4, AXES)
+    numbers = [sorted({int(v.name[6:9]) for v in some}) for some in fragments]
     assert numbers == [[0, 4], [1, 5], [2, 6], [3, 7]]
     for others, count in ((["embedding", "softmax"], 2), (["embed", "x", "y", "z"], 4)):
-        sets = fragments_of(layers + variables(others), count)
-        assert {len(some) for some in sets} == {(16 + len(others)) // count}
-        assert len({v for some in sets for v in some}) == 16 + len(others)
+        shapes = {**layers, **{name: [("d", 6)] for name in others}}
+        fragments = fragments_of(variables_of(shapes), count, AXES)
+        assert {len(some) for some in fragments} == {(16 + len(others)) // count}
+        assert len({v for some in fragments for v in some}) == 16 + len(others)
+    # 60% of all numbers in one variable: three equal fragments, of layers as before.
+    large = {"embedding": [("d", 144)], **layers}
+    fragments = fragments_of(variables_of(large), 3, AXES)
+    assert sent_of(fragments) == [80, 80, 80]
+    for number, some in enumerate(fragments):
+        assert {int(x.name[6:9]) % 3 for x in some if x.name != "embedding"} == {number}

@@ -5,6 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from tests import models, reference
+from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.test_checkpoints import assert_same_bits, built, session_of, train
 from tests.optimizers.outer.test_inside import where
 from tests.optimizers.outer.test_outer_steps import batches
@@ -53,6 +54,62 @@ def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, 
         np.testing.assert_allclose(
             first[name], value - 1.5 * sent.mean(0), rtol=0, atol=64 * 2**-24
         )
+
+
+# By rows of "w1": 24 + 5 numbers, and 24 + 3 + 1 + 1.
+FIRST = {"w1": np.arange(48).reshape(6, 8) < 24, "b1": np.arange(8) < 5}
+SECOND = {**{k: ~mask for k, mask in FIRST.items()}, "scale": True, "one": True}
+
+
+def test_errors_of_a_variable_that_is_cut_are_the_variables(mesh_kind, tmp_path):
+    """A checkpoint has the same errors for any number of fragments."""
+    errors = {k: np.zeros([4, *np.shape(v)]) for k, v in models.mlp_values().items()}
+
+    def mean(name, mask, parts):
+        sent = np.floor((parts + errors[name]) * 8 + 0.5) / 8
+        errors[name] = np.where(mask, parts + errors[name] - sent, errors[name])
+        return sent.mean(0)
+
+    feeds = batches(2 * ROUND + 1)
+    expected = outer_reference.train(
+        "sgd", feeds[:-1], 4, ROUND, 0.7, 0.5, True, [FIRST, SECOND], mean=mean
+    )
+    cut, whole = (
+        built(mesh_kind, "4", ROUND, "sgd", reducer=rounding(), fragments=count) for count in (2, 1)
+    )
+    with session_of(cut) as session:
+        train(cut, session, feeds[:-1])
+        path, found = session.save(str(tmp_path / "cut")), session.variables()
+        train(cut, session, feeds[-1:])
+        end = session.variables()
+    assert state_names(found) == [f"{k}/rounding_error" for k in sorted(errors)]
+    for name, error in errors.items():
+        tolerance = {"rtol": 0, "atol": 4 * 64 * 2**-24}
+        np.testing.assert_allclose(found[name], expected.outer[name], **tolerance)
+        np.testing.assert_allclose(found[f"{name}/rounding_error"], error, **tolerance)
+    with session_of(cut) as session:
+        session.restore(path)
+        train(cut, session, feeds[-1:])
+        assert_same_bits(session.variables(), end)
+    with session_of(whole) as session:
+        session.restore(path)
+        assert_same_bits(session.variables(), found)
+
+
+def test_pieces_are_matrices_for_low_rank_sums():
+    reducer = gs.LowRankAllReduce(rank=1, min_compression_rate=1.5)
+    made = built("simd", "4", ROUND, "sgd", reducer=reducer, fragments=2)
+    found = made.run(batches(2 * ROUND)).variables
+    factors = {k: v for k, v in found.items() if "low_rank_factor" in k}
+    assert sorted(factors) == ["w1/low_rank_factor/0", "w1/low_rank_factor/1"]
+    change = found["w1"].astype(float) - models.mlp_values()["w1"]
+    assert found["w1/low_rank_error"].shape == (4, 6, 8)
+    for rows in (np.s_[:3], np.s_[3:]):
+        # Two outer steps and a momentum of them, of rank 1 each.
+        sizes = np.linalg.svd(change[rows], compute_uv=False)
+        assert sizes[1] > 1e-3 * sizes[0]
+        assert sizes[2] < 64 * 2**-24 * sizes[0]
+        assert np.abs(found["w1/low_rank_error"][:, rows]).max() > 1e-3
 
 
 def expected_islands(feeds):
