@@ -59,9 +59,7 @@ def test_trajectory_equals_one_processor(kind, mesh, optimizer):
         np.testing.assert_allclose(step["loss"], other["loss"], rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "autostack"), [("adafactor", False), ("momentum", True)]
-)
+@pytest.mark.parametrize(("optimizer", "autostack"), [("adafactor", False), ("momentum", True)])
 def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostack):
     feeds = models.mlp_batches(STEPS)
     result = harness.run(
