@@ -28,6 +28,8 @@ def turn_off() -> None:
             if given is not None:
                 config.CopyFrom(given)
             config.graph_options.rewrite_options.disable_meta_optimizer = True
+            # Nor what folds constants of each device's part of the graph.
+            config.graph_options.optimizer_options.opt_level = tf.OptimizerOptions.L0
         original(self, target, graph, config)
 
     tf.Session.__init__ = without

@@ -128,6 +128,21 @@ class Built(NamedTuple):
                 results.append(Result(steps, values, self.graph, self.lowering))
         return results
 
+    def after_each(self, feeds: Sequence[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        """Master variables after each step of one session."""
+        with self.graph.as_default(), self._session() as session:
+            masters = {v.op.name: v for v in tf.global_variables()}
+            if self.program is None:
+                session.run(self.init)
+                session.run(self.restore)
+            after = []
+            for feed in feeds:
+                session.run(self.updates, {self.inputs[k]: v for k, v in feed.items()})
+                if self.program is None:
+                    session.run(self.collect)
+                after.append(session.variables() if self.program else session.run(masters))
+        return after
+
     def races(self) -> list[ordering.Race]:
         """What the graph of a step leaves open; of a SIMD program's, on CPU replicas."""
         if self.program is None:

@@ -261,7 +261,11 @@ class Plan:
         lowered = vars(lowering)[_LOWERED] = Lowered(scope_around(first))
         self._give_stacks_to_branches(self.adopt())
         lowered.parts = [part.begin(lowering) for part in self._parts.values()]
-        self._lower_variables(lowering, lowered)
+        # Slices are copies of masters. A scope without an initializer has random ones made for
+        # each, which nothing runs: on a placement mesh a fifth of what the graph is built of.
+        scope, zeros = tf.get_variable_scope(), tf.zeros_initializer()
+        with tf.variable_scope(scope, initializer=zeros, auxiliary_name_scope=False):
+            self._lower_variables(lowering, lowered)
 
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
         """Adds operations that autostack made to the branches whose updates they feed.

@@ -12,7 +12,7 @@ from tests.properties.sync_replicas_schedules import parts
 
 RATE = 0.1
 BROKEN = 1
-SHARD_SIZES = {"2x2": (2,), "4x2": (4,), "2x2x2": (2, 2)}
+SHARD_SIZES = {"2x2": (2,), "2x2x2": (2, 2)}
 # On two replica axes the sum over the batch may be made in two operations, one axis in each.
 ON_TWO_AXES = [
     "-w",
@@ -96,18 +96,14 @@ def together(models):
     return small_models.together(models), eps_of
 
 
-# On a placement mesh, where a graph takes several times as long, on half as many processors.
-MESH = {"simd": "4x2", "placement": "2x2"}
-
-
 @pytest.mark.parametrize("group", list(GROUPS))
 def test_shards_of_many_uses_are_recoverable(mesh_kind, group):
-    check_shards(mesh_kind, MESH[mesh_kind], *together(GROUPS[group]))
+    check_shards(mesh_kind, "2x2", *together(GROUPS[group]))
 
 
 @pytest.mark.parametrize("use", ALONE)
 def test_shards_of_a_step_of_its_own_are_recoverable(mesh_kind, use):
-    check_shards(mesh_kind, MESH[mesh_kind], uses.ALL[use])
+    check_shards(mesh_kind, "2x2", uses.ALL[use])
 
 
 def test_shards_of_two_axes_are_recoverable(mesh_kind):
@@ -189,18 +185,16 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
         np.testing.assert_array_equal(actual, getattr(expected.replicas, name), err_msg=name)
 
 
-# Shard by shard, all uses were seen on both kinds of mesh, and four shards.
-@pytest.mark.parametrize(
-    ("kind", "group"), [("placement", "layers"), *(("simd", group) for group in GROUPS)]
-)
-def test_replicas_that_are_skipped_have_no_part_in_the_update(kind, group):
-    model, eps_of = together(GROUPS[group])
+# Shard by shard, all uses were seen on both kinds of mesh: what is made of shards is the same.
+@pytest.mark.parametrize("kind", ["placement", "simd"])
+def test_replicas_that_are_skipped_have_no_part_in_the_update(kind):
+    model, eps_of = together(GROUPS["layers"])
     check_replicas(kind, "2x2", model, eps_of=eps_of)
 
 
-@pytest.mark.parametrize("use", ALONE)
-def test_replicas_that_skip_a_step_of_its_own(mesh_kind, use):
-    check_replicas(mesh_kind, MESH[mesh_kind], uses.ALL[use])
+@pytest.mark.parametrize(("kind", "use"), harness.pairs(["simd", "placement"], ALONE))
+def test_replicas_that_skip_a_step_of_its_own(kind, use):
+    check_replicas(kind, "2x2", uses.ALL[use])
 
 
 def test_replicas_of_two_axes_that_are_skipped():

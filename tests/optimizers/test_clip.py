@@ -1,7 +1,5 @@
 """ClipByGlobalNormOptimizer against numpy in float64."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -42,12 +40,15 @@ def check(kind, mesh, optimizer, **kwargs):
         )
 
 
-OPTIMIZERS, MESHES = sorted(models.OPTIMIZERS), ["4", "4x2", "2x2x2"]
+OPTIMIZERS = sorted(models.OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
     ("kind", "mesh", "optimizer"),
-    harness.on_both(itertools.product(MESHES, OPTIMIZERS), harness.pairs(MESHES, OPTIMIZERS)),
+    harness.on_both(
+        [*harness.pairs(["2x2"], OPTIMIZERS), ("4", "adam"), ("2x2x2", "adafactor")],
+        [("2x2", "adafactor"), ("4", "momentum")],
+    ),
 )
 def test_trajectory(kind, mesh, optimizer):
     check(kind, mesh, optimizer)
@@ -58,9 +59,9 @@ def test_trajectory_with_shuffled_cores():
 
 
 def test_per_shard_gradients_are_summed_first(mesh_kind):
-    axes = gs.ReplicaAxes("all:8", "batch:all")
-    batch, d = mtf.Dimension("batch", 8), mtf.Dimension("d", 3)
-    grads = np.random.RandomState(0).randn(8, 3).astype("f")
+    axes = gs.ReplicaAxes("all:4", "batch:all")
+    batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", 3)
+    grads = np.random.RandomState(0).randn(4, 3).astype("f")
 
     def build(mesh, inputs):
         w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=models.tf.zeros_initializer())
@@ -69,7 +70,7 @@ def test_per_shard_gradients_are_summed_first(mesh_kind):
         optimizer = gs.ClipByGlobalNormOptimizer(inner, NORM, axes=axes)
         return optimizer.apply_grads([grad], [w.operation]), {}
 
-    w = harness.run(mesh_kind, "all:8", "batch:all", build, [{"g": grads}]).variables["w"]
+    w = harness.run(mesh_kind, "all:4", "batch:all", build, [{"g": grads}]).variables["w"]
     total = grads.sum(0, dtype=float)
     np.testing.assert_allclose(w, -NORM * total / np.linalg.norm(total), rtol=TOLERANCE)
 

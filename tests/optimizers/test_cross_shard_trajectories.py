@@ -39,14 +39,15 @@ def one_processor(optimizer):
 
 
 OPTIMIZERS = sorted(models.OPTIMIZERS)
-# Every optimizer on a mesh of two axes, and on another one.
+# Every optimizer on a mesh of two axes, and on another one; fewer processors of a placement mesh.
 CASES = [
     *itertools.product(["4x2"], OPTIMIZERS),
     *harness.pairs(["4", "2x2x2"], OPTIMIZERS),
 ]
+ON_PLACEMENT = [*itertools.product(["2x2"], OPTIMIZERS), ("4", "adafactor"), ("2x2x2", "sgd")]
 
 
-@pytest.mark.parametrize(("kind", "mesh", "optimizer"), harness.on_both(CASES, CASES))
+@pytest.mark.parametrize(("kind", "mesh", "optimizer"), harness.on_both(CASES, ON_PLACEMENT))
 def test_trajectory_equals_one_processor(kind, mesh, optimizer):
     feeds = models.mlp_batches(STEPS)
     result = program(kind, mesh, optimizer).run(feeds)
@@ -58,9 +59,7 @@ def test_trajectory_equals_one_processor(kind, mesh, optimizer):
         np.testing.assert_allclose(step["loss"], other["loss"], rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "autostack"), harness.pairs(OPTIMIZERS, [False, True, True, False])
-)
+@pytest.mark.parametrize(("optimizer", "autostack"), [("adafactor", False), ("momentum", True)])
 def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostack):
     feeds = models.mlp_batches(STEPS)
     result = harness.run(
@@ -77,8 +76,8 @@ def test_trajectory_with_shuffled_cores_and_without_stacking(optimizer, autostac
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_twenty_runs_are_bitwise_the_same(optimizer):
     """In several sessions: each may rewrite the graph in another way."""
-    made, feeds = program("placement", "4x2", optimizer), models.mlp_batches(8)
-    first, *others = (result for _ in range(5) for result in made.runs(feeds, 4))
+    made, feeds = program("placement", "2x2", optimizer), models.mlp_batches(5)
+    first, *others = (result for _ in range(4) for result in made.runs(feeds, 5))
     for other in others:
         for name, value in first.variables.items():
             assert value.tobytes() == other.variables[name].tobytes(), name

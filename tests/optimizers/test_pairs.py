@@ -91,16 +91,23 @@ def expected(every, share, clips):
     return values
 
 
-@pytest.mark.parametrize("name", sorted(WRAPPERS))
-def test_pairs_are_reduced_together_and_train_as_numpy_does(mesh_kind, name):
+# What each says of pairs is the same on a placement mesh: one of each number of steps is built.
+ON_PLACEMENT = ["clip", "local", "sync_replicas"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    harness.on_both([(name,) for name in sorted(WRAPPERS)], [(name,) for name in ON_PLACEMENT]),
+)
+def test_pairs_are_reduced_together_and_train_as_numpy_does(kind, name):
     make, every, share = WRAPPERS[name]
     counted = Counted()
     feeds = models.mlp_batches(STEPS)
     build = apply_pairs(lambda: make(counted))
-    made = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+    made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
     assert counted.calls.count(4) == 1
     assert counted.calls.count(1) <= 3  # squares, flags and counts of all
-    assert mesh_kind == "simd" or not made.races()
+    assert kind == "simd" or not made.races()
     found = made.run(feeds).variables
     for variable, value in expected(every, share, name == "clip").items():
         np.testing.assert_allclose(

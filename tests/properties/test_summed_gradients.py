@@ -149,33 +149,53 @@ def whole_gradients(feed):
     return [grads[name] for name in NAMES]
 
 
+def rounding_of(expected):
+    """A handful of float32 roundings; a quotient's are as large as it is."""
+    return 32 * small_models.FLOAT32 * max(1.0, np.max(np.abs(expected)))
+
+
 @pytest.mark.parametrize(
-    ("kind", "what", "stage"),
-    [
-        *(("simd", *pair) for pair in harness.pairs(MIXED, STAGES)),
-        ("placement", "product", "clip_by_shard_norm"),
-        ("placement", "quotient", "per_shard"),
-    ],
+    ("kind", "names"), [("simd", list(MIXED)), ("placement", ["quotient", "product"])]
 )
-def test_what_is_accepted_adds_up(kind, what, stage):
+def test_what_is_accepted_adds_up(kind, names):
     """Over all shards the gradients are what the program made of them."""
+    (feed,) = small_models.batches(1)
+
+    def build(mesh, inputs):
+        grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
+        fetches = {}
+        for what, stage in harness.pairs(names, STAGES):
+            made = STAGES[stage](MIXED[what][0](grads), accept_summed=True)
+            for variable, total in zip(variables, gs.sum_shards(made, AXES)):
+                fetches[what, variable.name] = total
+        return [], fetches
+
+    (found,) = harness.run(kind, MESH, LAYOUT, build, [feed]).fetched
+    whole = whole_gradients(feed)
+    for what in names:
+        for name, expected in zip(NAMES, MIXED[what][1](whole)):
+            np.testing.assert_allclose(
+                found[what, name], expected, atol=rounding_of(expected), err_msg=f"{what}, {name}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("simd", "product"), ("simd", "clipped by the norm of all"), ("placement", "quotient")],
+)
+def test_what_is_accepted_makes_the_update(kind, what):
     change, in_numpy, _ = MIXED[what]
     (feed,) = small_models.batches(1)
 
     def build(mesh, inputs):
         grads, variables, _ = changed(mesh, inputs, change)
-        totals = gs.sum_shards(STAGES[stage](grads, accept_summed=True), AXES)
-        fetches = {v.name: g for v, g in zip(variables, totals)}
-        return sync_replicas(accept_summed=True).apply_grads(grads, variables), fetches
+        return sync_replicas(accept_summed=True).apply_grads(grads, variables), {}
 
-    result = harness.run(kind, MESH, LAYOUT, build, [feed])
+    found = harness.run(kind, MESH, LAYOUT, build, [feed]).variables
     for name, expected in zip(NAMES, in_numpy(whole_gradients(feed))):
-        # A handful of float32 roundings; a quotient's are as large as it is.
-        atol = 32 * small_models.FLOAT32 * max(1.0, np.max(np.abs(expected)))
-        np.testing.assert_allclose(result.fetched[0][name], expected, atol=atol, err_msg=name)
         updated = MODEL.values()[name] - RATE * expected
-        np.testing.assert_allclose(result.variables[name], updated, atol=atol, err_msg=name)
-    assert list(result.variables["sync_replicas/made"]) == [1, 1]
+        np.testing.assert_allclose(found[name], updated, atol=rounding_of(expected), err_msg=name)
+    assert list(found["sync_replicas/made"]) == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["simd", "placement"])

@@ -23,7 +23,7 @@ SETUPS = [
     Setup("placement", "4", 3, "momentum", pending=False),
     Setup("placement", "2x2", 2, "adafactor", pending=True),
     Setup("simd", "2x2x2", 4, "adam", pending=False),
-    Setup("simd", "8", 11, "momentum", pending=True),
+    Setup("simd", "4", 6, "momentum", pending=True),
 ]
 
 

@@ -28,6 +28,13 @@ def test_each_variable_is_read_once_besides_its_own_assignment(autostack, fresh_
         assert len(copies[handle]) == 1, (handle, names)
 
 
+def test_slices_have_no_random_initial_values(fresh_graph):
+    """They are copies of masters, which the model here begins with constants."""
+    lowered(lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["sgd"]()))
+    assert of_type(fresh_graph, "VarHandleOp")
+    assert not of_type(fresh_graph, "RandomUniform")
+
+
 def test_momentum_uses_the_velocity_of_the_step_before(mesh_kind):
     feeds = models.mlp_batches(1)
     result = harness.run(

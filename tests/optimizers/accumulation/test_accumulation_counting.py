@@ -39,7 +39,7 @@ SCHEDULES = {
     ("kind", "schedule", "average"),
     harness.on_both(
         harness.pairs(sorted(SCHEDULES), [False, True]),
-        harness.pairs(sorted(SCHEDULES), [True, False]),
+        [("mtf", True), ("tf", False)],
     ),
 )
 def test_schedules_equal_horovods_and_optaxs_rules(kind, schedule, average):

@@ -7,7 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
-SHAPE, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
+SHAPE, LAYOUT = "rows:4", "batch:rows"
 AXES = gs.ReplicaAxes(SHAPE, LAYOUT)
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of outer steps: any step of a round, other islands, runs without islands."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ MESHES = {
 ROUND = 3
 
 
-def built(kind, mesh, inner_steps=ROUND, opt="adam", inside=lambda opt, mesh: opt, **arguments):
+def built(kind, mesh, inner_steps=ROUND, opt="momentum", inside=lambda opt, mesh: opt, **arguments):
     shape, layout, dims = MESHES[mesh]
 
     def make():
@@ -33,6 +34,12 @@ def built(kind, mesh, inner_steps=ROUND, opt="adam", inside=lambda opt, mesh: op
         )  # fmt: skip
 
     return harness.built(kind, shape, layout, models.train(make, dims), batches(1)[0])
+
+
+@functools.lru_cache(maxsize=None)
+def plain(kind):
+    """Rounds of four islands, for the sessions of several tests."""
+    return built(kind, "4")
 
 
 @contextlib.contextmanager
@@ -81,7 +88,7 @@ def sharded(opt, mesh):
 
 
 STACKS = {
-    "plain": {"mesh": "4"},
+    "plain": {},
     "fragments": {"mesh": "4", "inner_steps": 4, "fragments": 4},
     "accumulation": {
         "mesh": "2x2",
@@ -98,7 +105,7 @@ STACKS = {
     [*(("simd", stack) for stack in STACKS), ("placement", "plain"), ("placement", "accumulation")],
 )
 def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp_path):
-    made = built(kind, **STACKS[stack])
+    made = built(kind, **STACKS[stack]) if STACKS[stack] else plain(kind)
     steps = 6 if stack == "accumulation" else 4
     feeds = batches(steps + 1)
     paths = []
@@ -107,8 +114,10 @@ def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp
             paths.append(session.save(str(tmp_path / f"step_{number}")))
             train(made, session, [feed])
         expected = session.variables()
-    for number, path in enumerate(paths):
-        with session_of(made) as session:
+    # In a session with the state of the end, of which nothing may stay.
+    with session_of(made) as session:
+        train(made, session, feeds)
+        for number, path in enumerate(paths):
             session.restore(path)
             train(made, session, feeds[number:])
             assert_same_bits(session.variables(), expected)
@@ -118,7 +127,7 @@ def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp
 def test_every_runtime_continues_the_others(tmp_path):
     feeds, path, saved = batches(4), None, None
     for number, kind in enumerate(("simd", "placement", "xla", "simd")):
-        made = built(kind, "4")
+        made = plain(kind)
         with session_of(made) as session:
             if path:
                 session.restore(path)
@@ -126,15 +135,15 @@ def test_every_runtime_continues_the_others(tmp_path):
             train(made, session, feeds[number : number + 1])
             saved = session.variables()
             path = session.save(str(tmp_path / str(number)))
-    expected = outer_reference.train("adam", feeds, 4, ROUND, 0.7, 0.5, True, ALL)
+    expected = outer_reference.train("momentum", feeds, 4, ROUND, 0.7, 0.5, True, ALL)
     for name, value in expected.outer.items():
         np.testing.assert_allclose(saved[name], value, rtol=0, atol=4 * 32 * 2**-24)
 
 
-@pytest.mark.parametrize("mesh", ["2", "8", "2x2"])
+@pytest.mark.parametrize("mesh", ["8", "2x2"])
 def test_another_number_of_islands_goes_on_where_a_round_has_ended(mesh, tmp_path):
     """Variables go on as they are; slots begin with the mean over the islands of before."""
-    made = built("simd", "4")
+    made = plain("simd")
     with session_of(made) as session:
         train(made, session, batches(ROUND))
         saved = session.variables()
@@ -158,12 +167,12 @@ def test_another_number_of_islands_goes_on_where_a_round_has_ended(mesh, tmp_pat
 
 
 def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):
-    plain = built("simd", "4", inner_steps=0)
-    with session_of(plain) as session:
-        train(plain, session, batches(2))
+    alone = built("simd", "4", inner_steps=0)
+    with session_of(alone) as session:
+        train(alone, session, batches(2))
         saved = session.variables()
-        path = session.save(str(tmp_path / "plain"))
-    made = built(mesh_kind, "4")
+        path = session.save(str(tmp_path / "alone"))
+    made = plain(mesh_kind)
     with session_of(made) as session:
         session.restore(path)
         found = session.variables()
@@ -174,7 +183,7 @@ def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):
 
 
 def test_evaluation_reads_the_outer_values(tmp_path):
-    made = built("simd", "4")
+    made = plain("simd")
     with session_of(made) as session:
         train(made, session, batches(ROUND + 1))
         saved = session.variables()

@@ -29,7 +29,9 @@ def where(mesh):
     return {"mesh_shape": shape, "layout": layout, "batch_dims": dims}
 
 
-@pytest.mark.parametrize("mesh", ["4", "2x2"])
+@pytest.mark.parametrize(
+    ("mesh_kind", "mesh"), [("simd", "4"), ("placement", "2x2")], indirect=["mesh_kind"]
+)
 def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
     norms = []
 
@@ -48,7 +50,14 @@ def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "accumulate"), [("4", "local"), ("2x2", "local"), ("4", "synced")]
+    ("mesh_kind", "mesh", "accumulate"),
+    [
+        ("simd", "4", "local"),
+        ("simd", "4", "synced"),
+        ("simd", "2x2", "local"),
+        ("placement", "2x2", "local"),
+    ],
+    indirect=["mesh_kind"],
 )
 def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, mesh_kind):
     def inside(opt, mesh):

@@ -55,15 +55,12 @@ def assert_as_reference(found, expected, steps):
 CASES = [
     ("simd", "4", 4, "sgd", 1, True, ALL),
     ("simd", "4", 4, "momentum", 5, False, ALL),
-    ("simd", "4", 4, "adam", 4, True, TWO),
-    ("simd", "4", 4, "sgd", 4, False, FOUR),
-    ("simd", "2x2x2", 2, "momentum", 4, True, FOUR_OF_SLICES),
-    ("simd", "2x2x2", 2, "adam", 5, True, ALL),
-    ("placement", "4", 4, "adam", 4, True, FOUR),
-    ("placement", "4", 4, "sgd", 5, True, ALL),
-    ("placement", "2x2x2", 2, "momentum", 4, False, TWO_OF_SLICES),
+    ("simd", "2x2x2", 2, "adam", 4, True, TWO_OF_SLICES),
+    ("simd", "2x2x2", 2, "sgd", 4, False, FOUR_OF_SLICES),
+    ("placement", "4", 4, "momentum", 4, True, FOUR),
+    ("placement", "2x2x2", 2, "sgd", 4, False, TWO_OF_SLICES),
     pytest.param("xla", "4", 4, "momentum", 4, True, TWO, marks=pytest.mark.xla),
-    pytest.param("xla", "2x2x2", 2, "sgd", 5, True, ALL, marks=pytest.mark.xla),
+    pytest.param("xla", "2x2x2", 2, "adam", 5, True, ALL, marks=pytest.mark.xla),
 ]
 
 
@@ -82,7 +79,11 @@ def test_outer_steps_are_those_of_numpy(kind, mesh, islands, opt, inner_steps, n
     assert_as_reference(found, expected, STEPS)
 
 
-@pytest.mark.parametrize("opt", ["momentum", "adafactor"])
+@pytest.mark.parametrize(
+    ("mesh_kind", "opt"),
+    [("placement", "momentum"), ("simd", "adafactor")],
+    indirect=["mesh_kind"],
+)
 def test_one_step_a_round_at_rate_one_is_the_mean_of_the_islands_updates(opt, mesh_kind):
     def make():
         return outer(opt, "4", 1, outer_learning_rate=1.0, outer_momentum=0.0)

@@ -60,17 +60,17 @@ def test_clipping_a_loss_scale_and_skipping_send_numbers_more():
     def inside(opt):
         return gs.LossScaleOptimizer(gs.ClipByGlobalNormOptimizer(opt, 1.0))
 
-    every_step, _ = of_steps_and_rounds(outer("4", 4, inside=inside))
+    every_step, _ = of_steps_and_rounds(outer("4", 4, "sgd", inside))
     assert SCALARS < sent(every_step) + SCALARS <= 4 * SCALARS
-    plain, skipping = (outer("4", 4, leave_out_not_finite=leave) for leave in (False, True))
+    plain, skipping = (outer("4", 4, "sgd", leave_out_not_finite=leave) for leave in (False, True))
     # Of each outer step: which island is skipped.
     assert sent(skipping) - sent(plain) <= 4 * SCALARS
 
 
 @pytest.mark.parametrize("mesh", ["4", "2x2x2"])
 def test_the_largest_step_sends_no_more_than_its_share(mesh):
-    whole = of_steps_and_rounds(outer(mesh, 4))[1]
-    parts = of_steps_and_rounds(outer(mesh, 4, fragments=4))[1]
+    whole = of_steps_and_rounds(outer(mesh, 4, "sgd"))[1]
+    parts = of_steps_and_rounds(outer(mesh, 4, "sgd", fragments=4))[1]
     branches = {row.branches: [] for row in parts}
     for row in parts:
         branches[row.branches].append(row)

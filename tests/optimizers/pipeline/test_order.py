@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from mtf_gradsync._private.libraries import tf
-from tests import harness, models
+from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 _SPEC = importlib.util.spec_from_file_location("order_table", ROOT / "docs/write_order_table.py")
@@ -22,15 +22,30 @@ def test_the_page_is_what_the_wrappers_declare():
     assert (ROOT / "docs" / "order.md").read_text(encoding="utf-8") == order_table.page()
 
 
+START = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
+
+
 def build(outer, inner):
+    """One variable, as what stands around what does not hang on how many there are."""
     make = order_table.WRAPPERS
 
     def model(mesh, inputs):
-        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        features = mtf.Dimension("in", len(START))
+        batch = [mtf.Dimension(name, 2) for name in BATCH_DIMS]
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([*batch, features]))
+        w = mtf.get_variable(
+            mesh, "w", mtf.Shape([features]), initializer=tf.constant_initializer(START)
+        )
+        loss = mtf.reduce_mean(mtf.square(mtf.einsum([x, w], mtf.Shape(batch)) - 1.0))
         opt = make[outer](make[inner](order_table.plain()))
         return opt.minimize(loss, tf.train.get_or_create_global_step()), {"loss": loss}
 
     return model
+
+
+def batches(steps):
+    rng = np.random.RandomState(1)
+    return [{"x": rng.randn(2, 2, len(START)).astype("f")} for _ in range(steps)]
 
 
 @pytest.mark.parametrize(("outer", "inner"), sorted(p for p, why in TABLE.items() if why))
@@ -48,12 +63,8 @@ WORKS = sorted(p for p, why in TABLE.items() if not why)
 
 @pytest.mark.parametrize(("outer", "inner"), WORKS)
 def test_what_the_table_allows_is_built(outer, inner, mesh_kind):
-    (feed,) = models.mlp_batches(1)
-    built = harness.built(mesh_kind, SHAPE, LAYOUT, build(outer, inner), feed)
+    built = harness.built(mesh_kind, SHAPE, LAYOUT, build(outer, inner), batches(1)[0])
     assert built.updates
-
-
-PASSES = {"accumulation": 2, "skipping": 2, "synced": 2}
 
 
 @pytest.mark.parametrize(
@@ -69,19 +80,15 @@ PASSES = {"accumulation": 2, "skipping": 2, "synced": 2}
 def test_averages_move_with_each_update_from_the_new_values(outer, inner, mesh_kind):
     """`average -= (1 - decay) * (average - value)`, in float64, from the variables of each step."""
     steps = 4
-    feeds = models.mlp_batches(steps)
+    feeds = batches(steps)
     built = harness.built(mesh_kind, SHAPE, LAYOUT, build(outer, inner), feeds[0])
     passes = 2 if "Accumulation" in outer + inner else 1
-    expected = None
-    for count in range(0, steps + 1, passes):
-        found = built.run(feeds[:count]).variables if count else models.mlp_values()
-        values = {n: np.asarray(found[n], np.float64) for n in models.mlp_values()}
-        if expected is None:
-            expected = dict(values)
-            continue
-        for name, value in values.items():
-            expected[name] -= 0.1 * (expected[name] - value)
-            average = found[f"{name}/ExponentialMovingAverage"]
-            # Each of up to four updates rounds a difference, a product and a sum in float32.
-            largest = np.abs(expected[name]).max() + 1e-3
-            np.testing.assert_allclose(average, expected[name], rtol=0, atol=12 * 2**-24 * largest)
+    expected = START.astype(np.float64)
+    for found in built.after_each(feeds)[passes - 1 :: passes]:
+        expected -= 0.1 * (expected - found["w"])
+        # Each of up to four updates rounds a difference, a product and a sum in float32.
+        largest = np.abs(expected).max() + 1e-3
+        np.testing.assert_allclose(
+            found["w/ExponentialMovingAverage"], expected, rtol=0, atol=12 * 2**-24 * largest
+        )
+    assert np.abs(expected - START).max() > 1e-3

@@ -50,8 +50,8 @@ WRAPPED = {
         ("simd", "accumulation", "around", "adam"),
         ("simd", "sync_replicas", "around", "sgd"),
         ("simd", "cross_shard", "inside", "sgd"),
-        ("simd", "loss_scale", "around", "adam"),
-        ("own memories", "none", "around", "adam"),
+        ("simd", "loss_scale", "around", "sgd"),
+        ("own memories", "none", "around", "sgd"),
         pytest.param("xla", "accumulation", "inside", "sgd", marks=pytest.mark.xla),
     ],
 )

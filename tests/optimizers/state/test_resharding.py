@@ -16,11 +16,9 @@ EPS = np.finfo(np.float32).eps
 K = 3
 WRITTEN_AFTER = 2  # micro steps: mid-accumulation
 STEPS = 2 * K
-# Values are below 2; every micro step rounds a sum of at most 16 terms, and an Adam step divides
-# by a root of it, which keeps relative errors of the gradient.
+# Values are below 2; every microbatch step rounds a sum of at most 16 terms.
 TOLERANCE = STEPS * 16 * EPS
 MESHES = {
-    "8": ("all:8", "batch:all", ("batch",)),
     "4": ("all:4", "batch:all", ("batch",)),
     "2": ("all:2", "batch:all", ("batch",)),
     "rows": ("rows:2;cols:2", "batch:cols;hidden:rows", ("batch",)),
@@ -81,7 +79,7 @@ def test_reshard_refuses_other_variables(dims, shape):
 class Program:
     """The model with an accumulating optimizer on a mesh, in a graph of its own."""
 
-    def __init__(self, mesh, place="local", optimizer="adam", hidden=models.HIDDEN, **kwargs):
+    def __init__(self, mesh, place="local", optimizer="momentum", hidden=models.HIDDEN, **kwargs):
         shape, layout, batch_dims = MESHES[mesh]
         self.size = mtf.convert_to_shape(shape).size
 
@@ -140,11 +138,11 @@ def programs():
 
 @pytest.fixture(scope="module")
 def written(programs, tmp_path_factory):
-    """A checkpoint of 8 shards in mid-accumulation, and where the run would have ended."""
+    """A checkpoint of 4 shards in mid-accumulation, and where the run would have ended."""
     path = tmp_path_factory.mktemp("written") / "model.ckpt"
     feeds = models.mlp_batches(STEPS)
-    programs("8").run(feeds[:WRITTEN_AFTER], save=path)
-    return str(path), programs("8").run(feeds)
+    programs("4").run(feeds[:WRITTEN_AFTER], save=path)
+    return str(path), programs("4").run(feeds)
 
 
 def without_sums(values):
@@ -168,7 +166,7 @@ def files(path):
     return contents
 
 
-@pytest.mark.parametrize("mesh", ["4", "2", "rows", "2x2", "one"])
+@pytest.mark.parametrize("mesh", ["2", "rows", "2x2", "one"])
 def test_the_update_is_the_same_on_another_mesh(programs, written, mesh):
     path, expected = written
     before = files(path)
@@ -180,7 +178,7 @@ def test_the_update_is_the_same_on_another_mesh(programs, written, mesh):
 def test_to_one_processor_and_back(programs, written, tmp_path):
     path, expected = written
     feeds = models.mlp_batches(STEPS)
-    for number, mesh in enumerate(["one", "8"]):
+    for number, mesh in enumerate(["one", "4"]):
         save = tmp_path / f"{number}.ckpt"
         programs(mesh).run(feeds[WRITTEN_AFTER + number :][:1], restore=path, save=save)
         path = str(save)
@@ -190,7 +188,7 @@ def test_to_one_processor_and_back(programs, written, tmp_path):
 
 def test_local_sums_go_on_as_synced_ones_and_back(programs, written, tmp_path):
     path, expected = written
-    synced = programs("4", "synced")
+    synced = programs("2x2", "synced")
     feeds = models.mlp_batches(STEPS)[WRITTEN_AFTER:]
     assert_same_training(synced.run(feeds, restore=path), expected)
     saved = tmp_path / "synced.ckpt"
@@ -200,10 +198,10 @@ def test_local_sums_go_on_as_synced_ones_and_back(programs, written, tmp_path):
 
 def test_the_same_mesh_restores_every_bit(programs, written, tmp_path):
     path, expected = written
-    actual = programs("8").run(models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
+    actual = programs("4").run(models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
-    with programs("8").graph.as_default():
+    with programs("4").graph.as_default():
         assert gs.adapt_checkpoint(path, str(tmp_path / "unused")) == path
     assert not (tmp_path / "unused").exists()
 
@@ -226,7 +224,7 @@ def test_adapted_checkpoints_restore_with_any_saver(programs, written, tmp_path)
 
 def test_beside_the_original_it_gets_another_name(programs, written, tmp_path):
     path = str(tmp_path / "model.ckpt")
-    programs("8").run([], restore=written[0], save=path)
+    programs("4").run([], restore=written[0], save=path)
     before = files(path)
     with programs("2").graph.as_default():
         assert gs.adapt_checkpoint(path, str(tmp_path)) == f"{path}-resharded"
@@ -236,13 +234,13 @@ def test_beside_the_original_it_gets_another_name(programs, written, tmp_path):
 
 def test_another_variable_shape_is_still_an_error(written):
     saved = dict(tf.train.list_variables(written[0]))
-    assert saved["w1/gradient_accumulator"] == [8, models.INPUTS, models.HIDDEN]
-    shape = [4, models.INPUTS, models.HIDDEN + 1]
+    assert saved["w1/gradient_accumulator"] == [4, models.INPUTS, models.HIDDEN]
+    shape = [2, models.INPUTS, models.HIDDEN + 1]
     with tf.Graph().as_default() as graph:
         tf.get_variable("w1/gradient_accumulator", shape)
         note = resharding.StateNote("w1/gradient_accumulator", num_shard_dims=1)
         tf.add_to_collection(resharding.STATE_COLLECTION, note)
         saver = gs.ReshardingSaver()
         with tf.Session(graph=graph) as session:
-            with pytest.raises(ValueError, match=r"\[8, 6, 8\] in .* but \[4, 6, 9\] here"):
+            with pytest.raises(ValueError, match=r"\[4, 6, 8\] in .* but \[2, 6, 9\] here"):
                 saver.restore(session, written[0])

@@ -94,11 +94,18 @@ def program(kind, to_aggregate):
     return harness.built(kind, SHAPES[kind], LAYOUT, build, feed)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_equals_the_model(mesh_kind, name):
+# Those of few programs; random schedules have more (tests/properties).
+ON_PLACEMENT = ["all contribute", "backup replicas", "not finite", "stale"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    harness.on_both([(name,) for name in sorted(SCHEDULES)], [(name,) for name in ON_PLACEMENT]),
+)
+def test_equals_the_model(kind, name):
     schedule = SCHEDULES[name]
     states = list(schedules.replay(schedule, reference.OPTIMIZERS["momentum"](), 0.9))
-    made = program(mesh_kind, schedule.replicas_to_aggregate)
+    made = program(kind, schedule.replicas_to_aggregate)
     check(made.run(feeds(schedule, states)), states)
 
 

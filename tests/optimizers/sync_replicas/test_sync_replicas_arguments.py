@@ -136,22 +136,24 @@ def in_form(form, mesh, axes, value):
 
 BOOLEANS, WHOLE_NUMBERS = [True, False, True, True], [2, 0, 1, -1]
 # The update step is 0: what is for a later one is not stale.
-LOCAL_STEPS = [0, -1, 0, 7]
+LOCAL_STEPS = [0, 0, -1, 7]
+# Of contributes its value and form, and the form of local_steps: each has every form.
 GIVEN = [
-    *[("contributes", BOOLEANS, form) for form in FORMS[:-1]],
-    *[("contributes", WHOLE_NUMBERS, form) for form in ("list", "mtf", "mtf, turned round")],
-    *[("local_steps", LOCAL_STEPS, form) for form in FORMS],
+    *zip([BOOLEANS] * 5, FORMS, reversed(FORMS)),
+    *zip([WHOLE_NUMBERS] * 3, ("list", "mtf", "mtf, turned round"), FORMS),
+]
+# Every form on both kinds of mesh.
+ON_PLACEMENT = [
+    (BOOLEANS, "list", "rows"),
+    (BOOLEANS, "tf of any shape", "mtf, turned round"),
+    (WHOLE_NUMBERS, "mtf", "array"),
 ]
 
 
-# Every form on both kinds of mesh.
-FORMS_ON_PLACEMENT = [g for g in GIVEN if g[1] is BOOLEANS or g[2] == "mtf, turned round"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "argument", "value", "form"), harness.on_both(GIVEN, FORMS_ON_PLACEMENT)
+    ("kind", "contributes", "form", "form_of_steps"), harness.on_both(GIVEN, ON_PLACEMENT)
 )
-def test_what_replicas_are_given_comes_in_many_forms(kind, argument, value, form):
+def test_what_replicas_are_given_comes_in_many_forms(kind, contributes, form, form_of_steps):
     mesh_shape, layout, batch_dims = "a:2;b:2", "outer:a;batch:b", ("outer", "batch")
     axes = gs.ReplicaAxes(mesh_shape, layout, batch_dims)
 
@@ -160,17 +162,20 @@ def test_what_replicas_are_given_comes_in_many_forms(kind, argument, value, form
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape(batch))
         w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
         loss = mtf.reduce_mean(mtf.square(x * w))
-        given = {argument: in_form(form, mesh, axes, value)}
+        given = {
+            "contributes": in_form(form, mesh, axes, contributes),
+            "local_steps": in_form(form_of_steps, mesh, axes, LOCAL_STEPS),
+        }
         opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, axes=axes, **given)
         return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
 
     feeds = [{"x": np.ones([4, 4], "f")}]
     result = harness.run(kind, mesh_shape, layout, build, feeds)
     found = {k: result.variables[f"sync_replicas/{k}"].ravel() for k in ("made", "local_step")}
-    np.testing.assert_array_equal(found["made"], [1, 0, 1, 1])
+    # One does not contribute, and what another one has is stale.
+    np.testing.assert_array_equal(found["made"], [1, 0, 0, 1])
     # No update was made, so that steps stay what they are.
-    expected = value if argument == "local_steps" else [0] * 4
-    np.testing.assert_array_equal(found["local_step"], expected)
+    np.testing.assert_array_equal(found["local_step"], LOCAL_STEPS)
 
 
 # Stale gradients.
@@ -326,8 +331,7 @@ def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack
     feeds = models.mlp_batches(steps)
     program = harness.built(mesh_kind, MESH, LAYOUT, build, feeds[0], autostack)
     expected = {name: np.full(models.INPUTS, np.float32(x), float) for name, x in start.items()}
-    for step in range(steps):
-        found = program.run(feeds[: step + 1]).variables
+    for found in program.after_each(feeds):
         for name in start:
             average = found[f"{name}/ExponentialMovingAverage"]
             expected[name] -= (1 - decay) * (expected[name] - found[name])

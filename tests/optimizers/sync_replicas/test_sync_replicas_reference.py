@@ -208,5 +208,11 @@ def states(schedule):
     ids=["fewer", "as many", "more", "pauses", "not finite", "bad data", "lag", "carried over"],
 )
 def test_schedules_reach(happens):
-    found = settings(derandomize=True, database=None, max_examples=500, deadline=None)
+    found = settings(
+        derandomize=True,
+        database=None,
+        max_examples=500,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+    )
     hypothesis.find(schedules((4,)), happens, settings=found)

@@ -16,7 +16,7 @@ SHARDS = 4
 RunContext = collections.namedtuple("RunContext", ["session"])
 
 
-def make(replicas_to_aggregate=SHARDS, optimizer="momentum", **kwargs):
+def make(replicas_to_aggregate=SHARDS, optimizer="sgd", **kwargs):
     return gs.SyncReplicasOptimizer(
         models.OPTIMIZERS[optimizer](),
         replicas_to_aggregate,
@@ -130,7 +130,9 @@ def mesh_step(mesh):
     return scalar_state(mesh, "global_step")
 
 
-@pytest.mark.parametrize("make_step", [None, mesh_step], ids=["tf", "mtf"])
+@pytest.mark.parametrize(
+    ("mesh_kind", "make_step"), [("placement", None), ("simd", mesh_step)], indirect=["mesh_kind"]
+)
 def test_global_step_advances_only_with_an_update(mesh_kind, make_step):
     masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     feeds = batches(5, np.array(masks, bool))
@@ -158,7 +160,7 @@ def test_all_contributing_is_cross_shard(mesh_kind):
     results = [
         harness.run(mesh_kind, MESH, LAYOUT, minimize(optimizer), batches(4)).variables
         for optimizer in (
-            lambda inputs: make(),
+            lambda inputs: make(optimizer="momentum"),
             lambda inputs: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"](), **kwargs),
         )
     ]
