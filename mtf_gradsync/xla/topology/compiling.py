@@ -204,7 +204,8 @@ def _others(module: str, bare: Program | None) -> dict[str, str]:
 def _check_known(topology: str, answer: dict[str, Any]) -> None:
     if "no_topology" in answer:
         raise ValueError(
-            f"topology {topology!r} is one that libtpu does not know: {_short(answer['no_topology'])} "
+            f"topology {topology!r} is one that libtpu does not know: "
+            f"{_short(answer['no_topology'])} "
             f"Topologies of 8 cores are {_EXAMPLES}."
         )
 
