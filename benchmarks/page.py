@@ -33,8 +33,8 @@ HEAD = """\
 
 `python -m benchmarks.page` writes this page from the files in `benchmarks/results`; each table
 names the command that measures it. Ratios are medians of the ratios of interleaved rounds, in
-brackets their quartiles: compare ratios, since times depend on the machine. *bare* is Mesh-
-TensorFlow's own optimizer with the same model, mesh, session options and resource variables;
+brackets their quartiles: compare ratios, since times depend on the machine. *bare* is
+Mesh-TensorFlow's own optimizer with the same model, mesh, session options and resource variables;
 *wrapped* is `CrossShardOptimizer` around it. Nothing here was timed on a GPU or a TPU.
 """
 

@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 OUT = pathlib.Path(__file__).parent / "images" / "gradient_flow.png"
 
 INK, FAINT = "#22303c", "#6b7a88"
-# One hue for what is apart on each shard, one for what is whole on all of them.
+# One hue for values of single shards, one for values that are reduced over all of them.
 SHARD_FILL, SHARD_EDGE = "#e3eefb", "#3a7bbf"
 WHOLE_FILL, WHOLE_EDGE = "#e6f4ea", "#3b8f5a"
 MESH_FILL, MESH_EDGE = "#fdf0dc", "#c98420"
@@ -111,11 +111,11 @@ def draw(axes: Axes) -> None:
     box(axes, 6.9, bottom, 1.75, top - bottom, "", MESH_FILL, MESH_EDGE)
     for label, place in [("bucket 1", 1), ("bucket 2", 0), ("…", -1)]:
         box(axes, 7.1, middle - 0.23 + 0.68 * place, 1.35, 0.46, label, "#ffffff", MESH_EDGE)
-    heading(axes, 7.77, "sum over the mesh", "here gradients cross the\nmesh, by the reducer")
+    heading(axes, 7.77, "reduce", "gradients are reduced\nby the strategy")
 
     arrow(axes, (8.7, middle), (9.3, middle))
     box(axes, 9.35, middle - 0.45, 1.3, 0.9, "Adam,\nAdafactor, …", WHOLE_FILL, WHOLE_EDGE)
-    heading(axes, 10.0, "inner optimizer", "sees one\nwhole gradient")
+    heading(axes, 10.0, "inner optimizer", "receives the\nreduced gradients")
 
     arrow(axes, (10.7, middle), (11.3, middle))
     box(

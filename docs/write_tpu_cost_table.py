@@ -1,4 +1,4 @@
-"""Writes the table in docs/tpu.md of what the TPU compiler expects of a step.
+"""Writes the tables in docs/tpu.md of what the TPU compiler expects of a step.
 
 usage: python docs/write_tpu_cost_table.py FILE..., the JSON of `python -m benchmarks.tpu_cost`.
 """
@@ -8,33 +8,40 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 OUT = pathlib.Path(__file__).parent / "tpu.md"
 BEGIN, END = "<!-- tpu_cost: begin -->\n", "<!-- tpu_cost: end -->\n"
-COLUMNS = {
-    "step": "{}",
-    "us": "{:,.1f}",
-    "us/bare": "{:.3f}",
-    "MB touched": "{:,.1f}",
-    "MB a core": "{:,.1f}",
-    "all-reduces": "{}",
-    "reduce-scatters": "{}",
-    "all-gathers": "{}",
+
+
+def _time(row: dict[str, Any]) -> str:
+    return f"{row['us']:,.1f} ({row['us/bare']:.3f})"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    parts = [row["reduce-scatters"], row["all-gathers"]]
+    counts = [row["all-reduces"], *(parts if any(parts) else [])]
+    return f"{row['MB a core']:,.1f}; {', '.join(map(str, counts))}"
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "us (us/bare)": _time,
+    "MB a core; all-reduces, reduce-scatters, all-gathers": _memory,
 }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown, a table for each model and topology, those of a model side by side."""
-    order = sorted(dict.fromkeys((r["model"], r["topology"]) for r in rows))
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of the benchmark as Markdown: a column for each model and topology."""
+    columns = sorted({(r["model"], r["topology"]) for r in rows})
+    steps = list(dict.fromkeys(r["step"] for r in rows))
+    by_place = {(r["model"], r["topology"], r["step"]): r for r in rows}
     lines = []
-    for model, topology in order:
-        lines += [f"**{model}, {topology}**", "", "| " + " | ".join(COLUMNS) + " |"]
-        lines.append("|---|" + "--:|" * (len(COLUMNS) - 1))
-        for row in rows:
-            if (row["model"], row["topology"]) == (model, topology):
-                cells = [form.format(row[name]) for name, form in COLUMNS.items()]
-                lines.append("| " + " | ".join(cells) + " |")
+    for title, cell in TABLES.items():
+        names = [f"{model}, {topology}" for model, topology in columns]
+        lines += [f"| {title} | {' | '.join(names)} |", "|---|" + "--:|" * len(columns)]
+        for step in steps:
+            found = [by_place.get((*column, step)) for column in columns]
+            lines.append(f"| {step} | {' | '.join(cell(r) if r else '' for r in found)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -44,4 +51,4 @@ if __name__ == "__main__":
     text = OUT.read_text()
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     rows = [row for file in files for row in file["rows"]]
-    OUT.write_text(f"{text[:start]}\n{table(rows)}\n{text[end:]}")
+    OUT.write_text(f"{text[:start]}\n{tables(rows)}\n{text[end:]}")

@@ -76,9 +76,10 @@ def main(steps, clip_norm, learning_rate):
     predicted = tf.reshape(lowering.export_to_tf_tensor(predicted), [-1])
 
     (images, digits), held_out = handwriting.load(HELD_OUT)
+    copy_masters = lowering.copy_masters_to_slices()
     with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
         session.run(tf.global_variables_initializer())
-        session.run(lowering.copy_masters_to_slices())
+        session.run(copy_masters)
         progress = trange(steps)
         for step in progress:
             rows = np.random.RandomState(step).randint(0, len(images), BATCH_SIZE)

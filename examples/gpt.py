@@ -158,9 +158,10 @@ def train(params, steps):
         update = [lowering.lowered_operation(op) for op in updates]
         update.append(tf.assign_add(tf.train.get_or_create_global_step(), 1))
         losses = []
+        copy_masters = lowering.copy_masters_to_slices()
         with tf.Session(config=gs.session_config(num_cpu_devices=mesh_shape.size)) as session:
             session.run(tf.global_variables_initializer())
-            session.run(lowering.copy_masters_to_slices())
+            session.run(copy_masters)
             progress = trange(steps)
             for step in progress:
                 begins = np.random.RandomState(step).randint(0, len(text) - shape[1] - 1, shape[0])

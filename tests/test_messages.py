@@ -12,7 +12,7 @@ import mtf_gradsync
 _PACKAGE = Path(mtf_gradsync.__file__).parent
 
 # Modules whose messages do not hold the rules yet.
-_NOT_YET = ("optimizers/sharded_updates/", "reduce/parts/", "xla/topology/")
+_NOT_YET = ("optimizers/sharded_updates/",)
 
 _BANNED = re.compile(
     r"\b(left out|le(ave|aves|aving) out|sits? out|cross(es)? the mesh|made whole|summed up"

@@ -154,7 +154,7 @@ class Cluster(NamedTuple):
 
     Attributes:
       coordinator: address "host:port" of process 0.
-      num_processes: how many processes there are.
+      num_processes: the number of processes.
       process_id: this process's number.
       local_device_ids: the devices of its machine that are its own; None for all.
     """
@@ -169,7 +169,7 @@ def detected_cluster(timeout: float) -> Cluster:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
     Args:
-      timeout: seconds.
+      timeout: seconds that jax may wait for an answer of the cluster's manager.
     """
     from jax._src.clusters import ClusterEnv
 

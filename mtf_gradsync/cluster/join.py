@@ -36,8 +36,8 @@ _SAME_KEYSTROKE_SECONDS = 1.0
 class Cluster(Membership):
     """This process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
-    The chief works inside the context. Where the other tasks come to its end, they serve their
-    devices until the chief comes to it, too, and then leave it. An exception that leaves the
+    The chief works inside the context. Any other task that reaches its end serves its devices until
+    the chief reaches the end, too. An exception that leaves the
     context of one task ends the other tasks with an error that quotes it.
 
     Attributes:
@@ -105,7 +105,7 @@ def join_cluster(
       A context manager; close it when the work is done.
 
     Raises:
-      ValueError: when there is no cluster, or it makes no sense.
+      ValueError: when there is no cluster, or this task is none of it.
       ProcessesError: when the tasks cannot meet.
     """
     task = _task(cluster_spec, job_name, task_index)

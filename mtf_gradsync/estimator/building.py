@@ -19,7 +19,7 @@ class ModelFn(NamedTuple):
 
     Attributes:
       function: the model_fn.
-      is_for_tpu: whether it is told whether it builds a program, as TPUEstimator does.
+      is_for_tpu: whether params always get "use_tpu", as with TPUEstimator; in a program they do.
       batch_sizes: params["batch_size"] by mode; None leaves it alone.
     """
 

@@ -91,7 +91,8 @@ class Estimator:
 
         Raises:
           TypeError: model_fn is no function.
-          ValueError: there is no such runtime, or it does not run here; or model_dir is said twice.
+          ValueError: there is no such runtime, or it does not run here; or model_dir differs from
+            the config's.
         """
         del eval_on_tpu, export_to_tpu
         if not callable(model_fn):

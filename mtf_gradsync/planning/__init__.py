@@ -1,4 +1,4 @@
-"""What a training step would cost on chips that are not there, and how the mesh should be.
+"""Predicts what a training step costs on TPU chips, on each mesh, without the chips.
 
 See ``docs/plan.md``.
 """

@@ -16,7 +16,7 @@ HOP_SECONDS = 1e-6
 
 
 class Chip(NamedTuple):
-    """What is published of one TPU chip. Rates are per chip and per second.
+    """The published figures of one TPU chip. Rates are per chip and per second.
 
     Attributes:
       name: as topology names spell it, as in "v5e" of "v5e:4x4".
@@ -27,7 +27,7 @@ class Chip(NamedTuple):
       link_bytes_per_second: bytes over one link in one direction.
       full_ring: chips along a direction of a whole pod, where the links close to a ring; 0 where
         rings close by optical switches, in slices whose directions are all multiples of 4.
-      sources: where the figures stand: of the chip, of its links.
+      sources: addresses of the sources: of the chip's figures, of its links'.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Chip(NamedTuple):
         """Whether the links along a direction of a slice close to a ring.
 
         Args:
-          direction: chips along it.
-          directions: chips along all directions of the slice.
+          direction: the number of chips along the direction.
+          directions: the numbers of chips along all directions of the slice.
 
         Returns:
-          Whether they do; source: https://jax-ml.github.io/scaling-book/tpus (networking).
+          Whether they close; source: https://jax-ml.github.io/scaling-book/tpus (networking).
         """
         if self.full_ring:
             return direction >= self.full_ring
@@ -69,7 +69,7 @@ CHIPS = (
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology.
+    """The published figures of a topology's chips.
 
     Args:
       topology: as in "v5e:4x4".
@@ -78,7 +78,7 @@ def chip_of(topology: str) -> Chip:
       The chip.
 
     Raises:
-      ValueError: when no such chip is known.
+      ValueError: when `CHIPS` has no such chip.
     """
     name = topology.partition(":")[0]
     for chip in CHIPS:

@@ -1,4 +1,4 @@
-"""What a compiled program's cores exchange in a step, by mesh axis."""
+"""Lists what a compiled program's cores exchange in a step, by mesh axis."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Exchange(NamedTuple):
     """One collective of a step.
 
     Attributes:
-      operation: as HLO calls it.
+      operation: HLO's name of it, as in "all-reduce".
       axis: the mesh axes along which cores exchange data, joined by "+".
       groups: the cores that exchange data, group by group.
       size: bytes that each core puts in, each time.
-      times: how often it runs in a step.
+      times: the number of times that it runs in a step.
     """
 
     operation: str
@@ -43,19 +43,19 @@ def exchanges_of(
     axes: Mapping[Any, str],
     cores: int,
 ) -> list[Exchange]:
-    """Lists the collectives of an update step.
+    """Collectives of an update step, with how often each runs.
 
-    Those of the compiled program, as they were merged; in loops those of the program before,
-    because only there it is known how often a loop turns.
+    Outside loops they are those of the compiled program, merged by the compiler. In loops they are
+    those of the program before compilation, which says how often a loop turns.
 
     Args:
-      compiled: of the compiled program.
-      report: of the program before.
+      compiled: the collectives of the compiled program.
+      report: the collectives of the program before compilation.
       axes: `simd.traffic.collectives.groups_by_axes` of the mesh.
-      cores: how many run the program.
+      cores: the number of cores that run the program.
 
     Returns:
-      The collectives; where it is not known how often a loop turns, that counts once.
+      The collectives; those in a loop of unknown length count once.
     """
     everyone = (tuple(range(cores)),)
     found = []

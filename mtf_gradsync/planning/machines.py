@@ -1,4 +1,4 @@
-"""What can be planned for: what it makes of a program, and how long its collectives take."""
+"""Machines to plan for: compile a program for one, and time its collectives."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ Begun = Callable[["subprocess.Popen[str]"], None]
 
 
 class Compiled(NamedTuple):
-    """What a machine's compiler says of one program.
+    """The answer of a machine's compiler for one program.
 
     Attributes:
-      error: why it was refused; "" where it was not.
-      bytes_per_core: memory that it takes.
+      error: why the program was refused; "" where it was not.
+      bytes_per_core: memory that the program takes on one core.
       flops: floating-point operations of one core.
       bytes_accessed: bytes that one core's operations read and write.
-      estimate_seconds: how long the operations of a core take one after the other, without what
-        goes over links.
-      unknown: operations that are not in the estimate.
-      collectives: of the compiled program.
-      seconds: how long compiling took.
+      estimate_seconds: the time of a core's operations one after the other, without the links.
+      unknown: the number of operations that the estimate does not count.
+      collectives: the collectives of the compiled program.
+      seconds: how long the compilation took.
     """
 
     error: str = ""
@@ -41,12 +40,12 @@ class Compiled(NamedTuple):
 
 
 class Machine(Protocol):
-    """A machine with a number of cores.
+    """A machine that a step can be planned for.
 
     Attributes:
-      name: as it was asked for.
-      cores: how many it has.
-      memory_per_core: bytes that a program may use on one; None where there is no limit.
+      name: the topology, as the user spelled it.
+      cores: the number of its cores.
+      memory_per_core: bytes that a program may use on one core; None where there is no limit.
       peak_flops_per_core: operations per second; None where that is not known.
     """
 
@@ -56,17 +55,17 @@ class Machine(Protocol):
     peak_flops_per_core: float | None
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
-        """The program of a core; equal ones are compiled once."""
+        """A core's program, as `compile` takes it."""
 
     def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
-        """Compiles it; `begun` is called with each process that is started for it."""
+        """Compiles a program; `begun` is called with each process that is started for it."""
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """How long a collective takes beside what the estimate holds; see `Torus.seconds`."""
+        """Seconds that a collective takes besides the estimate; see `Torus.seconds`."""
 
 
 class TpuMachine:
-    """A TPU slice that need not be there; see `Machine`."""
+    """A TPU slice, which this machine need not have; see `Machine`."""
 
     def __init__(self, topology: str):
         """Asks the compiler where the slice's cores are.
@@ -91,7 +90,7 @@ class TpuMachine:
         return lower(program, fetches)
 
     def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
-        """See `Machine`. A program with conditions has the estimate of an update step."""
+        """See `Machine`. The estimate of a program with conditionals is that of an update step."""
         made = compile_lowered(lowered, self.name, begun=begun)
         if made.memory is None:
             return Compiled(error=made.error, seconds=made.seconds)
@@ -107,5 +106,5 @@ class TpuMachine:
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. The estimate has what a collective reads and writes, and no links."""
+        """See `Machine`. The estimate counts a collective's memory traffic, and no links."""
         return self._torus.seconds(operation, groups, size)

@@ -1,4 +1,4 @@
-"""The mesh shapes that a number of cores can have."""
+"""Lists the mesh shapes that a number of cores can have."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Iterator, Sequence
 
 
 def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
-    """All ways to arrange cores along mesh axes.
+    """All mesh shapes that arrange a number of cores along mesh axes.
 
     Args:
-      cores: how many there are.
-      axes: names of the axes.
+      cores: the number of cores.
+      axes: names of the mesh axes.
 
     Returns:
       Mesh shapes as text, as in "batch:4;model:2", those with most cores on the first axis first.

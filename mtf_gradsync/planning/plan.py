@@ -1,4 +1,4 @@
-"""What a training step would cost on chips that are not there, on each mesh that they can have."""
+"""Predicts what a training step costs on each mesh of TPU slices that this machine lacks."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ def plan(
     progress: bool = False,
     refusals: tuple[type[BaseException], ...] = (ValueError,),
 ) -> Plan:
-    """Predicts what a training step costs on each mesh of each topology, without the chips.
+    """A table of what a training step costs on each mesh of each topology, without the chips.
 
-    Each program is built and compiled by the real TPU compiler. The prediction is the compiler's
-    estimate, which has no links, and for each collective the time that the standard formula gives
-    at the links' published rates.
+    The real TPU compiler compiles each program. The prediction is the sum of the compiler's
+    estimate, which does not count the links between chips, and of the time of each collective by
+    the standard formula at the links' published rates.
 
     Args:
-      build: called with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own, and
-        builds the whole step in `simd.tpu_program`. It returns the program, or a `Built` with what
-        is fetched and how many tokens a step has. A ValueError says that the mesh cannot be, and
-        becomes the reason for it.
+      build: a function that builds the training step in `simd.tpu_program` and returns the
+        program, or a `Built` with the fetches and the number of tokens of a step. It is called
+        with a mesh shape ("batch:4;model:2") and a layout, in a graph of its own. A ValueError
+        means that the mesh is not possible; its message becomes the reason in the plan.
       topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8". "cpu:8" stands for
         eight CPU devices of this machine, whose rates are measured first.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
-      mesh_shapes: which to look at; None for all factorizations of a topology's cores over `axes`.
+      mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
+        `axes`.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
-      jobs: how many compilers run at once. Each takes a processor, and memory.
+      jobs: the number of compilers that run at once. Each takes a processor, and memory.
       progress: whether to show a progress bar on terminals; needs tqdm.
-      refusals: further errors of `build` that say that a mesh cannot be.
+      refusals: further types of errors by which `build` says that a mesh is not possible.
 
     Returns:
-      The plan, sorted. Interrupted (Ctrl-C), what was found until then; `Plan.is_partial` says so.
+      The plan, sorted by predicted speed. Interrupted by Ctrl-C it has the meshes planned until
+      then, and `Plan.is_partial` is true.
 
     Raises:
       XlaMissingError: when there is no TPU compiler.
-      ValueError: when an argument cannot be, or there is no such topology.
+      ValueError: when an argument is out of range, or there is no such topology.
     """
     if not is_whole_number(jobs):
         raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
@@ -100,7 +102,7 @@ def _axes_of(layout: str) -> list[str]:
 
 
 def _machines(names: Sequence[str]) -> list[Machine]:
-    """The machines; CPU devices are made for the largest of them, as jax makes them once."""
+    """The machines of some names. jax makes CPU devices once, so for the largest of them."""
     counts = {name: cores_of(name) for name in names if name.partition(":")[0] == _THIS_MACHINE}
     most = max(counts.values(), default=0)
     return [

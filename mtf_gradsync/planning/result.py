@@ -1,4 +1,4 @@
-"""What a plan found: rows for mesh shapes and machines, as a table and as JSON."""
+"""The result of a plan: a row for each mesh and machine, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 from tabulate import tabulate
 
 _UNKNOWN = (
-    "A prediction is no timing: the compiler's operations one after the other, then collectives "
-    "at the links' published rates. It does not know what overlaps (with all of it hidden, a step "
-    'takes "at best"), how long the host and the input take, nor other traffic on the links.'
+    "A prediction is no timing: it adds up the compiler's operations one after the other, then "
+    "collectives at the links' published rates. It does not know what overlaps (with all of it "
+    'hidden, a step takes "at best"), how long the host and the input take, nor other traffic on '
+    "the links."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisTraffic:
-    """What goes along one mesh axis, or several at once, in an update step.
+    """The collectives along one mesh axis, or several at once, of an update step.
 
     Attributes:
       axis: names of the axes, joined by "+".
-      collectives: how many run.
+      collectives: the number of collectives that run.
       bytes_per_core: bytes that each core puts into them.
-      seconds: how long they take over the links.
+      seconds: the time that they take over the links.
     """
 
     axis: str
@@ -34,27 +35,26 @@ class AxisTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One mesh on one machine.
+    """The predicted cost of a step on one mesh of one machine.
 
     Attributes:
       mesh_shape: as in "batch:4;model:2".
       layout: as in "batch:batch;heads:model".
       machine: a topology as in "v5e:4x4", or "cpu:8" for CPU devices of this machine.
-      cores: how many it has.
+      cores: the number of the machine's cores.
       fits: whether the program's memory fits into a core's.
       bytes_per_core: memory that the program takes on one core.
-      memory_per_core: what a program may use; None where there is no limit.
+      memory_per_core: bytes that a program may use on one core; None where there is no limit.
       flops: floating-point operations of one core in a step, by the compiler's count.
       bytes_accessed: bytes that one core's operations read and write in a step.
-      estimate_seconds: the compiler's own estimate, which has no links.
-      unknown_operations: operations that are not in that estimate.
-      traffic: what goes over the links, by mesh axis.
-      link_seconds: how long all of it takes.
-      step_seconds: predicted time of a step: the two, one after the other.
-      overlapped_seconds: the longer of the two: a step in which all the other is hidden.
-      tokens_per_second: predicted; None where tokens in a step are not known.
-      share_of_peak: operations per second as a share of the chip's peak; None where that is not
-        known.
+      estimate_seconds: the compiler's own estimate, which does not count the links.
+      unknown_operations: the number of operations that the estimate does not count.
+      traffic: the collectives, by mesh axis.
+      link_seconds: the time that all of them take over the links.
+      step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
+      overlapped_seconds: the longer of the two: the time of a step that hides all of the other.
+      tokens_per_second: predicted; None if the tokens of a step are unknown.
+      share_of_peak: operations per second as a share of the chip's peak; None if that is unknown.
       build_seconds: how long building the program took.
       compile_seconds: how long the compiler took.
       is_repeated: whether an equal program had been compiled before.
@@ -84,13 +84,13 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A mesh that has no row.
+    """A mesh that is not possible on a machine.
 
     Attributes:
       mesh_shape: as for `PlanRow`.
-      layout: as there.
-      machine: as there.
-      reason: why it cannot be, in one line.
+      layout: as for `PlanRow`.
+      machine: as for `PlanRow`.
+      reason: why the mesh is not possible, in one line.
     """
 
     mesh_shape: str
@@ -104,11 +104,11 @@ class Plan:
     """What a training step would cost on each mesh and machine.
 
     Attributes:
-      rows: what fits first, then by predicted time for a token (for a step, where tokens are not
-        known), the fastest first.
-      refused: meshes that cannot be, with the reason.
-      is_partial: whether it was stopped before everything was looked at.
-      not_reached: how many meshes were left when it was stopped.
+      rows: meshes whose program fits into memory first; then by predicted time for a token (for a
+        step, if tokens are unknown), the fastest first.
+      refused: meshes that are not possible, with the reason.
+      is_partial: whether planning was stopped before all meshes were planned.
+      not_reached: the number of meshes that were not planned when it was stopped.
     """
 
     rows: tuple[PlanRow, ...]
@@ -127,7 +127,7 @@ class Plan:
             lines += ["", "skipped:"]
             lines += [f"  {r.mesh_shape} on {r.machine}: {r.reason}" for r in self.refused]
         if self.is_partial:
-            lines += ["", f"stopped: {self.not_reached} not looked at; this is a part of the plan"]
+            lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -135,7 +135,7 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def plot(self, path: str) -> None:
-        """Draws each row's time, estimate and links, and writes a PNG.
+        """Writes a PNG of each row's time, split into the estimate and the links.
 
         Args:
           path: the file to write.
@@ -179,7 +179,7 @@ def _name(row: PlanRow) -> str:
 
 
 def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
-    """Milliseconds of each row by what they are for."""
+    """Milliseconds of each row: of its operations, and along each mesh axis."""
     parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
     for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):
         parts[f"along {axis}"] = [

@@ -1,4 +1,4 @@
-"""How long a collective takes over a ring of links, by the standard formulas.
+"""Bytes and hops of a collective over a ring of links, by the standard formulas.
 
 Sources: R. Thakur, R. Rabenseifner and W. Gropp, Optimization of Collective Communication
 Operations in MPICH (2005); https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md;
@@ -12,9 +12,9 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
     """Bytes that each member of a ring sends to its neighbour.
 
     Args:
-      operation: the collective as HLO calls it, as in "all-reduce".
-      members: how many take part.
-      size: bytes that each puts in.
+      operation: HLO's name of the collective, as in "all-reduce".
+      members: the number of members of the ring.
+      size: bytes that each member puts in.
 
     Returns:
       The bytes; 0 for one member.
@@ -40,11 +40,11 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 
 
 def hops(operation: str, members: int) -> int:
-    """How many times in a row data goes from neighbour to neighbour.
+    """The number of hops from neighbour to neighbour that follow each other.
 
     Args:
       operation: as for `bytes_sent`.
-      members: how many take part.
+      members: the number of members of the ring.
 
     Returns:
       The hops; 0 for one member.

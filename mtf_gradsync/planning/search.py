@@ -1,4 +1,4 @@
-"""Builds and compiles a model on each mesh, and makes a plan of what that says."""
+"""Builds and compiles a training step on each mesh, and makes a plan of the results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LONGEST_REASON = 300
 
 
 class Built(NamedTuple):
-    """A training step on one mesh.
+    """A training step on one mesh, as the `build` function of `plan` returns it.
 
     Attributes:
-      program: what `simd.tpu_program` yielded, with the whole step built.
+      program: what `simd.tpu_program` yielded, with the training step built in it.
       fetches: tensors that a step returns besides the updates, such as the loss.
-      tokens: how many tokens (or examples) a step trains on; None where that is not known.
+      tokens: the number of tokens (or examples) that a step trains on; None if unknown.
     """
 
     program: Program
@@ -39,12 +39,12 @@ class Built(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A mesh to look at.
+    """A mesh to plan.
 
     Attributes:
       mesh_shape: as in "batch:4;model:2".
       layout: Mesh-TF's layout rules, as text.
-      machine: where.
+      machine: the machine that the mesh is on.
     """
 
     mesh_shape: str
@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What was built of a candidate, without its graph."""
+    """A candidate's program, without the graph that it was built in."""
 
     candidate: Candidate
     lowered: Lowered
@@ -70,16 +70,16 @@ def search(
     refusals: tuple[type[BaseException], ...] = (ValueError,),
     done: Callable[[], Any] = lambda: None,
 ) -> Plan:
-    """Makes a plan. What was found is returned when it is interrupted (Ctrl-C).
+    """A plan of some candidates; interrupted by Ctrl-C, a plan of those planned until then.
 
-    Programs are built one after the other, each once for all machines with as many cores, while up
-    to `jobs` compilers run. Equal programs are compiled once for a machine.
+    Programs are built one after the other, each once for all machines with that number of cores,
+    while up to `jobs` compilers run. Equal programs are compiled once for a machine.
 
     Args:
       build: called with a mesh shape and a layout in a graph of its own.
-      candidates: what to look at.
-      jobs: how many compilers run at once.
-      refusals: errors of `build` that say that a mesh cannot be.
+      candidates: the meshes to plan.
+      jobs: the number of compilers that run at once.
+      refusals: types of errors of `build` that mean that a mesh is not possible.
       done: called after each candidate.
 
     Returns:
@@ -110,7 +110,7 @@ class _Search:
         try:
             for group in _by_program(candidates):
                 for work in self._built(group):
-                    # What waits to be compiled takes memory.
+                    # A program that waits to be compiled takes memory.
                     while len(self._pending) > self._jobs:
                         self._finish_one()
                     self._start(pool, work)
@@ -131,7 +131,7 @@ class _Search:
         )
 
     def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
-        """Builds what several machines may have in common."""
+        """Builds the program of candidates that have mesh shape and layout in common."""
         first, started = group[0], time.monotonic()
         try:
             with tf.Graph().as_default():
@@ -184,7 +184,7 @@ class _Search:
             self._done()
 
     def _refuse(self, candidate: Candidate, reason: str) -> None:
-        # Gin writes below a message what it was called from.
+        # Below a message gin writes the call that raised it.
         reason = " ".join(reason.strip().split("\n  In call to ")[0].split())
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
@@ -199,7 +199,7 @@ class _Search:
                 process.kill()
 
     def _end(self, pool: concurrent.futures.Executor) -> None:
-        """Ends compilers that nobody waits for any more."""
+        """Ends the compilers whose results are not needed any more."""
         with self._lock:
             self._stopped = self._stopped or bool(self._pending)
             for process in self._processes:
@@ -251,7 +251,7 @@ def _traffic(exchanges: Sequence[Exchange], machine: Machine) -> tuple[AxisTraff
     sums: dict[str, tuple[int, int, float]] = {}
     for one in exchanges:
         key = (one.operation, one.axis, one.size)
-        # Groups of a permutation are pairs, which the axis does not say.
+        # The axis does not determine the pairs of a permutation.
         if key not in known or one.operation == "collective-permute":
             known[key] = machine.seconds(one.operation, one.groups, one.size)
         count, size, seconds = sums.get(one.axis, (0, 0, 0.0))

@@ -1,4 +1,4 @@
-"""What links a group of cores has on a TPU slice, by where its cores are."""
+"""The links of a group of cores on a TPU slice, by the places of its cores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Links(NamedTuple):
     """The links that one group of cores uses.
 
     Attributes:
-      chips: on how many chips its cores are. Cores of one chip meet in its memory.
-      bytes_per_second: over all links that a chip of the group sends on, in the directions that a
-        ring uses, divided among the groups that use the same links.
+      chips: the number of chips that its cores are on. Cores of one chip need no link.
+      bytes_per_second: rate of all links that a chip of the group sends on, divided among the
+        groups that use the same links.
       is_ring: whether all directions that the group extends in close to rings.
     """
 
@@ -29,12 +29,12 @@ class Torus:
     """A TPU slice: chips in a grid, with links between neighbours."""
 
     def __init__(self, chip: Chip, places: Sequence[Place]):
-        """Takes what is known of it.
+        """Describes a slice.
 
         Args:
           chip: the kind of chip.
-          places: of each core, in the order of the program's cores: the coordinates of its chip,
-            then its number on the chip.
+          places: for each core, in the order of the program's cores, the coordinates of its chip
+            and then its number on the chip.
         """
         self._chip = chip
         self._places = [tuple(place) for place in places]
@@ -42,13 +42,13 @@ class Torus:
 
     @property
     def cores_per_chip(self) -> int:
-        """How many cores a chip has, as the compiler counts them."""
+        """The number of cores on a chip, as the compiler counts them."""
         return 1 + max(place[-1] for place in self._places)
 
     def links(self, group: Sequence[int]) -> Links:
-        """The links of a group.
+        """The links of a group of cores.
 
-        The group has those of the smallest box of chips around it. Where other groups have cores
+        These are the links of the smallest box of chips around it. Where other groups have cores
         in that box, all of these share the links.
 
         Args:
@@ -76,16 +76,16 @@ class Torus:
         return Links(len(chips), rate * len(cores) / in_box, all(closed))
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """How long a collective takes over the links, with nothing else on them.
+        """Seconds that a collective takes over the links, with no other traffic on them.
 
         Args:
-          operation: as HLO calls it.
+          operation: HLO's name of it, as in "all-reduce".
           groups: the cores that exchange data, group by group, all at the same time; for
             "collective-permute" pairs.
           size: bytes that each core puts in.
 
         Returns:
-          Seconds of the slowest group. Bytes read from the memory and written to it are not in it.
+          Seconds of the slowest group, without the time to read and write memory.
         """
         slowest = 0.0
         for links in {self.links(group) for group in groups}:

@@ -18,7 +18,7 @@ class ConnectionBroken(Exception):
 
 
 class Connection:
-    """One end of a connection. No method waits."""
+    """One end of a connection, over a connected socket. No method waits."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)

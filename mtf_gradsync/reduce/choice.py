@@ -41,14 +41,14 @@ def choose_the_best(
 
     | mesh | strategy |
     |---|---|
-    | SIMD | `FusedAllReduce`: a collective for each bucket |
+    | SIMD | `FusedAllReduce`: the compiler combines the sums of a group |
     | one CPU, or several in one process | `FusedAllReduce`: sums move no bytes between them |
     | sums that run over several processes | `HierarchicalAllReduce`, small tensors packed |
     | GPUs of one process that links join | `CollectiveAllReduce`, which is NCCL there |
-    | GPUs without links, or nobody knows | `FusedAllReduce` with buckets of 1 MiB |
+    | GPUs without links, or with unknown ones | `FusedAllReduce` with buckets of 1 MiB |
     | anything else | `FusedAllReduce`; for kinds of devices that are not known, with a warning |
 
-    It never fails: it warns once of what it cannot find out. The table's first three rows are
+    The choice never fails: one warning names what it cannot find out. The first three rows are
     measured by ``python -m benchmarks.reductions`` and ``python -m benchmarks.two_processes``;
     those of GPUs are not.
 
@@ -165,7 +165,7 @@ def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
     if groups.group_size == 1:
         return Choice(FusedAllReduce(), "groups of one processor have nothing to sum")
     if topology.simd:
-        return Choice(FusedAllReduce(), "a collective for each bucket pays few latencies")
+        return Choice(FusedAllReduce(), "the compiler combines the sums of a group")
     unknown = sorted(set(topology.kinds) - set(KNOWN_KINDS))
     if unknown:
         warn_once(

@@ -119,7 +119,7 @@ class Program:
         if isinstance(self.mesh_impl, CompiledOnlyMeshImpl):
             raise UnsupportedProgramError(
                 "The program was built to be compiled and not to run: its cores share variables. "
-                "Build it anew outside gs.plan."
+                "Build it again outside gs.plan."
             )
         found = self._prepared.get(key)
         if found is None or found.version != self.graph.version:

@@ -40,7 +40,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program with another value on every core.
+    """Returns a tensor of the program that has a value of its own on every core.
 
     Args:
       tensors: one tensor per core, all of one dtype and shape.

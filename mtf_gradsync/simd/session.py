@@ -73,7 +73,7 @@ class ReplicaSession(abc.ABC):
         """
 
     def variables(self) -> dict[str, np.ndarray]:
-        """Returns the values of all global variables, Mesh-TF's put together from their slices.
+        """Returns the values of all global variables, Mesh-TF's assembled from their slices.
 
         Returns:
           name -> value. Variables that Mesh-TF stacked appear under their own names.
@@ -82,7 +82,7 @@ class ReplicaSession(abc.ABC):
         return self._session.run(self._ops.masters)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
-        """Returns the value of one variable, put together from its slices.
+        """Returns the value of one variable, assembled from its slices.
 
         Args:
           variable: the variable, or its name.
@@ -126,8 +126,8 @@ class ReplicaSession(abc.ABC):
     def restore(self, path: str) -> None:
         """Reads a checkpoint into the master variables and copies them into the slices.
 
-        What each shard holds for itself (sums of accumulated gradients) is laid out anew where the
-        checkpoint is of another mesh.
+        Values that each shard holds for itself (sums of accumulated gradients) are resharded where
+        the checkpoint is of another mesh.
 
         Args:
           path: a path returned by `save`, or by any ``tf.train.Saver`` of the same variables.

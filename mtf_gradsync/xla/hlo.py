@@ -80,7 +80,9 @@ def aliases_of(module: Any) -> dict[int, int]:
     found = {}
     for entry in module.input_output_alias.entries:
         if len(entry.output_shape_index) != 1 or entry.parameter_shape_index:
-            raise ValueError(f"An alias is not of one whole result and parameter: {entry}")
+            raise ValueError(
+                f"An alias must be of one result and one parameter, not of parts; got {entry}"
+            )
         found[entry.output_shape_index[0]] = entry.parameter_number
     return dict(sorted(found.items()))
 

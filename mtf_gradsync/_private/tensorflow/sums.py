@@ -33,10 +33,10 @@ def collective_sum(
     Args:
       tensor: this member's summand, of one shape and dtype in the group: float32, float64, int32
         or int64.
-      group_size: how many members there are.
+      group_size: the number of members.
       group_key: identifies the group's devices, the same for all its collectives.
       instance_key: identifies this sum, the same for its members and for no other sum.
-      timeout_seconds: how long to wait for the others before it is an error; 0 is for ever.
+      timeout_seconds: seconds to wait for the other members before an error; 0 waits for ever.
     """
     from tensorflow.python.ops import collective_ops
 

@@ -98,7 +98,7 @@ GATHERS = "_mtf_gradsync_gathers"
 
 
 def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
-    """Returns the parts of all cores of a group of a TPU program, put together on each of them.
+    """Returns, on each core of a group of a TPU program, the joined parts of all its cores.
 
     TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
     which is the same number of bytes. The operation says by an attribute that it is one.

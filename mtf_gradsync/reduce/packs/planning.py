@@ -9,9 +9,9 @@ class Piece(NamedTuple):
     """A range of a tensor's elements, in row-major order.
 
     Attributes:
-      tensor: which tensor.
-      start: first element.
-      stop: one after the last element.
+      tensor: index of the tensor.
+      start: index of the first element.
+      stop: index after the last element.
     """
 
     tensor: int
@@ -85,7 +85,7 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """Makes a pack of each group of whole tensors.
+    """Makes one pack of each group, with all elements of its tensors.
 
     Args:
       groups: indices of tensors.

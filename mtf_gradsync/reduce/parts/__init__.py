@@ -1,1 +1,1 @@
-"""Parts of sums: each processor gets its own, and parts are put together again."""
+"""Reduce-scatter and all-gather: each processor gets its part of a sum, or a full tensor."""

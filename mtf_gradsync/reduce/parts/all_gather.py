@@ -1,4 +1,4 @@
-"""Parts of tensors, put together on every processor."""
+"""All-gather: every processor gets the full slices of tensors that are held in parts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mtf_gradsync.reduce.parts.on_simd import gather_together
 def all_gather(
     mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
 ) -> list[Any]:
-    """Gives each processor whole slices.
+    """Full slices on each processor, from the parts that processors hold.
 
-    On a SIMD mesh parts cross it in one group. On a placement mesh each memory puts slices together
-    once; between memories small parts are sent in buckets.
+    On a SIMD mesh all parts are sent in one group of collectives. On a placement mesh each slice is
+    joined once per memory; between memories small parts are sent in buckets.
 
     Args:
       mesh_impl: the mesh.
-      parts: `LaidOutTensor`s; each processor's slice is the part of its coordinates.
-      cuts: for each how the whole was cut.
+      parts: `LaidOutTensor`s; a processor's slice is the part that belongs to its coordinates.
+      cuts: for each tensor, how its full slice was cut into the parts.
       bucket_bytes: on a placement mesh: most bytes per processor that a bucket of several parts
         holds.
 
@@ -36,9 +36,9 @@ def all_gather(
     packs = not one_memory(mesh_impl)
     for turn, members in enumerate(buckets(parts, cuts, bucket_bytes if packs else 0)):
         bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
-        wholes = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
-        for index, whole in zip(members, wholes):
-            results[index] = whole
+        full_slices = _on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
+        for index, full in zip(members, full_slices):
+            results[index] = full
     return results
 
 
@@ -68,6 +68,6 @@ def _on_devices(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], turn
                         for i, c in enumerate(cuts)
                     ]
             for processor in members:
-                for result, whole in zip(results, made[key]):
-                    result[processor] = whole
+                for result, full in zip(results, made[key]):
+                    result[processor] = full
     return [mesh_impl.LaidOutTensor(result) for result in results]

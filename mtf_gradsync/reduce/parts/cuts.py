@@ -1,4 +1,4 @@
-"""How tensors that processors share are cut into parts, one for each processor along mesh axes."""
+"""Cuts tensors that processors share into parts, one for each processor along mesh axes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mtf_gradsync.reduce.packs.planning import plan_buckets
 
 
 class Cut(NamedTuple):
-    """One axis of a tensor is split over one axis of the mesh.
+    """One axis of a tensor, split over one axis of the mesh.
 
     Attributes:
-      mesh_axis: by number.
-      tensor_axis: by number.
+      mesh_axis: number of the mesh axis.
+      tensor_axis: number of the tensor's axis.
     """
 
     mesh_axis: int
     tensor_axis: int
 
 
-#: The cuts of one tensor, sorted, each along another mesh axis and another axis of the tensor.
+#: The cuts of one tensor, sorted; no two share a mesh axis or an axis of the tensor.
 Cuts = Sequence[Cut]
 
 
@@ -34,7 +34,7 @@ def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
 
 
 def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
-    """The shape of a part of a slice."""
+    """The shape of one part of a slice of shape `shape`."""
     result = list(shape)
     for axis, tensor_axis in cuts:
         result[tensor_axis] //= mesh_impl.shape.dims[axis].size
@@ -42,15 +42,15 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 
 
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
-    """Cuts slices; each processor keeps the part of its own coordinates. Nothing is sent.
+    """Each processor's part of its slice, by the processor's coordinates. Nothing is sent.
 
     Args:
       mesh_impl: the mesh.
       value: a `LaidOutTensor` that is the same for all processors along the axes of the cuts.
-      cuts: of it.
+      cuts: how to cut its slices.
 
     Returns:
-      A `LaidOutTensor`.
+      A `LaidOutTensor` of the parts, with shape `part_shape` on each processor.
     """
     if not cuts:
         return value
@@ -58,7 +58,7 @@ def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
         for mesh_axis, tensor_axis in cuts:
             value = mesh_impl.allsplit(value, mesh_axis, tensor_axis)
         return value
-    # What processors share is cut once, where it is.
+    # A slice that processors share is cut once, on the device that holds it.
     slices = value.tensor_list
     holders: dict[int, list[int]] = collections.defaultdict(list)
     for processor, x in enumerate(slices):
@@ -86,7 +86,7 @@ def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
 
 
 def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
-    """The slice that `all_parts` cut."""
+    """The slice whose parts, in the order of `part_number`, are given: undoes `all_parts`."""
     pieces = list(parts)
     for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -126,11 +126,11 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Which tensors are sent together: those that are cut along the same axes, of one dtype.
+    """Groups of tensors to send as one: of one dtype, and cut along the same mesh axes.
 
     Args:
       tensors: `LaidOutTensor`s.
-      cuts: for each how it is, or was, cut.
+      cuts: for each tensor, its cuts.
       bucket_bytes: most bytes per processor that a bucket of several tensors holds.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Parts on a SIMD mesh: tensors cross it together, each in the shape and layout that it has.
+"""Reduce-scatter and all-gather on a SIMD mesh, each tensor in its own shape and layout.
 
-The compiler of TPUs schedules collectives that stand beside each other by itself, and a packed one
-copies every tensor in and out. So each tensor has a collective of its own, along the dimension that
-is cut; small ones of one shape share one, because a collective costs more than copying them.
+The TPU compiler schedules neighbouring collectives by itself, and packing would copy every tensor
+in and out. So each tensor has a collective of its own, along the dimension that is cut. Only small
+tensors of one shape share one: a further collective would cost more than copying them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mtf_gradsync.reduce.parts import by_part
 from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, part_shape
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
-# A tile of a TPU's memory: 8 sublanes of 128 lanes. Parts that fill none share a collective.
+# A tile of a TPU's memory: 8 sublanes of 128 lanes. Parts smaller than a tile share a collective.
 _TILE = 8 * 128
 
 
 def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
-    """Sums values over groups; each processor gets its part of each sum only.
+    """Each processor's part of sums over groups of processors (a reduce-scatter).
 
     Args:
       mesh_impl: a SIMD mesh.
       values: `LaidOutTensor`s.
-      groups: the processors that sum with each other, along mesh axes.
-      cuts: for each value how it is cut, along some of the axes of the groups.
+      groups: the groups of processors to sum over, along mesh axes.
+      cuts: for each value, how its sum is cut, along some of the axes of the groups.
 
     Returns:
       `LaidOutTensor`s of the dtypes of values, in the same order.
@@ -50,12 +50,12 @@ def scatter_together(
 
 
 def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    """Gives each processor whole slices.
+    """Full slices on each processor, from the parts that processors hold (an all-gather).
 
     Args:
       mesh_impl: a SIMD mesh.
-      parts: `LaidOutTensor`s; each processor's slice is the part of its coordinates.
-      cuts: for each how the whole was cut.
+      parts: `LaidOutTensor`s; a processor's slice is the part that belongs to its coordinates.
+      cuts: for each tensor, how its full slice was cut into the parts.
 
     Returns:
       `LaidOutTensor`s of the dtypes of parts, in the same order.
@@ -63,16 +63,16 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
     results: list[Any] = [None] * len(parts)
     with summed_together():
         for members in _sharing(parts, [p.slice_shape for p in parts], cuts):
-            wholes = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
-            for index, whole in zip(members, wholes):
-                results[index] = whole
+            slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
+            for index, full in zip(members, slices):
+                results[index] = full
     return results
 
 
 def _sharing(
     tensors: Sequence[Any], part_shapes: Sequence[Sequence[int]], cuts: Sequence[Cuts]
 ) -> list[list[int]]:
-    """Returns positions of tensors, by the collective that they share."""
+    """Positions of tensors, in one list for each collective."""
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
         alone = index if mtf.list_product(shape) >= _TILE else -1
@@ -105,13 +105,13 @@ def _scattered(
     if rest:
         mine = mesh_impl.allreduce(mine, rest, "SUM")
 
-    def apart(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
         pieces = tf.unstack(x) if len(values) > 1 else [x]
         if by_rows:
             pieces = [by_part.part_of_row(mesh_impl, p, shape, cuts) for p in pieces]
         return tuple(pieces)
 
-    return list(mesh_impl.slicewise(apart, mine))
+    return list(mesh_impl.slicewise(unpacked, mine))
 
 
 def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:
@@ -126,8 +126,8 @@ def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]
             xs = tuple(tf.reshape(x, [1, -1]) for x in xs)
         x = tf.stack(xs) if len(xs) > 1 else xs[0]
         axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
-        whole = cross_replica_gather(x, physical, axis)
-        pieces = tf.unstack(whole) if len(xs) > 1 else [whole]
+        full = cross_replica_gather(x, physical, axis)
+        pieces = tf.unstack(full) if len(xs) > 1 else [full]
         if by_rows:
             pieces = [by_part.from_rows(mesh_impl, p, shape, cuts) for p in pieces]
         return tuple(pieces)

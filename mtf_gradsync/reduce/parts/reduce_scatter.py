@@ -1,4 +1,4 @@
-"""Sums of which each processor gets its own part."""
+"""Reduce-scatter: each processor gets its part of sums over groups of processors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtf_gradsync.reduce.parts.cuts import (
 from mtf_gradsync.reduce.parts.on_simd import scatter_together
 from mtf_gradsync.reduce.sums.algorithms import sum_on_one_device
 
-# As for sums: every collective pays a latency, and the bucket bounds the extra memory.
+# Every collective pays a latency, and the bucket bounds the extra memory.
 SIMD_BUCKET_BYTES = 32 * 1024 * 1024
 
 
@@ -29,16 +29,16 @@ def reduce_scatter(
     cuts: Sequence[Cuts],
     bucket_bytes: int,
 ) -> list[Any]:
-    """Sums values over groups; each processor gets its part of each sum only.
+    """Each processor's part of sums over groups of processors.
 
-    On a SIMD mesh values cross it in one group. On a placement mesh each processor adds up its part
-    of a bucket.
+    On a SIMD mesh all values are sent in one group of collectives. On a placement mesh each
+    processor adds up its part of a bucket.
 
     Args:
       mesh_impl: the mesh.
       values: `LaidOutTensor`s.
-      groups: the processors that sum with each other, along mesh axes.
-      cuts: for each value how it is cut, along some of the axes of the groups.
+      groups: the groups of processors to sum over, along mesh axes.
+      cuts: for each value, how its sum is cut, along some of the axes of the groups.
       bucket_bytes: on a placement mesh: most bytes per processor that a bucket of several values
         holds.
 
@@ -68,7 +68,7 @@ def _on_devices(
     for group in groups.groups:
         packs = {}
         for processor in group:
-            # Cut where it is, so that only the parts are sent.
+            # Each value is cut on the device that holds it, so that only parts are sent.
             with tf.device(mesh_impl.devices[processor]):
                 pieces = [
                     all_parts(mesh_impl, v.tensor_list[processor], c) for v, c in zip(values, cuts)

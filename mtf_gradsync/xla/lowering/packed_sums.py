@@ -29,7 +29,7 @@ class Member(NamedTuple):
     Attributes:
       node: the operation.
       shape: of its result.
-      axis: the axis along which a result is cut or put together.
+      axis: the axis along which a result is cut or joined.
       cores: how many meet.
     """
 

@@ -22,9 +22,9 @@ class Host:
     """The part of a user's graph outside its program, with variables in TensorFlow.
 
     Attributes:
-      facts: facts of the user's whole graph.
-      outside: the part outside the program.
-      graph: its graph.
+      facts: facts of the user's graph, program included.
+      outside: the part of the graph outside the program.
+      graph: the graph that holds this part.
       counter: name of the variable that counts steps; None where the graph has none.
     """
 
@@ -103,7 +103,11 @@ class Host:
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
-        """Returns whether a tensor outside the program is the step counter before the step."""
+        """Returns whether a tensor is the step counter, as it is before the step.
+
+        Args:
+          name: name of a tensor outside the program.
+        """
         if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])

@@ -64,6 +64,6 @@ def _in_words(traceback: str) -> str:
     where = f" The main thread stood at {'; '.join(own)}." if own else ""
     return (
         f"SIGABRT inside jax {jax.__version__}, jaxlib {jaxlib.__version__} or a library of "
-        "theirs, such as gloo, which has written what is wrong just before; in which collective "
-        f"cannot be told.{where}"
+        "theirs, such as gloo, which has written just before what is wrong; the collective in "
+        f"which it happened is not known.{where}"
     )

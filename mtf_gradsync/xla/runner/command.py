@@ -131,7 +131,7 @@ def _start_jax(flags: argparse.Namespace, cores: int) -> None:
     except ImportError:
         return  # find_devices raises an error for this
     with contextlib.suppress(AttributeError):
-        # Older ones have to be told how CPU devices talk to each other.
+        # Older versions have no default for how CPU devices exchange values.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)

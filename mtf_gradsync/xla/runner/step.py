@@ -182,10 +182,10 @@ class Step:
         """Returns the newest values of the variables. With several processes, all have to call it.
 
         Args:
-          per_core: whether to give the list of the cores' values in place of a whole array.
+          per_core: whether to return the list of the cores' slices in place of an assembled array.
 
         Returns:
-          name -> value. Whole arrays are put together from the cores' slices; variables that
+          name -> value. Arrays are assembled from the cores' slices; variables that
           Mesh-TensorFlow stacked appear under their own names.
         """
         found: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Compiling for TPUs that are not there, and reading what the compiler made."""
+"""Compiles programs for TPUs that this machine lacks, and reads the compiled programs."""

@@ -1,4 +1,4 @@
-"""The process that asks the TPU compiler. It runs as a script: jax and libtpu, no TensorFlow.
+"""Runs the TPU compiler, as a script in a process of its own: with jax and libtpu, no TensorFlow.
 
 usage: child.py PRIVATE_JAX FOLDER
 """
@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any, Mapping
 
-# Makes each all-reduce of a large weight update one operation again, so that bytes can be compared.
+# Keeps each all-reduce of a large weight update one operation, so that bytes can be compared.
 _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
 
 
@@ -21,10 +21,11 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
     Args:
       private: the module `mtf_gradsync._private.jax`.
-      folder: where both lie, and where programs go as ``*.hlo.pb`` and ``*.hlo.txt``.
+      folder: the folder of both files; programs are written to it as ``*.hlo.pb`` and
+        ``*.hlo.txt``.
 
     Returns:
-      The answer; see `compiling`.
+      What `own_process.ask` returns.
     """
     from jax.experimental import topologies
     from runner.program import compile_options  # type: ignore[import-not-found]  # by its path

@@ -1,4 +1,4 @@
-"""Finds the collectives in an HLO module, and the loops and branches around each."""
+"""Lists the collectives of an HLO module, with the loops and branches around each."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class HloCollective:
     """One collective of a compiled program.
 
     Attributes:
-      operation: what it is, as in "all-reduce"; one of `COLLECTIVES`.
+      operation: its kind, as in "all-reduce"; one of `COLLECTIVES`.
       name: its name in the module.
-      bytes_per_core: size of its operands on one core, as the program sees them (without the
-        padding of the TPU's memory layout).
+      bytes_per_core: bytes of its operands on one core, without the padding of the TPU's memory
+        layout.
       groups: the cores that exchange data, group by group; empty for one group of all cores. For
         "collective-permute" the pairs of source and target.
-      computation: the computation that it stands in.
-      inside: what is around it, outermost first, as in ("branch true of cond.5",
-        "body of while.7"); empty for what runs on every step.
+      computation: the name of the computation that contains it.
+      inside: the branches and loops around it, outermost first, as in ("branch true of cond.5",
+        "body of while.7"); empty for a collective that runs once on every step.
     """
 
     operation: str
@@ -50,12 +50,12 @@ class HloCollective:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether it stands in a branch, and so runs on some steps only."""
+        """Whether it is inside a branch, and so runs on some steps only."""
         return any(part.startswith("branch ") for part in self.inside)
 
     @property
     def is_in_loop(self) -> bool:
-        """Whether it stands in a loop, and so may run many times in a step."""
+        """Whether it is inside a loop, and so may run many times in a step."""
         return any(not part.startswith("branch ") for part in self.inside)
 
 
@@ -66,12 +66,12 @@ def find_hlo_collectives(module: bytes) -> list[HloCollective]:
       module: a serialized ``HloModuleProto``, before or after optimization.
 
     Returns:
-      The collectives, in the order in which each computation runs them (where the module does not
-      say, in its own order), called computations at the place of the call. One whose computation
-      is called from several places appears for each.
+      The collectives in the order in which they run; where the module has no schedule, in the
+      module's order. A collective in a computation that is called from several places appears once
+      for each call.
 
     Raises:
-      ValueError: when it is no such module, or one that this TensorFlow cannot read.
+      ValueError: when `module` is no HLO module, or one that this TensorFlow cannot read.
     """
     proto = read_module(module)
     computations = {computation.id: computation for computation in proto.computations}
@@ -84,7 +84,7 @@ def _walk(
     computation = computations[entry]
     shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
     for instruction in instructions_of(module, computation):
-        # What starts and ends apart counts once, where it starts.
+        # An operation of a start and an end counts once, at its start.
         operation = _without(instruction.opcode, "-start")
         if operation in COLLECTIVES:
             yield HloCollective(
@@ -96,7 +96,7 @@ def _walk(
                 inside=inside,
             )
         elif not instruction.opcode.endswith(("-update", "-done")):
-            # What a collective calls is the sum of two numbers; all others may call more of them.
+            # A collective calls only the sum of two numbers; other operations may call collectives.
             called = instruction.called_computation_ids
             for called_id, around in zip(called, _around(instruction, shapes)):
                 yield from _walk(module, computations, called_id, inside + around)
@@ -107,7 +107,7 @@ def _without(text: str, end: str) -> str:
 
 
 def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:
-    """What an instruction puts around each computation that it calls."""
+    """Names of the branch or loop that each computation called by an instruction is in."""
     called = instruction.called_computation_ids
     if instruction.opcode == "while":
         return [(f"{role} of {instruction.name}",) for role in ("body", "condition")]
@@ -120,13 +120,14 @@ def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:
 
 
 def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
-    """Sums up collectives by operation.
+    """Counts collectives and their bytes, by operation.
 
     Args:
       collectives: what `find_hlo_collectives` returned.
 
     Returns:
-      operation -> (how many, bytes per core), each counted once however often a loop runs it.
+      operation -> (number of collectives, bytes per core). A collective in a loop counts once,
+      however often the loop runs it.
     """
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for collective in collectives:

@@ -1,4 +1,4 @@
-"""What the TPU compiler made of a SIMD program, as a table and as JSON."""
+"""The TPU compiler's answer for a SIMD program, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _ESTIMATES = {
     "conditions_false": "step, all conditions false",
     "bare": "bare optimizer",
 }
-# More than this, against the bare optimizer, is said.
+# A step that costs more than this, in steps of the bare optimizer, gets a note.
 _DEARER = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreMemory:
-    """Bytes of memory that a program takes on one core, padding of the TPU's layouts included.
+    """Bytes of memory that a program takes on one core, with the padding of the TPU's layouts.
 
     Attributes:
       arguments: inputs and variables.
       outputs: fetches and new values of variables.
       aliased: the part of the outputs that is written over arguments, and so counts once.
-      temporaries: everything in between, at its peak.
-      code: the program itself.
+      temporaries: the peak of all intermediate values.
+      code: the program's instructions.
     """
 
     arguments: int
@@ -42,7 +42,7 @@ class CoreMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes on one core; aliased ones count once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
@@ -52,21 +52,21 @@ class CompiledProgram:
 
     Attributes:
       topology: as in "v3:2x2".
-      device_kind: what libtpu calls a core of it, as in "TPU v3".
-      num_replicas: how many cores run the program.
-      error: why it was refused, in short; "" where the compiler took it.
-      before: collectives of the program as TensorFlow hands it over. Empty where TensorFlow itself
-        refused it.
+      device_kind: libtpu's name of such a core, as in "TPU v3".
+      num_replicas: the number of cores that run the program.
+      error: why the program was refused, in short; "" where the compiler accepted it.
+      before: collectives of the program before the compiler's optimization. Empty where TensorFlow
+        itself refused the program.
       after: collectives of the compiled program. Empty where it was refused.
-      after_unsharded: the same, compiled without splitting the weight update over the cores; the
-        option that splits it turns one all-reduce into several operations, so compare bytes here.
-        Empty where that was not asked for.
-      memory: what it takes on one core; None where it was refused.
-      seconds: how long the compiler took. That is no measure of how fast the program runs.
-      estimates: the compiler's own estimates by name. "step": of the program, without what stands
-        in conditionals. "conditions_true" and "conditions_false", where it has any: of the program
-        with all of its conditions true, as in an update step, or false. "bare": of the program with
-        the bare optimizer.
+      after_unsharded: collectives of the program compiled without splitting the weight update over
+        the cores. The split turns one all-reduce into several operations, so compare bytes here.
+        Empty unless asked for by `update_not_split`.
+      memory: bytes on one core; None where the program was refused.
+      seconds: how long the compilation took. That is no measure of how fast the program runs.
+      estimates: the compiler's own estimates by name. "step": of the program, without the branches
+        of conditionals. "conditions_true" and "conditions_false", where it has conditionals: of the
+        program with all conditions true, as in an update step, or false. "bare": of the program
+        with the bare optimizer.
     """
 
     topology: str
@@ -82,17 +82,18 @@ class CompiledProgram:
 
     @property
     def accepted(self) -> bool:
-        """Whether the compiler took the program."""
+        """Whether the compiler accepted the program."""
         return not self.error
 
     def fits(self) -> dict[str, bool]:
-        """On which TPU generations the program's memory fits into a core's.
+        """On which TPU generations the program fits into a core's memory.
 
-        The memory is that on `topology`; other generations pad and schedule a little otherwise, so
-        an answer that is near the limit wants a compilation of its own.
+        The bytes are those on `topology`. Other generations pad and schedule a little differently:
+        near the limit, compile for the generation itself.
 
         Returns:
-          Name of the generation, as in "v3" -> whether it fits. Empty where it was refused.
+          Name of the generation, as in "v3" -> whether the program fits. Empty where it was
+          refused.
         """
         if self.memory is None:
             return {}
@@ -114,7 +115,7 @@ class CompiledProgram:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The same as JSON text, with the attributes' names, "accepted", "total" and "fits"."""
+        """All attributes as JSON text by their names, with "accepted", "total" and "fits"."""
         content = dataclasses.asdict(self)
         content["accepted"] = self.accepted
         content["fits"] = self.fits()
@@ -145,7 +146,10 @@ class CompiledProgram:
             labels = {**_ESTIMATES, "step": "step"}
         else:
             labels = _ESTIMATES
-        rows, notes = [], ["An estimate is no timing: nothing overlaps in it, and it has no host."]
+        rows, notes = (
+            [],
+            ["An estimate is no timing: it overlaps nothing and does not count the host."],
+        )
         for name, cost in self.estimates.items():
             share = f"{cost.seconds / bare.seconds:.2f}" if bare and bare.seconds else ""
             numbers = (
@@ -156,7 +160,9 @@ class CompiledProgram:
             rows.append([labels[name], *numbers, share])
             if cost.unknown:
                 kinds = ", ".join(cost.unknown_operations) or "unnamed"
-                notes.append(f"{labels[name]}: without {cost.unknown} operations ({kinds}).")
+                notes.append(
+                    f"{labels[name]}: {cost.unknown} operations have no estimate ({kinds})."
+                )
         step = self.estimates.get("conditions_true", self.estimates.get("step"))
         if bare and step and step.seconds > _DEARER * bare.seconds:
             more = 100 * (step.seconds / bare.seconds - 1)
@@ -186,7 +192,7 @@ class CompiledProgram:
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; all columns but the first are to the right."""
+    """The lines of a table; all columns but the first are aligned to the right."""
     align = ("left", *("right" for _ in headers[1:]))
     return tabulate(
         rows, headers, tablefmt="simple", disable_numparse=True, colalign=align

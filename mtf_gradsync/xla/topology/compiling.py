@@ -1,4 +1,4 @@
-"""Compiles a SIMD program with the real TPU compiler, for a TPU that is not there."""
+"""Compiles a SIMD program with the real TPU compiler, on a machine without a TPU."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def compile_for_tpu(
     bare: Program | None = None,
     update_not_split: bool = False,
 ) -> CompiledProgram:
-    """Compiles a program for a TPU that is not there.
+    """Whether the TPU compiler accepts a program, with its collectives, memory and cost per core.
 
-    The program is compiled as a TPU runs it: whole, with all its updates. Variables are arguments
-    of a core's program, and their new values results that are written over them.
+    No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
+    arguments of a core's program, and their new values are results that are written over them.
 
     Args:
       program: what `tpu_program` yielded, with the whole model built.
       fetches: tensors of the program that a step returns besides the updates, such as the loss.
       topology: TPU generation and chips, as in "v3:2x2"; it must have as many cores as the
         program's mesh. (A "v3" chip has two.)
-      save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to, for a closer look.
-      bare: the same model's program with the bare optimizer, to have its estimate beside.
-      update_not_split: whether to compile it a second time, without splitting the weight update
-        over the cores, so that the bytes of collectives can be compared.
+      save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
+      bare: the same model's program with the bare optimizer; its estimate is added as "bare".
+      update_not_split: whether to compile a second time, without splitting the weight update over
+        the cores, so that the bytes of collectives can be compared.
 
     Returns:
       The compiler's answer; a program that it refuses is an answer too.
@@ -58,8 +58,8 @@ def compile_for_tpu(
       XlaMissingError: when jax or libtpu are not installed.
       CompilerDiedError: when the compiler's process crashed.
       UnsupportedProgramError: when an operation or input has no counterpart in HLO.
-      ValueError: when there is no such topology, it has another number of cores, or a fetch is no
-        tensor of the program.
+      ValueError: when there is no such topology, its number of cores is not that of the program's
+        mesh, or a fetch is no tensor of the program.
     """
     generation_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
@@ -72,9 +72,9 @@ class Lowered(NamedTuple):
     """A core's program, ready for the TPU compiler.
 
     Attributes:
-      num_replicas: how many cores run it.
-      module: StableHLO; None where TensorFlow refused the program.
-      refused: why it did.
+      num_replicas: the number of cores that run it.
+      module: the program's StableHLO text; None where TensorFlow refused the program.
+      refused: why TensorFlow refused it; "" where it did not.
     """
 
     num_replicas: int
@@ -83,18 +83,18 @@ class Lowered(NamedTuple):
 
 
 def lower(program: Program, fetches: Sequence[Any] = ()) -> Lowered:
-    """Turns a program into what the TPU compiler takes; the compiler need not be installed.
+    """A core's program as StableHLO, for `compile_lowered`; needs no TPU compiler.
 
     Args:
       program: as for `compile_for_tpu`.
-      fetches: as there.
+      fetches: as for `compile_for_tpu`.
 
     Returns:
       The program of a core, or why there is none.
 
     Raises:
-      UnsupportedProgramError: as there.
-      ValueError: as there, for a fetch.
+      UnsupportedProgramError: when an operation or input has no counterpart in HLO.
+      ValueError: when a fetch is no tensor of the program.
     """
     replica = replica_program(program, fetches)
     try:
@@ -111,23 +111,23 @@ def compile_lowered(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> CompiledProgram:
-    """Compiles what `lower` made.
+    """The TPU compiler's answer for a program of `lower`.
 
     Args:
       lowered: the program.
       topology: as for `compile_for_tpu`.
-      save_hlo: as there.
-      others: StableHLO of further programs, by the name of their estimate; None for the program's
-        own with its conditions true and false, where it has any.
+      save_hlo: as for `compile_for_tpu`.
+      others: StableHLO of further programs to estimate, by the name of the estimate; None for the
+        program itself with its conditions true and false, where it has conditionals.
       update_not_split: as for `compile_for_tpu`.
       begun: called with the compiler's process once it runs.
 
     Returns:
-      The compiler's answer.
+      The answer; a refusal is an answer too.
 
     Raises:
-      CompilerDiedError: as for `compile_for_tpu`.
-      ValueError: as there, for the topology.
+      CompilerDiedError: when the compiler's process crashed.
+      ValueError: when there is no such topology, or its number of cores is not the program's.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     if others is None:
@@ -171,7 +171,7 @@ def compile_lowered(
 
 
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
-    """Where the cores of a topology are.
+    """Coordinates of every core of a topology.
 
     Args:
       topology: as for `compile_for_tpu`.
@@ -194,7 +194,7 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _others(module: str, bare: Program | None) -> dict[str, str]:
-    """Programs whose costs say more of a program's cost, by the name of the estimate."""
+    """Further programs to estimate, as StableHLO by the name of the estimate."""
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
     if bare is not None:
         made["bare"] = to_stablehlo(to_hlo(replica_program(bare)))
@@ -204,7 +204,8 @@ def _others(module: str, bare: Program | None) -> dict[str, str]:
 def _check_known(topology: str, answer: dict[str, Any]) -> None:
     if "no_topology" in answer:
         raise ValueError(
-            f"libtpu does not know the topology {topology!r}: {_short(answer['no_topology'])} "
+            f"topology {topology!r} is one that libtpu does not know: "
+            f"{_short(answer['no_topology'])} "
             f"Topologies of 8 cores are {_EXAMPLES}."
         )
 
@@ -214,8 +215,8 @@ def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> No
     if answer["num_cores"] != num_cores:
         raise ValueError(
             f"topology {topology!r} has {answer['num_cores']} cores and the program's mesh "
-            f"{num_cores}; they have to agree. Topologies of 8 cores are {_EXAMPLES}; twice "
-            "the chips along one direction are twice the cores."
+            f"{num_cores}. Give a topology with as many cores as the mesh: those of 8 cores are "
+            f"{_EXAMPLES}; twice the chips along one direction are twice the cores."
         )
 
 

@@ -16,17 +16,17 @@ _IF = "stablehlo.if"
 
 @dataclasses.dataclass(frozen=True)
 class CostEstimate:
-    """What the compiler expects of one step on one core. It is no timing.
+    """The compiler's estimate of one step on one core, for comparing two programs. It is no timing.
 
-    The compiler adds up its operations one after the other: nothing overlaps, and neither the host
-    nor the input is in it. Two programs can be compared by it.
+    The estimate adds up the program's operations one after the other: nothing overlaps, and neither
+    the host nor the input counts.
 
     Attributes:
       flops: floating-point operations.
       bytes_accessed: bytes that operations read from memory and write to it.
-      seconds: how long all operations take that the compiler has an estimate for.
-      unknown: how many operations it has none for.
-      unknown_operations: custom calls of the compiled program that may be these, by target.
+      seconds: the time of all operations that the compiler can estimate.
+      unknown: the number of operations that it cannot estimate.
+      unknown_operations: targets of the program's custom calls, which may be those operations.
     """
 
     flops: float
@@ -37,7 +37,7 @@ class CostEstimate:
 
 
 def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
-    """Reads what libtpu says of a program.
+    """The estimate in libtpu's numbers for a program.
 
     Args:
       numbers: "flops", "bytes accessed" and "optimal_seconds". The last has -1 in it for each
@@ -63,14 +63,14 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
 def with_conditions(module: str, value: bool) -> str | None:
     """A program in which every condition has one value, so that the compiler estimates branches.
 
-    Its estimate leaves out what stands in a conditional.
+    The compiler's estimate does not count what is inside a conditional.
 
     Args:
       module: the text of an MLIR module of StableHLO.
-      value: what all conditions are.
+      value: the value of all conditions.
 
     Returns:
-      The text of such a module; None where the program has no conditional.
+      The text of that program's module; None where the program has no conditional.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -87,7 +87,7 @@ def with_conditions(module: str, value: bool) -> str | None:
 
 
 def _put_in_line(conditional: Any, branch: int) -> None:
-    """Puts a branch in the place of its conditional.
+    """Replaces a conditional by one of its branches.
 
     The compiler keeps a conditional with collectives even where its condition is a constant.
     """

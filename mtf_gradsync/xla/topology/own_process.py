@@ -1,7 +1,7 @@
-"""Asks the TPU compiler in a process of its own.
+"""Runs the TPU compiler in a process of its own.
 
-For two reasons: libtpu reads its environment variables once, when it is loaded; and a compiler that
-dies takes only its own process along.
+libtpu reads its environment variables once, when it is loaded; and a compiler that crashes ends
+only its own process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtf_gradsync.xla.topology import child
 
 
 class CompilerDiedError(RuntimeError):
-    """The process that compiles ended without an answer."""
+    """The compiler's process ended without an answer."""
 
 
 def ask(
@@ -30,22 +30,23 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """Has a program compiled.
+    """The compiler's answer for a program, as the JSON that `child` writes.
 
     Args:
-      folder: where programs go, see `child`.
-      module: StableHLO; None to ask for the topology only.
-      topology: its name.
-      num_cores: of the program's mesh.
-      estimate: further programs, by name, of which only the cost is wanted.
+      folder: an existing folder that `child` writes compiled programs to.
+      module: the program's StableHLO text; None to ask for the topology only.
+      topology: as in "v3:2x2".
+      num_cores: the number of cores of the program's mesh.
+      estimate: StableHLO of further programs, by name, to be estimated.
       update_not_split: whether to compile the program again without splitting the weight update.
-      begun: called with the other process once it runs, so that it can be ended.
+      begun: called with the compiler's process once it runs, so that the caller can end it.
 
     Returns:
-      What the other process answered.
+      "no_topology" with libtpu's message; else "device_kind", "num_cores", "places", and for a
+      compiled program "seconds", "memory" and "cost", or "error".
 
     Raises:
-      CompilerDiedError: when it ended without an answer.
+      CompilerDiedError: when the compiler's process ended without an answer.
     """
     environment = {
         **os.environ,
@@ -87,6 +88,6 @@ def ask(
         return json.loads((place / "answer.json").read_text())
     except OSError:
         raise CompilerDiedError(
-            f"The compiler's process ended with status {process.returncode} and no answer. Its "
-            f"last words:\n{said[-2000:]}"
+            f"The TPU compiler's process ended with status {process.returncode} and no answer. "
+            f"It printed last:\n{said[-2000:]}"
         ) from None

@@ -37,7 +37,7 @@ GENERATIONS = (
 
 
 def generation_of(topology: str) -> Generation:
-    """The generation of a topology.
+    """The TPU generation that a topology's name names.
 
     Args:
       topology: as in "v3:2x2": the generation, then the chips along each direction.
@@ -46,7 +46,7 @@ def generation_of(topology: str) -> Generation:
       The generation.
 
     Raises:
-      ValueError: when it is no such name, or the generation is not known.
+      ValueError: when the name has no generation that is known, or no chips.
     """
     name, _, shape = topology.partition(":") if isinstance(topology, str) else ("", "", "")
     for generation in GENERATIONS:
