@@ -24,6 +24,7 @@ os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPO
 
 from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.xla.devices import prepared
+from tests import grappler
 from tests.xla.processes import job
 
 
@@ -55,6 +56,7 @@ def run(folder, name, plan):
 
 def main(folder):
     job.prepare()
+    grappler.turn_off()
     children = {}
     known = set()
     while True:
