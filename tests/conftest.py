@@ -1,6 +1,7 @@
 """How every test process starts: as a Mesh-TensorFlow program's entry point would."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -29,6 +30,10 @@ tf.logging.set_verbosity(tf.logging.ERROR)
 # Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
 absl.flags.FLAGS.mark_as_parsed()
 grappler.turn_off()
+# To write the graph beside a checkpoint takes longer than the training, and nobody reads it.
+tf.train.CheckpointSaverHook.__init__ = functools.partialmethod(
+    tf.train.CheckpointSaverHook.__init__, save_graph_def=False
+)
 
 
 def pytest_collection_finish():
