@@ -11,8 +11,10 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=12")
 
-# Compiled programs are kept for this test process, not for the user.
-os.environ["MTF_GRADSYNC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtf_gradsync_tests_")
+# Compiled programs are kept for these tests, not for the user. Xdist's workers have one folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["MTF_GRADSYNC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtf_gradsync_tests_")
+    atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 
 import absl.flags
 import pytest
@@ -23,7 +25,6 @@ from tests import grappler
 
 pytest_plugins = ["pytester", "tests.tiers"]
 
-atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 tf.disable_v2_behavior()
 tf.enable_resource_variables()
 tf.logging.set_verbosity(tf.logging.ERROR)

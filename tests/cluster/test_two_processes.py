@@ -25,8 +25,7 @@ def found(of_two_processes):
     return of_two_processes
 
 
-@pytest.mark.parametrize("order", ["by process", "mixed"])
-@pytest.mark.parametrize("strategy", two_processes.STRATEGIES)
+@pytest.mark.parametrize(("order", "strategy"), program.SUMS)
 def test_edges_are_what_tensorflow_sends(found, order, strategy):
     one = found["sums"][f"{order}: {strategy}"]
     if order == "mixed" and strategy in program.WITH_GRAPPLER:
@@ -42,7 +41,7 @@ def test_edges_are_what_tensorflow_sends(found, order, strategy):
 
 
 @pytest.mark.parametrize("order", ["by process", "mixed"])
-@pytest.mark.parametrize("strategy", ["two levels", "two levels, 4 packs", "two levels, bfloat16"])
+@pytest.mark.parametrize("strategy", program.TWO_LEVELS)
 def test_two_levels_send_each_tensor_once_each_way(found, order, strategy):
     """Wherever the processes' devices stand on the mesh."""
     one_way = sum(SIZES) // (2 if strategy.endswith("bfloat16") else 1)

@@ -25,6 +25,12 @@ from tests.cluster import compressed_program
 SHAPES = [[32, 64], [], [3], [41, 33]]
 # The table has a row for each; of these something more is known.
 IN_TABLE = two_processes.RING, *two_processes.TARGETS, "collective"
+TWO_LEVELS = two_processes.TWO_LEVELS, "two levels, 4 packs", two_processes.COMPRESSED
+# The order of devices and the strategy; tests/cluster/mesh_program.py has others by process.
+SUMS = [
+    *(("mixed", name) for name in two_processes.STRATEGIES),
+    *(("by process", name) for name in (two_processes.RING, *TWO_LEVELS)),
+]
 WITH_GRAPPLER = two_processes.RING, two_processes.COMPRESSED, "collective"
 
 
@@ -128,17 +134,17 @@ def main(path: str) -> None:
         strategies = {name: two_processes.STRATEGIES[name] for name in IN_TABLE}
         table = two_processes.measure_on(cluster, options, strategies)
         found["table"] = report.as_json(table, options)
-        for order, devices in device_orders(cluster.devices).items():
-            for name, make in two_processes.STRATEGIES.items():
-                one = two_processes.reduction(devices, SHAPES, make())
-                counts = {
-                    "counted": one.transfers._asdict(),
-                    "real": really_sent(cluster, one, grappler=False),
-                }
-                # It takes longer than the rest: most edges, casts, and signals alone.
-                if order == "mixed" and name in WITH_GRAPPLER:
-                    counts["with Grappler"] = really_sent(cluster, one, grappler=True)
-                found["sums"][f"{order}: {name}"] = counts
+        orders = device_orders(cluster.devices)
+        for order, name in SUMS:
+            one = two_processes.reduction(orders[order], SHAPES, two_processes.STRATEGIES[name]())
+            counts = {
+                "counted": one.transfers._asdict(),
+                "real": really_sent(cluster, one, grappler=False),
+            }
+            # It takes longer than the rest: most edges, casts, and signals alone.
+            if order == "mixed" and name in WITH_GRAPPLER:
+                counts["with Grappler"] = really_sent(cluster, one, grappler=True)
+            found["sums"][f"{order}: {name}"] = counts
     pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 
