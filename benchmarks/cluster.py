@@ -17,6 +17,8 @@ from typing import Any, Callable
 
 JOB = "worker"
 LEADER = f"/job:{JOB}/task:0"
+# The module that each process runs.
+SERVER = "benchmarks.cluster"
 _ROOT = Path(__file__).resolve().parents[1]
 # Read on Linux: tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info.
 _TCP_INFO_BYTES = struct.Struct("=120xQQ")
@@ -133,7 +135,7 @@ class _Task:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._closing = False
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.cluster", *arguments],
+            [sys.executable, "-m", SERVER, *arguments],
             cwd=_ROOT,
             env={**os.environ, "TF_GRPC_REUSE_PORT": "1"},
             stdin=subprocess.PIPE,

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import re
 import sys
-from typing import Any, Callable, Iterator, NamedTuple
+from types import MappingProxyType
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 import numpy as np
 
@@ -69,17 +70,30 @@ def measure(options: report.Options) -> report.Table:
         return measure_on(cluster, options)
 
 
-def measure_on(cluster: LocalCluster, options: report.Options) -> report.Table:
-    """Does what `measure` does, on processes that run."""
+def measure_on(
+    cluster: LocalCluster,
+    options: report.Options,
+    strategies: Mapping[str, Callable[[], reduce.Strategy]] = MappingProxyType(STRATEGIES),
+) -> report.Table:
+    """Does what `measure` does, on processes that run.
+
+    Args:
+      cluster: the processes.
+      options: how long and how large.
+      strategies: those to measure, the ones of `TARGETS` and the ring among them.
+
+    Returns:
+      The table.
+    """
     model = dense(*((2, 32) if options.quick else (8, 256)))
     programs = {models.BARE: _training(model, cluster, models.BARE, None)}
-    for name, make in STRATEGIES.items():
+    for name, make in strategies.items():
         programs[name] = _training(model, cluster, name, make())
     two_levels = reduce.HierarchicalAllReduce()
     whole_mesh = functools.partial(gs.placement_mesh_impl, reducer=two_levels)
     programs[WHOLE_MESH] = _training(model, cluster, WHOLE_MESH, two_levels, whole_mesh)
     shapes = [v.shape.to_integer_list for v in programs[RING].lowering.graph.trainable_variables]
-    sums = {n: reduction(cluster.devices, shapes, make()) for n, make in STRATEGIES.items()}
+    sums = {n: reduction(cluster.devices, shapes, make()) for n, make in strategies.items()}
     seconds, sockets = _time_sums(cluster, sums, options)
     steps = _time_steps(cluster, model, programs, options)
     rows = []

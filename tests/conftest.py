@@ -1,6 +1,7 @@
 """How every test process starts: as a Mesh-TensorFlow program's entry point would."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -10,8 +11,10 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=12")
 
-# Compiled programs are kept for this test process, not for the user.
-os.environ["MTF_GRADSYNC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtf_gradsync_tests_")
+# Compiled programs are kept for these tests, not for the user. Xdist's workers have one folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["MTF_GRADSYNC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtf_gradsync_tests_")
+    atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 
 import absl.flags
 import pytest
@@ -22,13 +25,16 @@ from tests import grappler
 
 pytest_plugins = ["pytester", "tests.tiers"]
 
-atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 tf.disable_v2_behavior()
 tf.enable_resource_variables()
 tf.logging.set_verbosity(tf.logging.ERROR)
 # Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
 absl.flags.FLAGS.mark_as_parsed()
 grappler.turn_off()
+# To write the graph beside a checkpoint takes longer than the training, and nobody reads it.
+tf.train.CheckpointSaverHook.__init__ = functools.partialmethod(
+    tf.train.CheckpointSaverHook.__init__, save_graph_def=False
+)
 
 
 def pytest_collection_finish():

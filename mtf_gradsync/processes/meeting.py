@@ -107,7 +107,11 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:
-            yield from connection.receive() if selector.select(_PAUSE_S) else ()
+            # One by one: what follows the welcome is for the watchdog, such as an early error.
+            messages = connection.receive(at_most=1)
+            if not messages:
+                selector.select(_PAUSE_S)
+            yield from messages
 
 
 def _challenge(connection: Connection, end: float) -> str:

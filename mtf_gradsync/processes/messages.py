@@ -61,8 +61,11 @@ class Connection:
         except OSError as error:
             raise ConnectionBroken(str(error)) from error
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self, at_most: int | None = None) -> list[dict[str, Any]]:
         """Returns the messages received since the last call.
+
+        Args:
+          at_most: number of messages to return, None for all; others wait for the next call.
 
         Raises:
           ConnectionBroken: the other side has gone and all messages have been returned, or what was
@@ -80,10 +83,12 @@ class Connection:
             pass
         except OSError:
             broken = True
-        *lines, self._unread = self._unread.split(b"\n")
-        if (broken and not lines) or len(self._unread) >= LONGEST:
+        *lines, rest = self._unread.split(b"\n")
+        if (broken and not lines) or len(rest) >= LONGEST:
             raise ConnectionBroken("its connection broke")
-        return [_message(line) for line in lines]
+        count = len(lines) if at_most is None else at_most
+        self._unread = b"\n".join([*lines[count:], rest])
+        return [_message(line) for line in lines[:count]]
 
     def close(self) -> None:
         """Closes the connection."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
+from tests import grappler
 from tests.cluster.sync_replicas_worker import signal
 
 WORKERS = 2
@@ -59,6 +60,7 @@ def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
 def main(spec: dict[str, list[str]], job: str, task: int, kind: str) -> None:
     """Runs a task; the parameter server until it is killed."""
     tf.disable_v2_behavior()
+    grappler.turn_off()
     if kind == "resource":
         tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)

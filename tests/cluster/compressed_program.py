@@ -1,16 +1,8 @@
-"""What two processes of one device each send each other in compressed sums of gradients.
-
-``python -m tests.cluster.compressed_program <file>``: writes it to the file as JSON.
-"""
+"""What two processes send each other in compressed sums of gradients, by one device of each."""
 
 from __future__ import annotations
 
-import json
-import pathlib
-import sys
 from typing import Any, Callable
-
-import absl.flags
 
 from benchmarks import two_processes
 from benchmarks.cluster import LocalCluster
@@ -18,7 +10,6 @@ from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce.strategies.low_rank import LowRankState
 from mtf_gradsync.reduce.strategies.quantized import QuantizationErrors
-from mtf_gradsync.session import enable_mesh_defaults
 
 SHAPES = [[256, 512], [512, 256], [512]]
 RUNS, RANK = 3, 4
@@ -31,9 +22,9 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def measured(cluster: LocalCluster, strategy: Any, state: Any) -> dict[str, Any]:
+def _measured(cluster: LocalCluster, strategy: Any, state: Any) -> dict[str, Any]:
     """Bytes of one sum over both processes, on the graph's edges and on the sockets; the sums."""
-    devices = cluster.devices
+    devices = cluster.devices[:: two_processes.EACH]
     with tf.Graph().as_default() as graph:
         impl = mtf.placement_mesh_impl.PlacementMeshImpl(
             mtf.convert_to_shape("all:2"), mtf.LayoutRules([]), devices
@@ -70,17 +61,6 @@ def measured(cluster: LocalCluster, strategy: Any, state: Any) -> dict[str, Any]
     return found
 
 
-def main(path: str) -> None:
-    """Measures all strategies."""
-    enable_mesh_defaults()
-    tf.logging.set_verbosity(tf.logging.ERROR)
-    absl.flags.FLAGS.mark_as_parsed()
-    with LocalCluster(2, 1) as cluster:
-        found = {
-            name: measured(cluster, make(), state) for name, (make, state) in STRATEGIES.items()
-        }
-    pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def measured_by_strategy(cluster: LocalCluster) -> dict[str, Any]:
+    """What `_measured` finds, by name of the strategy."""
+    return {name: _measured(cluster, make(), state) for name, (make, state) in STRATEGIES.items()}

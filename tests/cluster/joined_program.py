@@ -6,6 +6,7 @@ import time
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
+from tests import grappler
 
 
 def count(cluster, odd):
@@ -24,6 +25,7 @@ def count(cluster, odd):
 def main(spec, job, index, port, silence, odd=""):
     os.environ["TF_GRPC_REUSE_PORT"] = "1"
     tf.disable_v2_behavior()
+    grappler.turn_off()
     tf.enable_resource_variables()
     with gs.join_cluster(
         spec, job, int(index), num_cpu_devices=2, watch_port=int(port), silence=float(silence)

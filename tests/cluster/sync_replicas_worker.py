@@ -15,6 +15,7 @@ import time
 from typing import Any, Tuple
 
 from mtf_gradsync._private.libraries import tf
+from tests import grappler
 from tests.cluster.processes import Processes
 
 START = (10.0, -10.0)
@@ -114,6 +115,7 @@ def main(spec: dict[str, list[str]], job: str, task: int, aggregate: int, slow: 
     """Runs a task; the parameter server until it is killed."""
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
+    grappler.turn_off()
     tf.logging.set_verbosity(tf.logging.ERROR)
     server = tf.train.Server(spec, job_name=job, task_index=task)
     if job == "ps":

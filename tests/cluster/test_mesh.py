@@ -126,7 +126,7 @@ def test_strategies_that_exist_are_here():
     tried = {type(make()) for make in program.STRATEGIES.values()}
     # Another strategy's messages, made smaller; tests/reduce/test_tasks.py has it.
     smaller = {reduce.CompressedAllReduce}
-    # Of gradients alone; tests/cluster/test_compressed.py has them.
+    # Of gradients alone; test_two_processes_compressed.py has them.
     smaller |= {reduce.QuantizedAllReduce, reduce.LowRankAllReduce}
     assert classes - tried == {reduce.Strategy, reduce.GradientStrategy} | smaller
 

@@ -10,27 +10,22 @@ import time
 
 import pytest
 
-from benchmarks import cluster, two_processes
+from benchmarks import cluster, models, two_processes
 from tests.cluster import two_processes_program as program
-from tests.cluster.processes import ROOT, Processes
+from tests.cluster.processes import ROOT
 from tests.cluster.test_processes import ended
 
 pytestmark = pytest.mark.cluster
 SIZES = [4 * math.prod(shape) for shape in program.SHAPES]
-COUNTED = [name for name in two_processes.STRATEGIES if name != "collective"]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+@pytest.fixture
+def found(of_two_processes):
     """What the program writes."""
-    path = tmp_path_factory.mktemp("two_processes") / "found.json"
-    with Processes() as processes:
-        processes.wait(processes.fork("-m", program.__name__, path))
-    return json.loads(path.read_text(encoding="utf-8"))
+    return of_two_processes
 
 
-@pytest.mark.parametrize("order", ["by process", "mixed"])
-@pytest.mark.parametrize("strategy", two_processes.STRATEGIES)
+@pytest.mark.parametrize(("order", "strategy"), program.SUMS)
 def test_edges_are_what_tensorflow_sends(found, order, strategy):
     one = found["sums"][f"{order}: {strategy}"]
     if order == "mixed" and strategy in program.WITH_GRAPPLER:
@@ -46,7 +41,7 @@ def test_edges_are_what_tensorflow_sends(found, order, strategy):
 
 
 @pytest.mark.parametrize("order", ["by process", "mixed"])
-@pytest.mark.parametrize("strategy", ["two levels", "two levels, 4 packs", "two levels, bfloat16"])
+@pytest.mark.parametrize("strategy", program.TWO_LEVELS)
 def test_two_levels_send_each_tensor_once_each_way(found, order, strategy):
     """Wherever the processes' devices stand on the mesh."""
     one_way = sum(SIZES) // (2 if strategy.endswith("bfloat16") else 1)
@@ -64,10 +59,10 @@ def test_the_ring_sends_more(found):
 
 def test_table_has_all_figures(found):
     rows = {row["strategy"]: row for row in found["table"]["rows"]}
-    assert set(two_processes.STRATEGIES) < set(rows)
+    assert set(rows) == {*program.IN_TABLE, models.BARE, two_processes.WHOLE_MESH}
     for name, row in rows.items():
         assert row["step ms"]["median"] > 0
-        if name in COUNTED:
+        if name in program.IN_TABLE and name != "collective":
             assert row["sum ms"]["median"] > 0
             # The sockets carry the tensors and what describes them.
             assert row["bytes on sockets"] > row["bytes on edges"] > 0
@@ -78,25 +73,28 @@ def test_table_has_all_figures(found):
     assert all(target["met"] for target in found["table"]["targets"])
 
 
+# A process of the cluster is ready sooner where it serves nothing.
 STARTER = (
     # A shell's background job, such as this suite may be, ignores it.
     "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from benchmarks.cluster import LocalCluster\n"
-    "with LocalCluster(int(sys.argv[1]), 1) as cluster:\n"
+    "from benchmarks import cluster as module\n"
+    "module.SERVER = sys.argv[2]\n"
+    "with module.LocalCluster(int(sys.argv[1]), 1) as cluster:\n"
     "    print(*cluster.pids, flush=True); time.sleep(3600)"
 )
 
 
 def test_no_process_is_left_behind():
+    nothing = "tests.cluster.serves_nothing"
     starters = [
         subprocess.Popen(
-            [sys.executable, "-c", STARTER, str(tasks)],
+            [sys.executable, "-c", STARTER, *words],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for tasks in (1, 1, 2)
+        for words in (("1", cluster.SERVER), ("1", nothing), ("2", nothing))
     ]
     pids = [[int(pid) for pid in starter.stdout.readline().split()] for starter in starters]
     try:

@@ -1,6 +1,8 @@
-"""The benchmark of two processes, small, and what TensorFlow really sends in its sums.
+"""All that the tests ask of one cluster of two processes that serve their devices.
 
-``python -m tests.cluster.two_processes_program <file>``: writes both to the file as JSON.
+The benchmark of two processes, small, what TensorFlow really sends in its sums, and what it sends
+in compressed ones. ``python -m tests.cluster.two_processes_program <file>``: writes it to the file
+as JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +19,18 @@ from benchmarks.cluster import LocalCluster
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.session import enable_mesh_defaults
+from tests.cluster import compressed_program
 
 # Tensors that the ring cuts into parts, and some that it sends whole: too small, not divisible.
 SHAPES = [[32, 64], [], [3], [41, 33]]
+# The table has a row for each; of these something more is known.
+IN_TABLE = two_processes.RING, *two_processes.TARGETS, "collective"
+TWO_LEVELS = two_processes.TWO_LEVELS, "two levels, 4 packs", two_processes.COMPRESSED
+# The order of devices and the strategy; tests/cluster/mesh_program.py has others by process.
+SUMS = [
+    *(("mixed", name) for name in two_processes.STRATEGIES),
+    *(("by process", name) for name in (two_processes.RING, *TWO_LEVELS)),
+]
 WITH_GRAPPLER = two_processes.RING, two_processes.COMPRESSED, "collective"
 
 
@@ -118,19 +129,22 @@ def main(path: str) -> None:
     options = report.Options(rounds=1, quick=True)
     found: dict[str, Any] = {"sums": {}}
     with LocalCluster(two_processes.TASKS, two_processes.EACH) as cluster:
+        found["compressed"] = compressed_program.measured_by_strategy(cluster)
         found["crossed"] = crossed_sums(cluster)
-        found["table"] = report.as_json(two_processes.measure_on(cluster, options), options)
-        for order, devices in device_orders(cluster.devices).items():
-            for name, make in two_processes.STRATEGIES.items():
-                one = two_processes.reduction(devices, SHAPES, make())
-                counts = {
-                    "counted": one.transfers._asdict(),
-                    "real": really_sent(cluster, one, grappler=False),
-                }
-                # It takes longer than the rest: most edges, casts, and signals alone.
-                if order == "mixed" and name in WITH_GRAPPLER:
-                    counts["with Grappler"] = really_sent(cluster, one, grappler=True)
-                found["sums"][f"{order}: {name}"] = counts
+        strategies = {name: two_processes.STRATEGIES[name] for name in IN_TABLE}
+        table = two_processes.measure_on(cluster, options, strategies)
+        found["table"] = report.as_json(table, options)
+        orders = device_orders(cluster.devices)
+        for order, name in SUMS:
+            one = two_processes.reduction(orders[order], SHAPES, two_processes.STRATEGIES[name]())
+            counts = {
+                "counted": one.transfers._asdict(),
+                "real": really_sent(cluster, one, grappler=False),
+            }
+            # It takes longer than the rest: most edges, casts, and signals alone.
+            if order == "mixed" and name in WITH_GRAPPLER:
+                counts["with Grappler"] = really_sent(cluster, one, grappler=True)
+            found["sums"][f"{order}: {name}"] = counts
     pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 

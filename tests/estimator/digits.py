@@ -14,6 +14,12 @@ MESH = MESHES[CORES]
 BATCH, STEPS = 16, 6
 
 
+def config(**settings):
+    """The run's configuration: a checkpoint after every third step."""
+    defaults = {"tf_random_seed": 1, "save_checkpoints_steps": 3, "save_summary_steps": 1}
+    return estimator.run_config(mesh_shape=MESH, **{**defaults, **settings})
+
+
 def adam():
     return mtf.optimize.AdamWeightDecayOptimizer(0.01)
 

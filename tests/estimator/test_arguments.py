@@ -9,12 +9,12 @@ import pytest
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from tests.estimator import digits
-from tests.estimator.test_estimator import config, train, variables
+from tests.estimator.test_estimator import train, variables
 
 
 def ours(directory, fn=digits.model_fn, params=None, **given):
     params = {"optimizer": "cross_shard"} if params is None else params
-    return estimator.Estimator(fn, directory, config(), params, **given)
+    return estimator.Estimator(fn, directory, digits.config(), params, **given)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_no_such_runtime(given, message, tmp_path):
 
 def test_model_dir_is_given_once(tmp_path):
     with pytest.raises(ValueError, match="give it once"):
-        estimator.Estimator(digits.model_fn, "one", config(model_dir="other"))
+        estimator.Estimator(digits.model_fn, "one", digits.config(model_dir="other"))
     assert ours(tmp_path).model_dir == str(tmp_path)
     assert estimator.Estimator(digits.model_fn).model_dir
 
@@ -127,7 +127,7 @@ def test_checkpoints_hold_what_was_trained_without_a_config_in_the_model_fn(tmp_
         return digits.model_fn(features, labels, mode, params, None)
 
     params = {"optimizer": "cross_shard"}
-    runs = tf.estimator.Estimator(model_fn, str(tmp_path), config(), params)
+    runs = tf.estimator.Estimator(model_fn, str(tmp_path), digits.config(), params)
     runs.train(digits.input_fn, steps=2)
     first, last = (variables(tmp_path / f"model.ckpt-{step}") for step in (0, 2))
     assert not np.array_equal(first["hidden/kernel"], last["hidden/kernel"])

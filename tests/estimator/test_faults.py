@@ -16,7 +16,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd import UnsupportedProgramError
 from tests import harness
 from tests.estimator import digits
-from tests.estimator.test_estimator import RUNTIMES, VARIABLES, config, ours, train
+from tests.estimator.test_estimator import RUNTIMES, VARIABLES, ours, train
 
 BEFORE = 4  # good batches; a checkpoint after every third
 
@@ -99,26 +99,13 @@ def test_a_session_made_anew_goes_on_from_the_newest_checkpoint(runtime, tmp_pat
 @pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
 def test_a_second_training_deletes_the_checkpoints_of_the_first(runtime, tmp_path):
     runs = estimator.Estimator(
-        digits.model_fn, str(tmp_path), config(keep_checkpoint_max=2),
+        digits.model_fn, str(tmp_path), digits.config(keep_checkpoint_max=2),
         {"optimizer": "cross_shard"}, runtime=runtime, num_cores=digits.CORES,
     )  # fmt: skip
     for _ in range(2):
         runs.train(digits.input_fn, steps=3)
     kept = {path.name for path in tmp_path.glob("model.ckpt-*.index")}
     assert kept == {"model.ckpt-3.index", "model.ckpt-6.index"}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run with checkpoints of its steps 0, 3 and 6; tests copy it."""
-    place = tmp_path_factory.mktemp("trained")
-    train(ours(place), 6)
-    return place
-
-
-@pytest.fixture
-def copied(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "copied")
 
 
 def test_a_damaged_checkpoint_ends_the_training_or_is_skipped(copied):

@@ -108,7 +108,8 @@ def main(wrapper: str, whole: str, parts: str, steps: list[int]) -> None:
 
             train(number)
             session.run(to_masters)
-            saver.save(session, os.path.join(directory, "model.ckpt"), made + number)
+            path = os.path.join(directory, "model.ckpt")
+            saver.save(session, path, made + number, write_meta_graph=False)
             if forever:
                 print(f"saved {made + number} by {os.getpid()}", flush=True)
             while forever:

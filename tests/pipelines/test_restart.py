@@ -118,7 +118,7 @@ class Program:
             for feed in feeds:
                 session.run(self.step, {self.inputs[name]: x for name, x in feed.items()})
             session.run(self.to_masters)
-            self.saver.save(session, path)
+            self.saver.save(session, path, write_meta_graph=False)
         reader = tf.train.load_checkpoint(path)
         return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 

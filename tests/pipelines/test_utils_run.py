@@ -22,13 +22,6 @@ AdamWeightDecayOptimizer.epsilon = 1e-3
 """
 # How many micro steps make an update, and the bindings.
 WRAPPERS = {
-    "cross shard": (
-        1,
-        """
-        utils.run.optimizer = @CrossShardOptimizer
-        CrossShardOptimizer.opt = @AdamWeightDecayOptimizer
-        """,
-    ),
     "accumulated on each shard": (
         2,
         """
@@ -100,7 +93,6 @@ def wrapped(tmp_path_factory):
 @pytest.mark.parametrize(
     ("model", "wrapper"),
     [
-        ("unitransformer in microbatches", "cross shard"),
         ("bitransformer, bfloat16", "accumulated on each shard"),
         ("unitransformer in microbatches", "accumulated whole"),
         ("unitransformer in microbatches", "scaled"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import unittest.mock
 
 import gin
 import numpy as np
@@ -103,13 +102,6 @@ def one_batch(sequence_length, vocabulary, dataset_split):
     return tf.data.Dataset.from_tensor_slices(words)
 
 
-class WithoutText(tf.train.CheckpointSaverHook):
-    """Does not print the graph as text, which takes longer than the training."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, save_graph_def=False, **kwargs)
-
-
 _losses: list[float] = []
 
 
@@ -138,15 +130,14 @@ def run(model_dir, *bindings, **arguments):
         gin.parse_config([PIPELINE, *map(textwrap.dedent, bindings)])
         for name, value in arguments.items():
             gin.bind_parameter(f"utils.run.{name}", value)
-        with unittest.mock.patch.object(tf.train, "CheckpointSaverHook", WithoutText):
-            utils.run(
-                tpu_job_name=None,
-                tpu=None,
-                gcp_project=None,
-                tpu_zone=None,
-                model_dir=str(model_dir),
-                vocabulary=Vocabulary(),
-            )
+        utils.run(
+            tpu_job_name=None,
+            tpu=None,
+            gcp_project=None,
+            tpu_zone=None,
+            model_dir=str(model_dir),
+            vocabulary=Vocabulary(),
+        )
     finally:
         gin.clear_config()
     return list(_losses)

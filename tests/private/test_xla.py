@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf2
@@ -20,6 +17,7 @@ from mtf_gradsync._private.tensorflow import (
     xla_custom_call,
     xla_element_types,
 )
+from tests.cluster.processes import Processes
 
 MAKE_HLO = """
 import json
@@ -54,15 +52,8 @@ print(json.dumps({
 
 
 def test_the_program_of_a_function():
-    done = subprocess.run(
-        [sys.executable, "-c", MAKE_HLO],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout.splitlines()[-1])
+    with Processes() as processes:
+        made = json.loads(processes.wait(processes.fork("-c", MAKE_HLO)).splitlines()[-1])
     # Arguments, then what is captured; results, then new values of variables.
     assert made["parameters"] == [["F32", [2]]] * 3
     assert made["results"] == [["F32", [2]], ["F32", []], ["F32", [2]]]

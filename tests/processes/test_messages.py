@@ -79,6 +79,19 @@ def test_a_long_text_is_cut_between_characters(pair, character):
     ]
 
 
+def test_messages_may_be_received_one_by_one(pair):
+    """What comes right behind the last message of a meeting is for whoever reads on."""
+    ours, theirs = pair
+    for number in range(3):
+        ours.send(number=number)
+    assert theirs.receive(at_most=1) == [{"number": 0}]
+    ours.close()
+    assert theirs.receive(at_most=1) == [{"number": 1}]
+    assert theirs.receive() == [{"number": 2}]
+    with pytest.raises(ConnectionBroken):
+        theirs.receive()
+
+
 def test_messages_that_wait_are_sent_whole(pair):
     """More than the system keeps for a side that does not read."""
     ours, theirs = pair

@@ -1,5 +1,6 @@
 """Mesh-TF models as SIMD programs: same numbers as one processor and as float64."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import mtf_gradsync
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
 
 from . import programs
 from .programs import EPS, MESHES, SGD, Regression
@@ -16,29 +18,38 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 # A power of two: with it, two steps on small integers need no more than the 24 bits of float32.
 RATE = 2.0**-4
-mesh = pytest.mark.parametrize("mesh", list(MESHES.values()), ids=list(MESHES))
 
 
-@mesh
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("mesh", "microbatches"), harness.pairs(MESHES, [1, 2]))
 def test_equals_float64_exactly_where_float32_is_exact(mesh, microbatches):
     model = Regression(lambda: SGD(RATE), steps=2, microbatches=microbatches)
-    losses, variables = model.on_simd(*mesh)
+    losses, variables = model.on_simd(*MESHES[mesh])
     wanted_losses, wanted = model.in_numpy(RATE)
     np.testing.assert_array_equal(losses, wanted_losses)
     np.testing.assert_array_equal(variables["w"], wanted)
 
 
-@mesh
-@pytest.mark.parametrize(
-    "optimizer", [mtf.optimize.AdamWeightDecayOptimizer, mtf.optimize.AdafactorOptimizer]
-)
-def test_equals_one_processor(mesh, optimizer):
+OPTIMIZERS = {
+    "adam": mtf.optimize.AdamWeightDecayOptimizer,
+    "adafactor": mtf.optimize.AdafactorOptimizer,
+}
+
+
+@functools.lru_cache(maxsize=None)
+def one_processor(optimizer, rate):
+    """A model, and what one processor makes of it."""
     # Behind a gate, because bare optimizers race with their own reads on a placement mesh.
+    model = Regression(
+        lambda: mtf_gradsync.CrossShardOptimizer(OPTIMIZERS[optimizer](rate)), steps=3
+    )
+    return model, *model.on_one_processor()
+
+
+@pytest.mark.parametrize(("mesh", "optimizer"), harness.pairs(MESHES, OPTIMIZERS))
+def test_equals_one_processor(mesh, optimizer):
     rate = 0.25
-    model = Regression(lambda: mtf_gradsync.CrossShardOptimizer(optimizer(rate)), steps=3)
-    losses, variables = model.on_simd(*mesh)
-    wanted_losses, wanted = model.on_one_processor()
+    model, wanted_losses, wanted = one_processor(optimizer, rate)
+    losses, variables = model.on_simd(*MESHES[mesh])
     # Sums of BATCH * INPUTS products in another order; each step moves w by at most the rate.
     bound = 3 * programs.BATCH * programs.INPUTS * EPS
     np.testing.assert_allclose(losses, wanted_losses, rtol=bound)
@@ -49,11 +60,11 @@ def test_equals_one_processor(mesh, optimizer):
         )
 
 
-@mesh
+@pytest.mark.parametrize("mesh", ["8", "2x2x2"])
 def test_bfloat16_activations(mesh):
     # One step: the products of small integers are exact in bfloat16's 8 bits, their sums are not.
     model = Regression(lambda: SGD(RATE), steps=1, dtype=tf.bfloat16)
-    losses, variables = model.on_simd(*mesh)
+    losses, variables = model.on_simd(*MESHES[mesh])
     wanted_losses, wanted = model.in_numpy(RATE)
     sums = programs.BATCH * programs.HIDDEN
     np.testing.assert_allclose(np.float64(losses), wanted_losses, rtol=sums * 2.0**-8)

@@ -36,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config", action="append", choices=list(settings.CONFIGS), help="likewise"
     )
     parser.add_argument(
+        "--without_grappler",
+        action="store_true",
+        help="sessions run their graphs as they are, and each start takes less time",
+    )
+    parser.add_argument(
         "--directory",
         type=Path,
         help="an empty one for all files: what each fault came to (rows-*.jsonl), and the runs of "
@@ -76,11 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _soak(args: argparse.Namespace, directory: Path) -> list[str]:
     """Hits runs with all faults; returns why some are missing."""
+    from tests import grappler
     from tests.soak.lane import hit, make_reference, write_row
     from tests.soak.plan import plan
     from tests.soak.prebuilt import import_all, prebuilt
 
     import_all()
+    if args.without_grappler:
+        grappler.turn_off()
     runtimes = args.runtime or list(settings.RUNTIMES)
     groups = plan(args.seed, args.faults, runtimes, args.config or list(settings.CONFIGS))
     needed = dict.fromkeys(

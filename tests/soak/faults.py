@@ -117,7 +117,7 @@ def _busy(run: Run, rng: random.Random) -> Seen:
     processes.sleep(rng.uniform(0.0, run.usual_seconds))
     hit = processes.are_alive()
     with busy_machine(run.scratch):
-        processes.sleep(rng.uniform(1.0, 4.0))
+        processes.sleep(rng.uniform(0.5, 2.0))
     return Seen(hit, processes.all_end_well(run.patience))
 
 

@@ -60,6 +60,7 @@ def test_nothing_is_lost_by_one_fault_of_each_kind(tmp_path):
     # A seed by which those of another configuration, whose runs without faults are needed too, and
     # those with another graph hit the runtime that starts soonest.
     arguments = [f"--faults={len(FAULTS)}", "--jobs=1", "--seed=202", "--config=plain"]
+    arguments.append("--without_grappler")
     with Processes() as processes:
         soak = processes.fork("-m", "tests.soak", *arguments, f"--directory={tmp_path}")
         status = soak.wait(timeout=2400)

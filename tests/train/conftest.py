@@ -1,7 +1,7 @@
 import contextlib
 import itertools
-import unittest.mock
 from pathlib import Path
+from unittest import mock
 
 import gin
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
+from mtf_gradsync.train.evaluation import held_out
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.run import run
 
@@ -38,10 +39,12 @@ REPORTS = "train.run.reports = True"
 
 
 def run_quietly(directory, with_plots=False):
-    """Runs what gin says; returns the result and what was said. To draw the page takes a second."""
-    drawn = unittest.mock.patch.object(plots, "draw_plots", return_value=[])
+    """Runs what gin says; returns the result and what was said. To draw takes longer than steps."""
     said = []
-    with contextlib.nullcontext() if with_plots else drawn:
+    with contextlib.ExitStack() as stack:
+        if not with_plots:
+            stack.enter_context(mock.patch.object(plots, "draw_plots", return_value=[]))
+            stack.enter_context(mock.patch.object(held_out, "plot_losses"))
         return run(gin_files.run_config(), str(directory), say=said.append), said
 
 

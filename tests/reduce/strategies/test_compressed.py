@@ -113,11 +113,9 @@ def lm_gradients():
         return [np.stack(x) for x in session.run(slices, {program.x: model.batch})]
 
 
+# What a strategy makes of the bound is above.
 @pytest.mark.parametrize(
-    ("wire", "strategy", "prescale"),
-    [
-        *zip(3 * WIRES, EACH_TWICE, [1.0, 1024.0, 1.0, 1024.0, 1024.0, 1.0]),
-    ],
+    ("wire", "strategy", "prescale"), [("bfloat16", "levels", 1.0), ("float16", "packs", 1024.0)]
 )
 def test_gradients_of_a_language_model_stay_within_the_bound(
     lm_gradients, wire, prescale, strategy

@@ -22,9 +22,8 @@ STRATEGIES = {
     ),
     "small": lambda: reduce.AllReduce("add_n", 0, 100, 3),
     "best": lambda: reduce.BestAllReduce(),
-    # All sums but those of gradients, which tests of their own have.
+    # All sums but those of gradients, which tests of their own have; low rank does the same.
     "quantized": lambda: reduce.QuantizedAllReduce(),
-    "low_rank": lambda: reduce.LowRankAllReduce(),
 }
 SHAPES = [(), (1,), (3,), (64, 4), (0, 2), (2, 3, 5), (64, 4), (1031,)]
 # Odd groups that no set of axes describes, on any mesh of 8.
@@ -81,7 +80,11 @@ def test_sums_equal_float64_and_replicas_agree(mesh_kind, strategy):
     assert next(out, None) is None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# On SIMD meshes strategies differ in their packs alone.
+@pytest.mark.parametrize(
+    ("mesh_kind", "strategy"),
+    [*(("placement", name) for name in STRATEGIES), ("simd", "fused"), ("simd", "packs")],
+)
 def test_dtypes_together(mesh_kind, strategy):
     by_dtype = {dtype: arrays(dtype)[:4] for dtype in UNIT}
     by_dtype["int32"] = [x.astype(np.int32) for x in arrays()[:4]]
@@ -102,14 +105,23 @@ def test_dtypes_together(mesh_kind, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_twenty_runs_give_the_same_bits(strategy):
-    def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0, 1])
-        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
+def test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies(strategy):
+    """Groups that hold the same add it up in the same order, whoever does the work."""
+    copies = [np.repeat(x[:4], 2, axis=0) for x in arrays()]
 
-    first, *others = on_mesh.run("placement", "rows:4;cols:2", arrays(), make, runs=20)
+    def make(impl, values):
+        made = []
+        for some, axes in ((values[len(copies) :], [0, 1]), (values[: len(copies)], [0])):
+            groups = reduce.ProcessorGroups.along(impl, axes)
+            made += STRATEGIES[strategy]().all_reduce(impl, some, groups)
+        return made
+
+    given = [*copies, *arrays()]
+    first, *others = on_mesh.run("placement", "rows:4;cols:2", given, make, runs=20)
     for other in others:
         assert [x.tobytes() for x in other] == [x.tobytes() for x in first]
+    for out in first[-len(copies) :]:
+        assert len({x.tobytes() for x in out}) == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -162,16 +174,3 @@ def test_what_has_no_sum_is_refused_before_anything_is_built(strategy):
             with pytest.raises(ValueError, match=message):
                 STRATEGIES[strategy]().all_reduce(impl, [values[0], value], groups)
         assert len(graph.get_operations()) == before
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_copies_of_a_tensor_stay_copies(strategy):
-    """Groups that hold the same add it up in the same order, whoever does the work."""
-    data = [np.repeat(x[:4], 2, axis=0) for x in arrays()]
-
-    def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
-
-    for out in on_mesh.run("placement", "rows:4;cols:2", data, make):
-        assert len({x.tobytes() for x in out}) == 1

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mtf_gradsync.train.cli import main as cli
-from tests.train.conftest import TINY
+from tests.train.conftest import NO_ATTENTION, TINY
 
 ACCUMULATION = [
     "train.run.optimizer = @GradientAccumulationOptimizer",
@@ -101,8 +101,8 @@ def test_accumulation_sums_gradients_in_update_steps_only(report):
 
 def test_optimizer_without_wrapper_is_listed_once(report):
     text, content = report(
-        "train.run.optimizer = @AdafactorOptimizer", flags=["--no_placement"]
-    )  # fmt: skip
+        "train.run.optimizer = @AdafactorOptimizer", NO_ATTENTION, flags=["--no_placement"]
+    )
     assert content["bare"] == content["wrapped"]
     assert "has no wrapper" in text
 
@@ -110,6 +110,7 @@ def test_optimizer_without_wrapper_is_listed_once(report):
 def test_microbatches_count_every_turn_of_the_loop(report):
     _, content = report(
         "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 16",
+        NO_ATTENTION,
         flags=["--no_placement"],
     )
     rows = content["wrapped"]["collectives"]["rows"]

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
@@ -25,12 +24,6 @@ AVERAGED = [
     "train.run.train_steps = 3",
 ]
 SETTING = "train.run.evaluate_with_averages = True"
-RUNTIMES = [
-    "cpu_replicas",
-    "placement_mesh",
-    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
-        bool(xla.why_no_xla()), reason=xla.why_no_xla())]),
-]  # fmt: skip
 
 
 def saved(directory):
@@ -66,7 +59,8 @@ def held_out_nats(directory, with_averages):
     return sum(map(np.sum, nats)) / sum(np.sum(batch["targets"] > 0) for batch in batches)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+# XLA devices write the checkpoints that CPU replicas do.
+@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
 def test_held_out_loss_is_of_the_averages(train, runtime):
     choice = f"train.run.runtime = '{runtime}'"
     result, directory, _ = train(*AVERAGED, SETTING, choice)

@@ -8,7 +8,28 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.xla.devices import executable
+from mtf_gradsync.xla.runner import program as programs
+from mtf_gradsync.xla.runner import step as steps
 from tests.xla.portable import models
+
+
+@pytest.fixture(scope="package", autouse=True)
+def compiled_once():
+    """A program is compiled once for the same devices: most tests here load the same one."""
+    original, made = programs.compiled, {}
+
+    def compiled(program, devices, options=None):
+        # A test replaces what compiles.
+        key = program, tuple(d.id for d in devices), repr(options), programs.compile_options
+        if key not in made:
+            made[key] = original(program, devices, options)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (steps, executable):
+            patch.setattr(module, "compiled", compiled)
+        yield
 
 
 @pytest.fixture(scope="package")

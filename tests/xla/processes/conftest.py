@@ -10,3 +10,9 @@ def jobs(tmp_path_factory):
     """Starts jobs; whatever still runs at the end is killed."""
     with Jobs(tmp_path_factory.mktemp("jobs")) as jobs:
         yield jobs
+
+
+@pytest.fixture(scope="package")
+def of_two(jobs):
+    """A job of two processes that loses nobody."""
+    return jobs.run(2)

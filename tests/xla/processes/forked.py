@@ -1,11 +1,16 @@
-"""A program that has built the model, and forks a process for each part of a job.
+"""A program that has built the models, and forks a process for each part of a job.
 
-Importing TensorFlow and building the model take longer than most jobs of these tests.
+Importing TensorFlow, building a model and splitting its graph take longer than most jobs of these
+tests.
+
+TensorFlow computes constants while a graph is built, in threads that all its devices share, and a
+fork has no threads. With TF_OVERRIDE_GLOBAL_THREADPOOL=1 the devices of each session have theirs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import pathlib
@@ -14,28 +19,44 @@ import signal
 import sys
 import time
 
+# Read when jax and TensorFlow are imported.
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPOOL="1")
+
+from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.xla.devices import prepared
+from tests import grappler
 from tests.xla.processes import job
 
 
-def run(folder, name, model):
+@functools.lru_cache(maxsize=None)
+def model_with_parts(islands):
+    model = job.Model(islands=islands)
+    parts = prepared.parts_of(model.program, lowerings_in(model.lowering))
+    return model, parts
+
+
+def run(folder, name, plan):
     """The life of a forked process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: to end with its parent
     output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    plan = json.loads((folder / f"{name}.plan").read_text())
     if "script" in plan:
         arguments = f"127.0.0.1:{plan['port']}", plan["count"], plan["index"], plan["folder"]
         sys.argv = [plan["script"], *map(str, arguments)]
         runpy.run_path(plan["script"], run_name="__main__")
     else:
+        model, parts = model_with_parts(plan.get("odd") == "islands")
+        split = prepared.parts_of
+        prepared.parts_of = lambda program, lowerings: (
+            parts if program is model.program else split(program, lowerings)
+        )
         job.main(plan, model)
 
 
 def main(folder):
-    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="")
     job.prepare()
-    model = job.Model()
+    grappler.turn_off()
     children = {}
     known = set()
     while True:
@@ -43,10 +64,13 @@ def main(folder):
             if path.stem in known:
                 continue
             known.add(path.stem)
+            plan = json.loads(path.read_text())
+            if "script" not in plan:
+                model_with_parts(plan.get("odd") == "islands")
             pid = os.fork()
             if pid == 0:
                 # As the interpreter does it for a program.
-                run(folder, path.stem, model)
+                run(folder, path.stem, plan)
                 return
             children[pid] = path.stem
             (folder / f"{path.stem}.pid").write_text(str(pid))

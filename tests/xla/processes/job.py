@@ -169,8 +169,6 @@ class Run:
         model = self.model
         if plan.odd == "program" and plan.index == 1:
             model = Model(wider=True)
-        if plan.odd == "islands":
-            model = Model(islands=True)
         with model.program.graph.as_default():
             with xla.session(model.program, model.lowering, cache_dir=plan.cache) as session:
                 assert len(session.cores.local) == CORES // plan.count
@@ -186,7 +184,7 @@ class Run:
                     session.restore(plan.again_from)
                     again = self.train(session, model, 3, plan.steps, save=False)
                     found.update({f"again/{name}": value for name, value in again.items()})
-            if plan.again_from and plan.count == 1:
+            if plan.again_from and plan.count == 1 and not model.islands:
                 with model.program.session(model.lowering) as session:
                     session.restore(plan.again_from)
                     replicas = self.train(session, model, 3, plan.steps, save=False)
@@ -269,6 +267,6 @@ def main(plan, model):
 
     Args:
       plan: a `Plan` as a dictionary.
-      model: a `Model`.
+      model: a `Model`, of islands if the plan says so.
     """
     Run(Plan(**plan), model).whole()

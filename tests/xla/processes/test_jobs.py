@@ -14,11 +14,6 @@ ROUNDINGS = 6 * 16 * 8
 
 
 @pytest.fixture(scope="module")
-def of_two(jobs):
-    return jobs.run(2)
-
-
-@pytest.fixture(scope="module")
 def of_four(jobs, of_two):
     return jobs.run(4, again_from=str(of_two.folder / "step_3"))
 

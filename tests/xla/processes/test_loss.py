@@ -13,18 +13,12 @@ from tests.xla.processes.test_jobs import assert_same_bits, results
 
 pytestmark = pytest.mark.xla
 SILENCE = 3.0
-STEPS = 12
+STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def whole(jobs):
-    """A job that loses nobody."""
-    return jobs.run(2, steps=STEPS)
-
-
-def lose(jobs, lost, number, count=2, step=7, **plan):
+def lose(jobs, lost, number, count=2, step=4, **plan):
     """Starts a job, sends a signal to one process after a step, and waits for the others."""
-    job = jobs.start(count, steps=STEPS, pace=0.1, silence=SILENCE, **plan)
+    job = jobs.start(count, steps=STEPS, pace=0.3, silence=SILENCE, **plan)
     job.wait_for(f"step {step}\n")
     begin = time.monotonic()
     job.members[lost].send(number)
@@ -41,12 +35,12 @@ def lose(jobs, lost, number, count=2, step=7, **plan):
     return job
 
 
-def test_a_killed_process_is_named_and_the_job_goes_on_later(jobs, whole):
+def test_a_killed_process_is_named_and_the_job_goes_on_later(jobs, of_two):
     job = lose(jobs, 1, signal.SIGKILL)
     # What goes on is a job like any other, and loses the process that writes the checkpoints.
-    lose(jobs, 0, signal.SIGKILL, step=10, folder=job.folder, newest=True)
+    lose(jobs, 0, signal.SIGKILL, folder=job.folder, newest=True)
     jobs.run(2, folder=job.folder, newest=True, steps=STEPS)
-    after, before = results(job), results(whole)
+    after, before = results(job), results(of_two)
     before["losses"] = before["losses"][-len(after["losses"]) :]
     assert 0 < len(after["losses"]) < STEPS
     assert_same_bits(before, after)

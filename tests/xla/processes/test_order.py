@@ -9,9 +9,9 @@ from tests.xla.processes import order_program
 pytestmark = pytest.mark.xla
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def job(request, jobs):
-    return jobs.run(request.param, script=order_program.__file__)
+@pytest.fixture(scope="module")
+def job(jobs):
+    return jobs.run(4, script=order_program.__file__)
 
 
 @pytest.mark.parametrize("what", ["one program", "many programs"])

@@ -1,25 +1,20 @@
 """Compressed sums of gradients over two processes: what they send, and that both have the same."""
 
-import json
 import math
 
 import pytest
 
 from tests.cluster import compressed_program as program
-from tests.cluster.processes import Processes
 
 pytestmark = pytest.mark.cluster
 # A copy of each gradient goes each way.
 FLOAT32 = 2 * 4 * sum(map(math.prod, program.SHAPES))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the program writes."""
-    path = tmp_path_factory.mktemp("compressed") / "found.json"
-    with Processes() as processes:
-        processes.wait(processes.fork("-m", program.__name__, path))
-    return json.loads(path.read_text(encoding="utf-8"))
+@pytest.fixture
+def found(of_two_processes):
+    """What the program found, by strategy."""
+    return of_two_processes["compressed"]
 
 
 def test_both_processes_have_the_same_sums(found):
