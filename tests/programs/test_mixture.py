@@ -38,6 +38,7 @@ STYLE = compared.Style(
     loss,
     feed,
     lambda: mtf.optimize.SgdOptimizer(0.05),
+    mixes=True,
     # SimdMeshImpl (0.1.21) exchanges float32 as bfloat16.
     exchanged=2.0**-7,
 )
