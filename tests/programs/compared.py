@@ -120,6 +120,9 @@ WRAPPERS = {
     "loss scale of accumulated, sharded updates": Wrapper(
         lambda opt, axes: gs.LossScaleOptimizer(local(sharded(opt, axes), axes)), 2, "step"
     ),
+    "accumulated, sharded updates": Wrapper(
+        lambda opt, axes: local(sharded(opt, axes), axes), 2, "step"
+    ),
     "loss scale": Wrapper(
         lambda opt, axes: gs.LossScaleOptimizer(gs.CrossShardOptimizer(opt), axes=axes), 1, "step"
     ),
@@ -285,12 +288,12 @@ def noted_sums() -> Iterator[collections.Counter]:
 
 
 def sums(made):
-    """Of a SIMD program: the groups of sums over the shards that reach variables, and their bytes."""
+    """Of a SIMD program: groups of sums over the shards that reach variables, and their bytes."""
     rows = simd.list_collectives(made.program, lowering=made.lowering).rows
     groups = collections.Counter()
     for row in rows:
-        is_sum = row.operation == "CrossReplicaSum" and "rows" in row.group.split("+")
-        if row.variables and is_sum:
+        is_sum = row.operation == "CrossReplicaSum" and row.variables
+        if "rows" in row.group.split("+") and (is_sum or row.operation == "XlaReduceScatter"):
             groups[row.together or row.name] += row.bytes_per_core
     return groups
 
@@ -303,14 +306,28 @@ def gradient_bytes(lowering):
     return sum(4 * mesh_impl.slice_size(s) for s, of in zip(shapes, axes) if 0 not in of)
 
 
-def check(style, name, kind, groups):
+def check_sums(found, lowering, name):
+    """Of a bare program, one sum for each gradient; else one for all, and some of small numbers."""
+    wanted = gradient_bytes(lowering)
+    if name == "bare":
+        assert sum(found.values()) == wanted and len(found) > 1, found
+        return
+    largest, *others = sorted(found.values(), reverse=True)
+    if "sharded" in name and largest < wanted:
+        largest += others.pop(0)  # of variables that cannot be split
+    assert largest == wanted, (found, wanted)
+    # A number of each shard for each gradient: flags.
+    flags = 4 * SHARDS * len(lowering.graph.trainable_variables)
+    assert all(number <= flags < wanted for number in others), (found, flags)
+
+
+def check(style, name, kind):
     """Trains the wrapped program, twice, and the reference.
 
     Args:
       style: the program.
       name: of the wrapper.
       kind: as for `harness.run`.
-      groups: how many groups of sums over the shards reach variables, in SIMD programs.
     """
     wrapper = WRAPPERS[name]
     given, expected = given_and_expected(style, wrapper)
@@ -321,12 +338,9 @@ def check(style, name, kind, groups):
     if kind == "placement":
         assert name == "bare" or not made.races()
         first, second = made.runs(given, 2)
-        found = noted
-        print(kind, name, found, gradient_bytes(made.lowering))
     else:
         first, second = made.run(given), made.run(given)
-        found = sums(made)
-        print(kind, name, found, gradient_bytes(made.lowering))
+    check_sums(noted if kind == "placement" else sums(made), made.lowering, name)
     tolerance = TOLERANCE + (style.exchanged if kind != "placement" else 0.0)
     got = np.array([step["loss"] for step in first.fetched if np.isfinite(step["loss"])])
     if wrapper.micro_steps > 1:
