@@ -48,7 +48,7 @@ STYLE = compared.Style(
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("islands", "simd"),
+        ("cross_shard", "simd"),
         ("synced replicas", "placement"),
         pytest.param("loss scale of accumulated, sharded updates", "xla", marks=pytest.mark.xla),
     ],
