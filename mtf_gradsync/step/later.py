@@ -68,9 +68,10 @@ class Later:
 
     def _place(self, before: set[mtf.Operation]) -> None:
         listed, own = self.plan.graph.operations, set(self.stand_ins)
-        made = [op for op in listed if op not in before]
+        # What the step itself has put before others stays there.
+        count = max((i for i, op in enumerate(listed, 1) if op in before), default=0)
+        others, made = listed[:count], listed[count:]
         needed = {x.operation for op in made for x in op.inputs} | own
-        others = [op for op in listed if op in before]
         end = max((i for i, op in enumerate(others, 1) if op in needed), default=0)
         first = [op for op in others[:end] if op not in own]
         listed[:] = first + made + self.stand_ins + others[end:]

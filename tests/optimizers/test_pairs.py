@@ -56,6 +56,7 @@ WRAPPERS = {
     ),
     "sync_replicas": (lambda r: gs.SyncReplicasOptimizer(sgd(), 4, reducer=r, **AXES), 2, 0.5),
     "loss_scale": (lambda r: gs.LossScaleOptimizer(sgd(), reducer=r), 1, 1.0),
+    "outer": (lambda r: gs.OuterOptimizer(sgd(), 1, 1.0, 0.0, reducer=r, **AXES), 1, 1.0),
     "inside": (lambda r: PairByPair(gs.CrossShardOptimizer(sgd(), reducer=r)), 1, 1.0),
 }  # fmt: skip
 

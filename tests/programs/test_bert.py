@@ -69,10 +69,10 @@ NOT_CLIPPED = STYLE._replace(apply=compared.at_once)
 @pytest.mark.parametrize(
     ("style", "name", "kind"),
     [
-        (STYLE, "cross_shard", "simd"),
+        (STYLE, "averages of clipped, sharded updates", "simd"),
         (NOT_CLIPPED, "synced", "placement"),
-        pytest.param(STYLE, "cross_shard", "xla", marks=pytest.mark.xla),
+        pytest.param(NOT_CLIPPED, "synced replicas", "xla", marks=pytest.mark.xla),
     ],
 )
 def test_it_trains_as_bare_on_one_core(style, name, kind):
-    compared.check(style, name, kind, groups=1)
+    compared.check(style, name, kind)

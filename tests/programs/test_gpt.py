@@ -46,12 +46,12 @@ STYLE = compared.Style(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "groups"),
+    ("name", "kind"),
     [
-        ("local", "simd", 3),
-        ("sync_replicas", "placement", 0),
-        pytest.param("loss_scale", "xla", 3, marks=pytest.mark.xla),
+        ("cross_shard", "simd"),
+        ("synced replicas", "placement"),
+        pytest.param("loss scale of accumulated, sharded updates", "xla", marks=pytest.mark.xla),
     ],
 )
-def test_it_trains_as_bare_on_one_core(name, kind, groups):
-    compared.check(STYLE, name, kind, groups)
+def test_it_trains_as_bare_on_one_core(name, kind):
+    compared.check(STYLE, name, kind)

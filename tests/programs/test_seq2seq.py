@@ -48,12 +48,12 @@ STYLE = compared.Style(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "groups"),
+    ("name", "kind"),
     [
-        ("cross_shard", "placement", 0),
-        ("sync_replicas", "simd", 2),
-        pytest.param("local", "xla", 2, marks=pytest.mark.xla),
+        ("cross_shard", "placement"),
+        ("synced replicas", "simd"),
+        pytest.param("loss scale of accumulated, sharded updates", "xla", marks=pytest.mark.xla),
     ],
 )
-def test_it_trains_as_bare_on_one_core(name, kind, groups):
-    compared.check(STYLE, name, kind, groups)
+def test_it_trains_as_bare_on_one_core(name, kind):
+    compared.check(STYLE, name, kind)
