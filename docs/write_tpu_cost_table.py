@@ -16,6 +16,8 @@ COLUMNS = {
     "step": "{}",
     "us": "{:,.1f}",
     "us/bare": "{:.3f}",
+    "us/necessary": "{:.3f}",
+    "no copies": "{:.3f}",
     "MB touched": "{:,.1f}",
     "MB a core": "{:,.1f}",
     "all-reduces": "{}",
