@@ -5,8 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from tests.timelines import traces
+
 pytestmark = pytest.mark.xla
 
+RECORDED = 4
 EPS = np.finfo(np.float32).eps
 # Of float32 additions that stand one behind the other, from the first loss to the last variable:
 # sums over 16 x 8 numbers in each of 6 steps, in another order.
@@ -15,7 +18,7 @@ ROUNDINGS = 6 * 16 * 8
 
 @pytest.fixture(scope="module")
 def of_two(jobs):
-    return jobs.run(2)
+    return jobs.run(2, recorded=RECORDED)
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +121,21 @@ def test_another_program_is_an_error_everywhere(jobs):
     assert job.codes() == [1, 1], job.outputs()
     for member in job.members:
         assert "on process 1 are not those on process 0" in member.output()
+
+
+def test_a_timeline_shows_the_cores_of_all_processes(of_two):
+    first, second = (traces.read(of_two.folder / f"trace_{process}.json") for process in range(2))
+    assert first == second
+    traces.check(first)
+    names = traces.process_names(first)
+    steps = {f"steps of process {process}" for process in range(2)}
+    assert set(names.values()) == steps | {f"core {core}" for core in range(8)}
+    found = traces.tracks(first)
+    for pid, name in names.items():
+        rows = [row for (one, _), rows in found.items() if one == pid for row in rows]
+        if name in steps:
+            # Two micro steps an update.
+            of_steps = [row["name"].partition(" (")[2] for row in found[pid, 0]]
+            assert of_steps == ["no update)", "update)"] * (RECORDED // 2)
+        else:
+            assert {row["cat"] for row in rows} == {"compute", "collective"}
