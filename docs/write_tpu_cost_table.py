@@ -35,7 +35,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append("|---|" + "--:|" * (len(COLUMNS) - 1))
         for row in rows:
             if (row["model"], row["topology"]) == (model, topology):
-                cells = [form.format(row[name]) for name, form in COLUMNS.items()]
+                cells = [COLUMNS[n].format(row[n]) if n in row else "" for n in COLUMNS]
                 lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
