@@ -212,7 +212,8 @@ def test_the_log_says_what_is_saved(caplog, name, hardly):
         sharded(opt, "4x2").apply_grads([mtf.ones(mesh, shape)], [w])
     # Two slots of 8 float32 numbers on 4 replicas.
     held, whole = (0, 0) if name == "sgd" else (16, 64)
-    assert f"parts of 1 variables of 1: a core holds {held} bytes of slots in place of {whole}." in (
-        caplog.text
+    assert (
+        f"parts of 1 variables of 1: a core holds {held} bytes of slots in place of {whole}."
+        in (caplog.text)
     )
     assert ("hardly memory" in caplog.text) is hardly
