@@ -67,19 +67,19 @@ def test_parts_fill_tiles(whole, part, fills):
 
 def test_factored_matrices_whose_parts_fill_few_tiles_stay_whole():
     def parts(opt, **kwargs):
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
         wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES, **kwargs)
         shapes = {"wi": "d_model=128,d_ff=512", "wo": "d_ff=512,d_model=128", "b": "d_model=128"}
-        made = [mtf.get_variable(mesh, n, _shape(s)).operation for n, s in shapes.items()]
+        with tf.Graph().as_default():
+            mesh = mtf.Mesh(mtf.Graph(), "mesh")
+            made = [mtf.get_variable(mesh, n, _shape(s)).operation for n, s in shapes.items()]
         return {v.name for v in made if wrapper.part_of(v) is not None}
 
-    with tf.Graph().as_default():
-        adafactor = mtf.optimize.AdafactorOptimizer
-        assert parts(adafactor(0.1)) == {"wi", "b"}
-        assert parts(adafactor(0.1), min_size=128) == {"wi", "wo", "b"}
-        # These have a slot of the variable's shape to save.
-        assert parts(adafactor(0.1, beta1=0.9)) == {"wi", "wo", "b"}
-        assert parts(adafactor(0.1, factored=False)) == {"wi", "wo", "b"}
+    adafactor = mtf.optimize.AdafactorOptimizer
+    assert parts(adafactor(0.1, decay_rate=0.8)) == {"wi", "b"}
+    assert parts(adafactor(0.1, decay_rate=0.8), min_size=128) == {"wi", "wo", "b"}
+    # These have a slot of the variable's shape to save.
+    assert parts(adafactor(0.1, decay_rate=0.8, beta1=0.9)) == {"wi", "wo", "b"}
+    assert parts(adafactor(0.1, decay_rate=0.8, factored=False)) == {"wi", "wo", "b"}
 
 
 def test_a_dimension_of_the_model_is_split_over_the_replicas_too():
