@@ -24,8 +24,14 @@ def _memory(row: dict[str, Any]) -> str:
     return f"{row['MB a core']:,.1f}; {', '.join(map(str, counts))}"
 
 
+def _necessary(row: dict[str, Any]) -> str:
+    found = [row.get(name) for name in ("us/necessary", "no copies")]
+    return "" if None in found else "{:.3f} ({:.3f})".format(*found)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "us (us/bare)": _time,
+    "us/necessary (no copies)": _necessary,
     "MB a core; all-reduces, reduce-scatters, all-gathers": _memory,
 }
 

@@ -107,6 +107,13 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
+def keeps_no_slot_of_shape(optimizer: Any, shape: mtf.Shape) -> bool:
+    """Whether an optimizer keeps only factored statistics of a variable, as Adafactor does."""
+    factored_dims = getattr(optimizer, "_factored_dims", None)
+    has_momentum = bool(getattr(optimizer, "_beta1", 0))
+    return factored_dims is not None and not has_momentum and bool(factored_dims(shape))
+
+
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:

@@ -37,9 +37,14 @@ class _Run(NamedTuple):
 class TensorFlowRecorder(Recorder):
     """Has a ``tf.Session`` trace each call of its ``run``."""
 
-    def __init__(self, session: Any):
-        """Takes the session whose ``run`` makes steps; any with the interface of one."""
-        self._session = session
+    def __init__(self, session: Any, is_remote: bool = False):
+        """Takes the session.
+
+        Args:
+          session: its ``run`` makes steps; any object with the interface of a session.
+          is_remote: whether a ``tf.train.Server`` runs the steps.
+        """
+        self._session, self._is_remote = session, is_remote
         self._runs: list[_Run] = []
         self._calls: list[Call] = []
         self._begin = 0
@@ -65,8 +70,10 @@ class TensorFlowRecorder(Recorder):
             asked = tf.RunOptions()
             if options is not None:
                 asked.CopyFrom(options)
-            # FULL_TRACE has the same of CPUs, and a profiler that writes lines at every step.
-            asked.trace_level = tf.RunOptions.SOFTWARE_TRACE
+            # A server answers with times for FULL_TRACE only. Here it has the same of CPUs, and a
+            # profiler that writes lines at every step.
+            level = "FULL_TRACE" if self._is_remote else "SOFTWARE_TRACE"
+            asked.trace_level = getattr(tf.RunOptions, level)
             metadata = tf.RunMetadata() if run_metadata is None else run_metadata
             values = timed(
                 self._calls,

@@ -178,4 +178,5 @@ def _recorder_of(session: Any, lowering: Any) -> Recorder:
         return ReplicasRecorder(inner, lowering)
     if not hasattr(session, "run") or not hasattr(session, "graph"):
         raise TypeError(f"gs.timeline needs a session, got {session!r}.")
-    return MeshRecorder(session)
+    # The address of a tf.train.Server, where one runs the steps.
+    return MeshRecorder(session, is_remote=bool(getattr(inner, "sess_str", "")))

@@ -6,6 +6,7 @@ cases and writes their values to the file; the others serve their devices until 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,6 +26,8 @@ MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 DEVICES = [f"/job:worker/task:{t}/device:CPU:{d}" for t in range(TASKS) for d in range(EACH)]
 LEADER = "/job:worker/task:0"
 STEPS, K = 4, 2
+# The case that a timeline is recorded of, and its file.
+RECORDED, TRACE = "train fused", "trace.json"
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "fused": lambda: reduce.FusedAllReduce(),
@@ -81,8 +84,10 @@ def placement(case: str, devices: list[str] = DEVICES) -> Any:
     )
 
 
-def train(case: str, mesh_impl: Any, target: str, config: tf.ConfigProto) -> dict[str, np.ndarray]:
-    """Trains the model of the tests; returns its variables."""
+def train(
+    case: str, mesh_impl: Any, target: str, config: tf.ConfigProto, trace: str | None = None
+) -> dict[str, np.ndarray]:
+    """Trains the model of the tests, and writes a timeline of it; returns its variables."""
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         feeds = models.mlp_batches(STEPS)
@@ -98,8 +103,9 @@ def train(case: str, mesh_impl: Any, target: str, config: tf.ConfigProto) -> dic
         with tf.Session(target, config=config) as session:
             session.run(init)
             session.run(to_slices)
-            for feed in feeds:
-                session.run(step, {inputs[name]: x for name, x in feed.items()})
+            with gs.timeline(session, trace) if trace else contextlib.nullcontext():
+                for feed in feeds:
+                    session.run(step, {inputs[name]: x for name, x in feed.items()})
             session.run(to_masters)
             return session.run(masters)
 
@@ -174,7 +180,8 @@ def main(spec: str, job: str, task: str, path: str) -> None:
         server.join()
     values: dict[str, Any] = {}
     for case in optimizers():
-        for name, x in train(case, placement(case), server.target, config).items():
+        trace = os.path.join(os.path.dirname(path), TRACE) if case == RECORDED else None
+        for name, x in train(case, placement(case), server.target, config, trace).items():
             values[f"{case}|{name}"] = x
     for strategy in STRATEGIES:
         for number, x in enumerate(sums(strategy, server.target)):

@@ -13,6 +13,7 @@ from tests.cluster import mesh_program as program
 from tests.cluster.processes import Processes
 from tests.optimizers.outer import outer_reference
 from tests.reduce import on_mesh
+from tests.timelines import traces
 
 pytestmark = pytest.mark.cluster
 EPS = np.finfo(np.float32).eps
@@ -22,9 +23,15 @@ OUTER = "outer fused"
 
 
 @pytest.fixture(scope="module")
-def values(tmp_path_factory):
+def folder(tmp_path_factory):
+    """Where the program writes its files."""
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def values(folder):
     """What the program computes on a cluster: values by case and name."""
-    path = tmp_path_factory.mktemp("cluster") / "values.npz"
+    path = folder / "values.npz"
     # Reserved: a port that is merely free may be another test's when the server comes to it.
     with reserved_ports(program.TASKS) as ports, Processes() as processes:
         spec = json.dumps({"worker": [f"127.0.0.1:{port}" for port in ports]})
@@ -134,3 +141,24 @@ def test_strategies_that_exist_are_here():
 def test_counting_needs_a_step():
     with pytest.raises(ValueError, match="count_process_transfers needs"):
         simd.count_process_transfers([])
+
+
+def test_a_timeline_shows_the_devices_of_all_tasks(values, folder):
+    """A session of a server gets what every task of the cluster has run."""
+    trace = traces.read(folder / program.TRACE)
+    traces.check(trace)
+    names = traces.process_names(trace)
+    devices = {f"worker {t} CPU:{d}" for t in range(program.TASKS) for d in range(program.EACH)}
+    assert set(names.values()) == {"steps", *devices}
+    found = traces.tracks(trace)
+    for pid, name in names.items():
+        rows = [row for (one, _), rows in found.items() if one == pid for row in rows]
+        if name == "steps":
+            assert len(found[pid, 0]) == program.STEPS
+        else:
+            assert {row["cat"] for row in rows} == {"compute", "collective"}
+            # In each of the steps.
+            (steps,) = [found[one, 0] for one, of in names.items() if of == "steps"]
+            for step in steps:
+                end = step["ts"] + step["dur"]
+                assert any(step["ts"] <= r["ts"] and r["ts"] + r["dur"] <= end for r in rows)

@@ -1,31 +1,21 @@
 """Traces, as their readers want them."""
 
-import collections
-import gzip
-import json
+import copy
+
+import pytest
 
 from mtf_gradsync.timelines import Step
 from mtf_gradsync.timelines.trace_file import write_trace
 from tests.timelines.recordings import MS, event, two_cores
-
-
-def read(path):
-    data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-
-
-def slices(trace):
-    return [row for row in trace["traceEvents"] if row["ph"] == "X"]
+from tests.timelines.traces import check, process_names, read, slices, tracks
 
 
 def test_every_row_has_what_its_kind_needs(tmp_path):
     written = write_trace([two_cores(0), two_cores(1)], tmp_path / "trace.json")
     trace = read(written.path)
     assert (written.events, written.dropped) == (16, 0)
-    for row in trace["traceEvents"]:
-        assert {"name", "ph", "pid"} <= set(row)
-        assert row["ph"] == "M" or {"ts", "dur", "tid"} <= set(row)
-    names = {r["args"]["name"] for r in trace["traceEvents"] if r["name"] == "process_name"}
+    check(trace)
+    names = set(process_names(trace).values())
     cores = {f"core {i}" for i in range(4)}
     assert names == cores | {"steps of process 0", "steps of process 1"}
     steps = [r["name"] for r in slices(trace) if r["name"].startswith("step ")]
@@ -46,12 +36,10 @@ def test_what_runs_at_the_same_time_is_on_tracks_beside_each_other(tmp_path):
     )
     recording = two_cores(events=events, steps=(Step(0, 6 * MS),))
     trace = read(write_trace([recording], tmp_path / "trace.json.gz").path)
-    tracks = collections.defaultdict(list)
-    for row in slices(trace):
-        tracks[row["pid"], row["tid"]].append((row["ts"], row["ts"] + row["dur"]))
-    for times in tracks.values():
-        times.sort()
-        assert all(a[1] <= b[0] for a, b in zip(times, times[1:]))
+    check(trace)
+    for rows in tracks(trace).values():
+        ends = [row["ts"] + row["dur"] for row in rows]
+        assert all(end <= row["ts"] for end, row in zip(ends, rows[1:]))
     named = [r["args"]["name"] for r in trace["traceEvents"] if r["name"] == "thread_name"]
     assert named == ["steps", "host", "operations", "operations 2", "collectives"]
 
@@ -65,6 +53,7 @@ def test_a_large_trace_drops_the_shortest_first(tmp_path):
         assert written.path.stat().st_size <= most
         assert 0 < written.events == 4000 - written.dropped
         trace = read(written.path)
+        check(trace)
         assert trace["otherData"]["dropped_events"] == written.dropped
         kept = [r for r in slices(trace) if r["name"].startswith("op ")]
         assert len(kept) == written.events
@@ -73,3 +62,33 @@ def test_a_large_trace_drops_the_shortest_first(tmp_path):
         shortest = sorted(lengths)[written.dropped]
         assert min(r["dur"] for r in kept) / 1000 >= shortest - 1e-6
         assert any(r["name"] == "step 0 (update)" for r in slices(trace))
+
+
+def test_operations_at_any_times_are_slices_that_do_not_overlap(tmp_path):
+    """Of equal, nested, crossing and empty times, and names that JSON has to escape."""
+    times = [(0, 9), (0, 9), (1, 1), (1, 4), (2, 3), (3, 12), (9, 9), (8.9999, 9.0001), (12, 12)]
+    events = tuple(event(0, f'op "{i}"\n\\é', *pair) for i, pair in enumerate(times))
+    recording = two_cores(events=events, steps=(Step(0, 12 * MS),))
+    trace = read(write_trace([recording], tmp_path / "trace.json").path)
+    check(trace)
+    assert len([r for r in slices(trace) if r["name"].startswith("op ")]) == len(times)
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "value"),
+    [
+        ("X", "dur", -1),
+        ("X", "ts", "0"),
+        ("X", "dur", 15_000),  # ends within the next step
+        ("X", "tid", 77),  # has no name
+        ("X", "pid", None),
+        ("M", "args", {}),
+    ],
+)
+def test_the_check_finds_what_readers_refuse(tmp_path, row, field, value):
+    trace = read(write_trace([two_cores()], tmp_path / "trace.json").path)
+    check(trace)
+    broken = copy.deepcopy(trace)
+    next(r for r in broken["traceEvents"] if r["ph"] == row)[field] = value
+    with pytest.raises((AssertionError, KeyError)):
+        check(broken)

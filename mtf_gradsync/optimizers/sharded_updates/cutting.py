@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Collection, NamedTuple
+import math
+from typing import Collection, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
+
+# Rows and columns that a TPU pads matrices to.
+_TILE = (8, 128)
 
 
 def shape_of_part(
@@ -38,6 +42,35 @@ def shape_of_part(
                 is_free[number] = False
                 break
     return mtf.Shape(dims)
+
+
+def fills_tiles(whole: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether the parts of a matrix fill most of the tiles that a TPU pads them to.
+
+    A TPU stores the last two dimensions in tiles of 8 x 128 numbers, with that dimension last that
+    takes the fewest tiles. Parts that fill few of them are as large in memory as the whole, and the
+    compiler copies the whole to another layout and back.
+
+    Args:
+      whole: shape of a core's slice of the variable.
+      part: shape of its part.
+
+    Returns:
+      Whether all parts together take less than twice the tiles of the whole; true for a vector.
+    """
+    if len(whole) < 2:
+        return True
+    swapped = _in_tiles(whole, True) < _in_tiles(whole, False)
+    parts = math.prod(whole) // math.prod(part)
+    return parts * _in_tiles(part, swapped) < 2 * _in_tiles(whole, swapped)
+
+
+def _in_tiles(shape: Sequence[int], swapped: bool) -> int:
+    """The number of tiles for a slice; swapped: with its last two dimensions exchanged."""
+    *others, rows, columns = shape
+    if swapped:
+        rows, columns = columns, rows
+    return math.prod(others) * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
 
 
 class Splitting(NamedTuple):

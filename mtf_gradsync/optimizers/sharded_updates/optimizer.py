@@ -10,7 +10,12 @@ import gin
 from mtf_gradsync._names import counted, some_lines
 from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name, mesh_impls_made, mesh_key
+from mtf_gradsync._private.mesh_tensorflow import (
+    dims_known_by_name,
+    keeps_no_slot_of_shape,
+    mesh_impls_made,
+    mesh_key,
+)
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.shared_copies import shares_all
@@ -24,12 +29,20 @@ from mtf_gradsync.optimizers.pipeline import (
     Traits,
 )
 from mtf_gradsync.optimizers.sharded_updates import slots
-from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, split_twice, why_whole
+from mtf_gradsync.optimizers.sharded_updates.cutting import (
+    fills_tiles,
+    shape_of_part,
+    split_twice,
+    why_whole,
+)
+from mtf_gradsync.optimizers.sharded_updates.savings import log_savings
 from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
 from mtf_gradsync.optimizers.sharded_updates.waves import sum_together
 from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
+
+_MIN_SIZE = 128
 
 
 class _UpdateParts(Stage):
@@ -75,7 +88,7 @@ class ShardedUpdateOptimizer(Wrapper):
     def __init__(
         self,
         opt: MeshOptimizerLike,
-        min_size: int = 128,
+        min_size: int | None = None,
         name: str = "ShardedUpdateOptimizer",
         learning_rate: Any = NOT_GIVEN,
         axes: ReplicaAxes | None = None,
@@ -88,7 +101,9 @@ class ShardedUpdateOptimizer(Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          min_size: variables of fewer elements stay whole.
+          min_size: variables of fewer elements stay whole. None for 128; then a matrix of which the
+            optimizer keeps factored statistics alone (Adafactor) also stays whole if its parts
+            would fill few of a TPU's tiles, where they cost more than they save.
           name: name of the wrapper.
           learning_rate: only with a class or factory as opt: passed on untouched.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
@@ -103,7 +118,8 @@ class ShardedUpdateOptimizer(Wrapper):
             is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type.
         """
-        check_whole_number("min_size", min_size, 0)
+        if min_size is not None:
+            check_whole_number("min_size", min_size, 0)
         self._wrap(
             opt, learning_rate, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
         )
@@ -115,7 +131,8 @@ class ShardedUpdateOptimizer(Wrapper):
                 f"batch dims {list(self.axes.batch_dims)}: there is one replica. Leave the "
                 "wrapper out, checkpoints stay the same."
             )
-        self._min_size = min_size
+        self._min_size = _MIN_SIZE if min_size is None else min_size
+        self._weighs_tiles = min_size is None
         self._parts: dict[mtf.Variable, PartOfVariable] = {}
         # Variables with slots that are gathered for the update.
         self._gathered: set[mtf.Variable] = set()
@@ -143,7 +160,15 @@ class ShardedUpdateOptimizer(Wrapper):
           The shape; None for a variable that stays whole.
         """
         shape = shape_of_part(var.shape, self.axes, self._kept(), self._min_size)
-        return None if shape == var.shape else shape
+        return None if shape == var.shape or self._costs_more(var.shape, shape) else shape
+
+    def _costs_more(self, whole: mtf.Shape, part: mtf.Shape) -> bool:
+        """Whether parts would cost more on a TPU than they save."""
+        if not self._weighs_tiles:
+            return False
+        sizes = self.axes.slice_shape(whole), self.axes.slice_shape(part)
+        factored = any(keeps_no_slot_of_shape(opt, whole) for opt in self.inner_stack())
+        return factored and not fills_tiles(*sizes)
 
     def _is_made_once(self) -> bool:
         """Whether the program's mesh makes the update of what replicas share once for all.
@@ -194,6 +219,7 @@ class ShardedUpdateOptimizer(Wrapper):
         owners = {owner_of(s.name, names) for s in factored} if first else set()
         self._gathered.update(v for v in parts if v.name in owners)
         assign_whole(updates, parts)
+        log_savings(self.name, self.axes, made, list(parts), gradients.owners)
         early = [*made, *first]
         late = [op for op in graph.operations if op not in before and op not in early]
         sum_together([*early, *late], self.axes, self.reducer)
@@ -224,6 +250,12 @@ class ShardedUpdateOptimizer(Wrapper):
                         "wrapper out."
                     )
 
+    def _why_whole(self, shape: mtf.Shape, kept: set[str]) -> str:
+        part = shape_of_part(shape, self.axes, kept, self._min_size)
+        if part != shape:
+            return "would have parts that fill few tiles of a TPU; min_size=1 splits it"
+        return why_whole(shape, self.axes, kept, self._min_size)
+
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError where no variable has a part, or one has its part already."""
         given = [v for g, v in zip(grads, variables) if g is not None]
@@ -238,8 +270,7 @@ class ShardedUpdateOptimizer(Wrapper):
             return
         kept = self._kept()
         lines = [
-            f"\n  {v.name!r} of shape {v.shape.to_string} "
-            f"{why_whole(v.shape, self.axes, kept, self._min_size)}"
+            f"\n  {v.name!r} of shape {v.shape.to_string} {self._why_whole(v.shape, kept)}"
             for v in given
         ]
         raise ValueError(

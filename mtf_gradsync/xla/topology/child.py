@@ -69,11 +69,13 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     answer["memory"] = private.memory_bytes(executable)
     keep("after", private.compiled_hlo(executable))
     answer["cost"] = {"step": private.cost_numbers(executable)}
+    answer["memory_of"] = {}
     for name in request["estimate"]:
         with open(path(f"{name}.mlir")) as file:
             other = compiled(file.read(), {})
         keep(name, private.compiled_hlo(other))
         answer["cost"][name] = private.cost_numbers(other)
+        answer["memory_of"][name] = private.memory_bytes(other)
     if request["update_not_split"]:
         keep("after_unsharded", private.compiled_hlo(compiled(module, _UPDATE_NOT_SPLIT)))
     return answer

@@ -67,6 +67,8 @@ class CompiledProgram:
         of conditionals. "conditions_true" and "conditions_false", where it has conditionals: of the
         program with all conditions true, as in an update step, or false. "bare": of the program
         with the bare optimizer.
+      bare_memory: bytes on one core of the program with the bare optimizer; None where that was not
+        asked for.
     """
 
     topology: str
@@ -79,6 +81,7 @@ class CompiledProgram:
     memory: CoreMemory | None
     seconds: float
     estimates: dict[str, CostEstimate] = dataclasses.field(default_factory=dict)
+    bare_memory: CoreMemory | None = None
 
     @property
     def accepted(self) -> bool:
@@ -167,6 +170,9 @@ class CompiledProgram:
         if bare and step and step.seconds > _DEARER * bare.seconds:
             more = 100 * (step.seconds / bare.seconds - 1)
             notes.append(f"A step with an update takes {more:.0f}% more than the bare optimizer's.")
+        if self.memory and self.bare_memory and self.memory.total > self.bare_memory.total:
+            more = self.memory.total - self.bare_memory.total
+            notes.append(f"It takes {more:,} bytes of memory more than the bare optimizer's.")
         headers = ["estimate per core", "operations", "bytes touched", "us", "of bare"]
         if bare is None:
             headers, rows = headers[:-1], [row[:-1] for row in rows]

@@ -167,6 +167,9 @@ def compile_lowered(
         memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
         seconds=answer.get("seconds", 0.0),
         estimates=estimates,
+        bare_memory=CoreMemory(*bare)
+        if (bare := answer.get("memory_of", {}).get("bare"))
+        else None,
     )
 
 

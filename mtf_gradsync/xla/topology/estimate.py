@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
-from mtf_gradsync.xla.hlo import read_module
+from mtf_gradsync.xla.hlo import read_module, shape_bytes
 from mtf_gradsync.xla.lowering.operations import walk
 
 # Custom calls that take no time: they name a piece of memory.
@@ -27,6 +27,8 @@ class CostEstimate:
       seconds: the time of all operations that the compiler can estimate.
       unknown: the number of operations that it cannot estimate.
       unknown_operations: targets of the program's custom calls, which may be those operations.
+      bytes_copied: bytes that the compiled program copies from one memory of the core to another
+        while other operations run, each byte counted once; `bytes_accessed` has four for it.
     """
 
     flops: float
@@ -34,6 +36,7 @@ class CostEstimate:
     seconds: float
     unknown: int = 0
     unknown_operations: tuple[str, ...] = ()
+    bytes_copied: float = 0.0
 
 
 def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
@@ -50,14 +53,15 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
     seconds, unknown = numbers["optimal_seconds"], 0
     while seconds < 0:
         seconds, unknown = seconds + 1, unknown + 1
-    targets = {
-        instruction.custom_call_target
-        for computation in read_module(compiled).computations
-        for instruction in computation.instructions
-        if instruction.opcode == "custom-call"
-    }
+    instructions = [i for c in read_module(compiled).computations for i in c.instructions]
+    targets = {i.custom_call_target for i in instructions if i.opcode == "custom-call"}
+    # The first part of a copy's result is the copy itself.
+    copied = sum(
+        shape_bytes(i.shape.tuple_shapes[0]) for i in instructions if i.opcode == "copy-start"
+    )
     names = tuple(sorted(targets - _FREE)) if unknown else ()
-    return CostEstimate(numbers["flops"], numbers["bytes accessed"], seconds, unknown, names)
+    bytes_accessed = numbers["bytes accessed"]
+    return CostEstimate(numbers["flops"], bytes_accessed, seconds, unknown, names, copied)
 
 
 def with_conditions(module: str, value: bool) -> str | None:

@@ -5,8 +5,13 @@ import re
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.optimizers.sharded_updates.cutting import shape_of_part, split_twice, why_whole
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.sharded_updates.cutting import (
+    fills_tiles,
+    shape_of_part,
+    split_twice,
+    why_whole,
+)
 
 AXES = gs.ReplicaAxes("batch:4;model:2", "batch:batch;d_ff:model;experts:batch")
 TWO = gs.ReplicaAxes("a:2;b:4", "outer:a;batch:b", ("outer", "batch"))
@@ -42,6 +47,39 @@ def test_what_stays_whole(shape, why):
     shape = _shape(shape)
     assert shape_of_part(shape, AXES, ["stack"], min_size=5) == shape
     assert re.search(why, why_whole(shape, AXES, ["stack"], min_size=5))
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "fills"),
+    [
+        ((128, 256), (32, 256), True),  # 32 tiles, and 4 times 8
+        ((256, 128), (256, 32), False),  # each part is as large as the whole
+        ((128, 64), (32, 64), False),  # the 128 lie along the tiles
+        ((256, 512), (256, 128), True),
+        ((512, 768), (512, 96), True),  # 4 tiles for 3
+        ((3, 512, 768), (3, 512, 48), False),
+        ((128,), (32,), True),
+    ],
+)
+def test_parts_fill_tiles(whole, part, fills):
+    assert fills_tiles(whole, part) is fills
+
+
+def test_factored_matrices_whose_parts_fill_few_tiles_stay_whole():
+    def parts(opt, **kwargs):
+        wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES, **kwargs)
+        shapes = {"wi": "d_model=128,d_ff=512", "wo": "d_ff=512,d_model=128", "b": "d_model=128"}
+        with tf.Graph().as_default():
+            mesh = mtf.Mesh(mtf.Graph(), "mesh")
+            made = [mtf.get_variable(mesh, n, _shape(s)).operation for n, s in shapes.items()]
+        return {v.name for v in made if wrapper.part_of(v) is not None}
+
+    adafactor = mtf.optimize.AdafactorOptimizer
+    assert parts(adafactor(0.1, decay_rate=0.8)) == {"wi", "b"}
+    assert parts(adafactor(0.1, decay_rate=0.8), min_size=128) == {"wi", "wo", "b"}
+    # These have a slot of the variable's shape to save.
+    assert parts(adafactor(0.1, decay_rate=0.8, beta1=0.9)) == {"wi", "wo", "b"}
+    assert parts(adafactor(0.1, decay_rate=0.8, factored=False)) == {"wi", "wo", "b"}
 
 
 def test_a_dimension_of_the_model_is_split_over_the_replicas_too():

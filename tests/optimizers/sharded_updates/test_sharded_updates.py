@@ -198,3 +198,20 @@ def test_slots_are_found_by_the_whole_variable():
     assert opt.get_slot(w, "adam_m").name == "w/adam_m"
     assert opt.part_of(w).to_string == "Shape[batch=8]"
     assert [v.name for v in opt.variables()] == ["w/adam_m", "w/adam_v"]
+
+
+@pytest.mark.parametrize(("name", "hardly"), [("adam", False), ("sgd", True)])
+def test_the_log_says_what_is_saved(caplog, name, hardly):
+    with tf.Graph().as_default(), caplog.at_level("INFO", logger="mtf_gradsync"):
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        shape = mtf.Shape([mtf.Dimension("d", 8)])
+        w = mtf.get_variable(mesh, "w", shape).operation
+        opt = mtf.optimize.SgdOptimizer(0.1) if name == "sgd" else OPTIMIZERS[name]()
+        sharded(opt, "4x2").apply_grads([mtf.ones(mesh, shape)], [w])
+    # Two slots of 8 float32 numbers on 4 replicas.
+    held, whole = (0, 0) if name == "sgd" else (16, 64)
+    assert (
+        f"parts of 1 variables of 1: a core holds {held} bytes of slots in place of {whole}."
+        in (caplog.text)
+    )
+    assert ("hardly memory" in caplog.text) is hardly

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.xla.processes.jobs import Jobs
+from tests.xla.processes.jobs import RECORDED, Jobs
 
 
 @pytest.fixture(scope="package")
@@ -14,5 +14,5 @@ def jobs(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def of_two(jobs):
-    """A job of two processes that loses nobody."""
-    return jobs.run(2)
+    """A job of two processes that loses nobody, and records a timeline at its end."""
+    return jobs.run(2, recorded=RECORDED)

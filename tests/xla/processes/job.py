@@ -46,6 +46,7 @@ class Plan:
       newest: whether it goes on from the newest checkpoint in its folder.
       pace: seconds of sleep before each step.
       silence: as for `start_processes`.
+      recorded: how many steps it makes at its end while a timeline is recorded.
       odd: the part that process 1 has in the test of that name; "islands" is a model of islands.
     """
 
@@ -59,6 +60,7 @@ class Plan:
     newest: bool = False
     pace: float = 0.0
     silence: float = 20.0
+    recorded: int = 0
     odd: str = ""
 
 
@@ -184,6 +186,10 @@ class Run:
                     session.restore(plan.again_from)
                     again = self.train(session, model, 3, plan.steps, save=False)
                     found.update({f"again/{name}": value for name, value in again.items()})
+                if plan.recorded:
+                    path = os.path.join(plan.folder, f"trace_{plan.index}.json")
+                    with gs.timeline(session, path, lowering=model.lowering):
+                        self.train(session, model, plan.steps, plan.steps + plan.recorded, False)
             if plan.again_from and plan.count == 1 and not model.islands:
                 with model.program.session(model.lowering) as session:
                     session.restore(plan.again_from)

@@ -11,6 +11,8 @@ import time
 from benchmarks.cluster import free_ports
 from tests.cluster.processes import TIME_LIMIT, Processes
 
+# Steps of a timeline, where a job records one.
+RECORDED = 4
 _PORT_TAKEN = "cannot listen on port"
 
 

@@ -5,6 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.timelines import traces
+from tests.xla.processes.jobs import RECORDED
+
 pytestmark = pytest.mark.xla
 
 EPS = np.finfo(np.float32).eps
@@ -113,3 +116,21 @@ def test_another_program_is_an_error_everywhere(jobs):
     assert job.codes() == [1, 1], job.outputs()
     for member in job.members:
         assert "on process 1 are not those on process 0" in member.output()
+
+
+def test_a_timeline_shows_the_cores_of_all_processes(of_two):
+    first, second = (traces.read(of_two.folder / f"trace_{process}.json") for process in range(2))
+    assert first == second
+    traces.check(first)
+    names = traces.process_names(first)
+    steps = {f"steps of process {process}" for process in range(2)}
+    assert set(names.values()) == steps | {f"core {core}" for core in range(8)}
+    found = traces.tracks(first)
+    for pid, name in names.items():
+        rows = [row for (one, _), rows in found.items() if one == pid for row in rows]
+        if name in steps:
+            # Which of them updated is tested in one process: the profiles of jaxlib 0.4 do not say
+            # which program an operation was part of, and a guess can be wrong.
+            assert len(found[pid, 0]) == RECORDED
+        else:
+            assert {row["cat"] for row in rows} == {"compute", "collective"}

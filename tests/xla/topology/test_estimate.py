@@ -47,3 +47,4 @@ def test_operations_without_an_estimate_are_counted():
     # 2 - 3e-6 in float64, and back.
     np.testing.assert_allclose(found.seconds, 3e-6, rtol=1e-9)
     assert read_estimate({**numbers, "optimal_seconds": 3e-6}, compiled).unknown == 0
+    assert found.bytes_copied == 0

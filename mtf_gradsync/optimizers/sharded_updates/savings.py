@@ -1,0 +1,66 @@
+"""Says how much memory sharded updates save, and where they cannot pay."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Sequence
+
+from mtf_gradsync._names import counted
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+
+_logger = logging.getLogger("mtf_gradsync")
+
+
+def log_savings(
+    name: str,
+    axes: ReplicaAxes,
+    slots: Sequence[mtf.Variable],
+    split: Sequence[mtf.Variable],
+    variables: Sequence[mtf.Variable],
+) -> None:
+    """Logs how many bytes of slots a core holds, and warns where that saves little.
+
+    Args:
+      name: name of the wrapper.
+      axes: the replica axes.
+      slots: the slots that the inner optimizer has made.
+      split: variables of which each replica updates its part.
+      variables: all variables that are updated.
+    """
+    if not slots and not split:
+        return
+    held = sum(_core_bytes(axes, v) for v in slots)
+    whole = sum(_core_bytes(axes, v) * _parts(axes, v.shape) for v in slots)
+    gathered = sum(_core_bytes(axes, v) for v in split)
+    stay = [v.name for v in variables if v not in split]
+    _logger.info(
+        "%s updates parts of %d variables of %d: a core holds %d bytes of slots in place of %d%s.",
+        name,
+        len(split),
+        len(variables),
+        held,
+        whole,
+        f", and updates {counted(stay, 'variable')} whole" if stay else "",
+    )
+    # What is gathered lies beside the slots. Adam saves more than it gathers, Adafactor next to
+    # nothing.
+    if whole - held < gathered / 4:
+        _logger.info(
+            "%s saves %d bytes of slots a core, and gathers %d bytes of new values: with this "
+            "optimizer it can save time but hardly memory. `mtf-gradsync compile "
+            "--compare_with_bare` shows what the compiler for TPUs expects of both.",
+            name,
+            whole - held,
+            gathered,
+        )
+
+
+def _parts(axes: ReplicaAxes, shape: mtf.Shape) -> int:
+    names = [d.name for d in shape.dims]
+    return math.prod(d.size for d in axes.shard_dims if d.name in names)
+
+
+def _core_bytes(axes: ReplicaAxes, variable: mtf.Variable) -> int:
+    return math.prod(axes.slice_shape(variable.shape)) * variable.slice_dtype.size

@@ -1,0 +1,89 @@
+"""Reads traces by the rules of Chrome's trace event format, as Perfetto applies them."""
+
+import collections
+import gzip
+import json
+import numbers
+
+# Kinds of rows: complete events, and metadata.
+NEEDED = {"X": {"name", "ph", "ts", "dur", "pid", "tid"}, "M": {"name", "ph", "pid", "args"}}
+METADATA = {
+    "process_name": ("name", str),
+    "process_sort_index": ("sort_index", int),
+    "thread_name": ("name", str),
+}
+
+
+def read(path):
+    """The content of a trace."""
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def slices(trace):
+    """Its complete events."""
+    return [row for row in trace["traceEvents"] if row["ph"] == "X"]
+
+
+def tracks(trace):
+    """The complete events of each track, by pid and tid, in the order of their beginnings."""
+    found = collections.defaultdict(list)
+    for row in sorted(slices(trace), key=lambda r: (r["ts"], -r["dur"])):
+        found[row["pid"], row["tid"]].append(row)
+    return found
+
+
+def process_names(trace):
+    """The names of groups of tracks, by pid."""
+    rows = [r for r in trace["traceEvents"] if r["name"] == "process_name"]
+    names = {r["pid"]: r["args"]["name"] for r in rows}
+    assert len(names) == len(rows)
+    return names
+
+
+def check(trace):
+    """Checks what readers ask of a trace: Perfetto drops or moves events that break these rules.
+
+    Raises:
+      AssertionError: a row lacks a field or has one of another type, a time is no number or before
+        the first step, slices of a track overlap without one inside the other, or a track has no
+        name.
+    """
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    named = set()
+    for row in trace["traceEvents"]:
+        assert NEEDED[row["ph"]] <= set(row), row
+        assert isinstance(row["name"], str), row
+        assert row["name"], row
+        for number in ("pid", "tid"):
+            # Perfetto reads them as 32 bits.
+            assert type(row.get(number, 0)) is int, row
+            assert 0 <= row.get(number, 0) < 2**31, row
+        if row["ph"] == "M":
+            field, kind = METADATA[row["name"]]
+            assert type(row["args"][field]) is kind, row
+            if row["name"] == "thread_name":
+                named.add((row["pid"], row["tid"]))
+            continue
+        for number in ("ts", "dur"):
+            assert isinstance(row[number], numbers.Real), row
+            assert not isinstance(row[number], bool), row
+        assert row["dur"] >= 0, row
+        assert isinstance(row.get("args", {}), dict), row
+        assert isinstance(row.get("cat", ""), str), row
+    found = tracks(trace)
+    assert set(found) <= named
+    assert {pid for pid, _ in found} <= set(process_names(trace))
+    for rows in found.values():
+        _check_nested(rows)
+
+
+def _check_nested(rows):
+    # Times are nanoseconds, written as microseconds: a rounding of the sum is no overlap.
+    open_until = []
+    for row in rows:
+        begin, end = round(1000 * row["ts"]), round(1000 * (row["ts"] + row["dur"]))
+        while open_until and open_until[-1] <= begin:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1], row
+        open_until.append(end)
