@@ -308,11 +308,12 @@ def _wrapped(model: models.Model, method: Method) -> models.Model:
 
 
 def _plot(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
-    for name, curve in curves.items():
-        axes.plot(*zip(*curve), label=name)
+    for number, (name, curve) in enumerate(curves.items()):
+        # matplotlib has ten colors.
+        axes.plot(*zip(*curve), "-" if number < 10 else "--", label=name)
     axes.set_xlabel("steps")
-    axes.set_ylabel("held-out nats a byte")
-    axes.legend(fontsize=7)
+    axes.set_ylabel("held-out nats a byte, first seed")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 if __name__ == "__main__":

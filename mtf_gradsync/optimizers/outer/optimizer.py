@@ -66,7 +66,7 @@ class OuterOptimizer(ReportsSkips):
         opt: MeshOptimizerLike,
         inner_steps: int = gin.REQUIRED,
         outer_learning_rate: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: float = 0.5,
         nesterov: bool = True,
         fragments: int = 1,
         outer_dims: str | Sequence[str] | None = None,
