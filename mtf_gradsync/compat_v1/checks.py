@@ -1,4 +1,4 @@
-"""Checks and makes the optimizer that a user gives a wrapper: an optimizer, class or factory."""
+"""Checks the optimizer that a user gives a wrapper, and makes it from a class or factory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AppliesGradients(Protocol):
 
 
 class V1Optimizer(Protocol):
-    """The used part of an optimizer of `tf.compat.v1.train`, which has no types of its own."""
+    """The methods of an optimizer of `tf.compat.v1.train` that wrappers call."""
 
     def compute_gradients(self, loss: Any, /) -> Any:
         """Returns gradients of a loss, with their variables."""
@@ -46,12 +46,16 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
     Args:
       opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
         of either.
-      learning_rate: what classes and factories are called with, or `NOT_GIVEN`.
+      learning_rate: the learning rate that a class or factory is called with, or `NOT_GIVEN`.
       wrapper: name of the wrapper, for errors.
 
+    Returns:
+      The optimizer.
+
     Raises:
-      TypeError: it is a Keras optimizer.
-      ValueError: it is none of these, or learning_rate is missing or not wanted.
+      TypeError: opt is, or makes, a Keras optimizer.
+      ValueError: opt is none of these; it is a class or factory but learning_rate is not given; or
+        it is an optimizer, which has its learning rate already, but learning_rate is given.
     """
     _refuse_keras(opt, wrapper)
     if not isinstance(opt, type) and _is_optimizer(opt):
@@ -123,7 +127,11 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
 
 
 class OffMesh:
-    """First base of the wrappers without a mesh: refuses mesh tensors and mesh variables."""
+    """Makes an optimizer of tf.compat.v1 refuse mesh tensors and mesh variables, with a TypeError.
+
+    Subclasses name it before TensorFlow's class, so that its methods check arguments and then call
+    those of TensorFlow's class.
+    """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Returns gradients by the inner optimizer; see `tf.compat.v1.train.Optimizer`.

@@ -1,7 +1,4 @@
-"""The update rules of the optimizers of tf.compat.v1, elementwise, as TensorFlow's kernels compute.
-
-A rule takes slices: of the gradient, of slots, and of the variable itself if the rule reads it.
-"""
+"""The arithmetic of the optimizers of tf.compat.v1, operation by operation as in TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import hyperparameters
 
+# Hyperparameters and the like by name.
 Scalars = Mapping[str, Any]
-# From gradient, variable (None where it is not read), slots and scalars to what is subtracted from
-# the variable (or its new value), and the new slots.
 Step = Callable[[tf.Tensor, Any, Sequence[tf.Tensor], Scalars], "tuple[tf.Tensor, list[tf.Tensor]]"]
 
 
@@ -36,14 +32,19 @@ class Rule(NamedTuple):
     """The update rule of an optimizer.
 
     Attributes:
-      step: the arithmetic.
-      slots: in the order in which TensorFlow makes them.
-      scalars: hyperparameters that the step reads, numbers or scalar tensors.
-      powers: for Adam: names of scalar variables, and the number that each is a power of, one power
-        more with every update.
-      with_powers: for Adam: makes the scalars that the step reads from `scalars` and the powers.
-      reads_variable: whether the step reads the variable.
-      replaces: whether the step's first result is the variable's new value.
+      step: computes an update element by element. It is called as `step(gradient, variable, slots,
+        scalars)` with tf tensors of one shape, a core's slices: the gradient; the variable, or None
+        if not `reads_variable`; a list of slots, in the order of `slots`; and scalars by name. It
+        returns the change, which the caller subtracts from the variable, and a list of new slots.
+      slots: the slots of each variable, in the order in which TensorFlow makes them.
+      scalars: the hyperparameters of the step, numbers or scalar tensors by name.
+      powers: pairs (name, base) of scalar variables that are multiplied by base in each update:
+        Adam's powers of beta1 and beta2.
+      with_powers: if there are powers, a function that returns the scalars that the step is called
+        with. It is called as `with_powers(scalars, powers)`: with those of `scalars`, and with the
+        powers before the update as float32 mtf scalars by name.
+      reads_variable: whether the step is called with the variable.
+      replaces: whether the step returns the variable's new value in place of the change.
     """
 
     step: Step

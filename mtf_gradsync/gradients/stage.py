@@ -14,8 +14,9 @@ class StageOperation(mtf.Operation):
     Subclasses give the shapes of their outputs.
 
     Attributes:
-      takes_pending: whether it takes pending sums without reducing them, but for those that it
-        asked `PendingSums` to reduce.
+      takes_pending: whether it reads pending sums as they are. If true, only those inputs are
+        reduced for which it called `PendingSums.want` with `reduced=True`. If false, all inputs of
+        an operation that is not linear are reduced.
       is_linear: whether its outputs are linear in all of its inputs together.
     """
 
@@ -29,6 +30,14 @@ class StageOperation(mtf.Operation):
         name: str,
         dtypes: Any = None,
     ):
+        """Adds the operation to the graph of its inputs.
+
+        Args:
+          inputs: the tensors, at least one.
+          shapes: the shape of each output.
+          name: the name of the operation.
+          dtypes: the dtype of each output; None takes those of the inputs, in order.
+        """
         super().__init__(list(inputs), name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
         tensors = [

@@ -34,7 +34,8 @@ class Compression(NamedTuple):
     Attributes:
       given: bytes of the gradients in their own dtypes.
       sent: size of an all-reduce that would send as much as the strategy sends.
-      whole: names of gradients that are reduced without compression.
+      whole: names of gradients that the strategy does not compress: those too small for it, for
+        example. They count in `given` and in `sent`.
     """
 
     given: int
@@ -72,8 +73,9 @@ class StateMaker(abc.ABC):
             checkpoint restored on another mesh keeps the sum over the cores. Empty for a variable
             that all replicas share: each has to compute the same new value.
           start: the value in a new run, and after a checkpoint without the variable.
-          begins_anew: whether the variable is set to `start` after a checkpoint that has it in
-            another shape, in place of an error; for variables without shard dims.
+          begins_anew: what happens if a checkpoint has the variable in another shape, because it
+            was saved on another mesh for example. If true, the variable is set to `start`; if
+            false, restoring fails. Only for variables without shard dims.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.

@@ -56,7 +56,8 @@ class Strategy(abc.ABC):
         """Sums each tensor over each group; each processor gets its part of the sum only.
 
         A SIMD mesh has one reduce-scatter for all strategies that send the same dtypes. Otherwise
-        this method sums whole tensors and cuts the sums, with the same result.
+        this method all-reduces the tensors and takes each processor's part of the sums, with the
+        same result.
 
         Args:
           mesh_impl: as for `all_reduce`.

@@ -157,7 +157,7 @@ class LossScaleOptimizer(ReportsSkips):
     def _values_now(self) -> LossScaleState | None:
         """The state after a step."""
         if self._now is None and self._state is not None and self._writes:
-            # Written in a branch, so that outside the values have to be read.
+            # A branch of the step writes the values, which have to be read outside of it.
             values = iter(values_after(self._state.present, self._writes))
             self._now = LossScaleState(*[x if x is None else next(values) for x in self._state])
         return self._now

@@ -1,4 +1,4 @@
-"""ShardedUpdateOptimizer: each replica updates its part of every variable."""
+"""ShardedUpdateOptimizer: each replica updates its part of every variable (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from mtf_gradsync.optimizers.pipeline import (
     Traits,
 )
 from mtf_gradsync.optimizers.sharded_updates import slots
-from mtf_gradsync.optimizers.sharded_updates.cutting import (
+from mtf_gradsync.optimizers.sharded_updates.grouping import group_sums
+from mtf_gradsync.optimizers.sharded_updates.savings import log_savings
+from mtf_gradsync.optimizers.sharded_updates.shapes import (
     fills_tiles,
     shape_of_part,
-    split_twice,
-    why_whole,
+    slot_shapes,
+    why_unsplit,
 )
-from mtf_gradsync.optimizers.sharded_updates.savings import log_savings
-from mtf_gradsync.optimizers.sharded_updates.stand_ins import PartOfVariable, assign_whole
-from mtf_gradsync.optimizers.sharded_updates.waves import sum_together
+from mtf_gradsync.optimizers.sharded_updates.variables import PartOfVariable, assign_gathered
 from mtf_gradsync.optimizers.state.slots import owner_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -46,7 +46,7 @@ _MIN_SIZE = 128
 
 
 class _UpdateParts(Stage):
-    """Gives the inner optimizer parts of variables, and gathers the new values."""
+    """Has the inner optimizer update parts of variables, and gathers the new values."""
 
     takes = Form.REDUCED
 
@@ -64,18 +64,18 @@ class _UpdateParts(Stage):
 
 @gin.configurable(module="mtf_gradsync")
 class ShardedUpdateOptimizer(Wrapper):
-    """Splits the update of each variable over its replicas, and with it the slots.
+    """Splits the update of each variable, and its slots, over the replicas (ZeRO-1).
 
-    Processors that hold the same values otherwise all make the same update. Here each gets its
-    part of the summed gradient (a reduce-scatter), the inner optimizer updates that part, and the
-    parts are gathered. Each core holds 1/num_shards of the slots.
+    Without it all replicas of a variable make the same update. With it each replica receives its
+    part of the reduced gradient (a reduce-scatter), the inner optimizer updates that part of the
+    variable, and the new values are gathered. Each core holds 1/num_shards of the slots.
 
-    The inner optimizer is given stand-ins: variables of the same names whose first dimension that
-    can be split is laid out over the replica axes. It may be any that acts on one variable at a
-    time. A variable stays whole where no dimension can be split, and where it is too small.
+    The inner optimizer receives a variable of the same name for each one, of which the first
+    dimension that can be split is split over the replica axes. It may be any optimizer that updates
+    each variable by itself. Variables that are small, or have no such dimension, are not split.
 
-    It adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their whole
-    shapes: sharded and unsharded runs, on any mesh, continue each other.
+    The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
+    full shapes: a run with sharded updates continues one without, on any mesh, and the reverse.
 
     References:
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
@@ -101,21 +101,21 @@ class ShardedUpdateOptimizer(Wrapper):
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
-          min_size: variables of fewer elements stay whole. None for 128; then a matrix of which the
-            optimizer keeps factored statistics alone (Adafactor) also stays whole if its parts
-            would fill few of a TPU's tiles, where they cost more than they save.
+          min_size: variables of fewer elements are not split. None stands for 128, and then a
+            matrix of which the optimizer keeps only factored statistics (Adafactor) is not split
+            either if its parts would fill few of a TPU's tiles: they cost more than they save.
           name: name of the wrapper.
-          learning_rate: only with a class or factory as opt: passed on untouched.
-          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
-            those of the mesh that the program has made for this graph.
+          learning_rate: the learning rate for opt; only if opt is a class or factory.
+          axes: the replica axes; or give mesh_shape and layout. Without either they are those of
+            the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: how sums cross the mesh; None takes `FusedAllReduce()`.
+          reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
         Raises:
-          ValueError: the mesh has a single shard, so that there is nothing to split; an argument
-            is out of range, or arguments contradict each other.
+          ValueError: the mesh has a single replica; an argument is out of range, or arguments
+            contradict each other.
           TypeError: an argument has the wrong type.
         """
         if min_size is not None:
@@ -128,14 +128,14 @@ class ShardedUpdateOptimizer(Wrapper):
             raise ValueError(
                 "ShardedUpdateOptimizer splits updates over the replicas of a batch, but the mesh "
                 f"{self.axes.mesh_shape.to_string} with {self.axes.layout} splits none of the "
-                f"batch dims {list(self.axes.batch_dims)}: there is one replica. Leave the "
-                "wrapper out, checkpoints stay the same."
+                f"batch dims {list(self.axes.batch_dims)}: there is one replica. Use the inner "
+                "optimizer without the wrapper; its checkpoints are the same."
             )
         self._min_size = _MIN_SIZE if min_size is None else min_size
-        self._weighs_tiles = min_size is None
+        self._checks_tiles = min_size is None
         self._parts: dict[mtf.Variable, PartOfVariable] = {}
-        # Variables with slots that are gathered for the update.
-        self._gathered: set[mtf.Variable] = set()
+        # Variables with partitioned slots, which are gathered for the update.
+        self._with_gathered_slots: set[mtf.Variable] = set()
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
         """See `Wrapper.get_slot`."""
@@ -145,36 +145,37 @@ class ShardedUpdateOptimizer(Wrapper):
         if inside.num_shards == 1:
             raise ValueError(
                 f"{self.name} splits updates over replicas, but each of the islands along "
-                f"{list(islands.batch_dims)} has one: leave it out, or make islands of several "
-                "replicas by outer_dims."
+                f"{list(islands.batch_dims)} has one replica. Remove {type(self).__name__}, or "
+                "give outer_dims that make islands of several replicas."
             )
         super()._stand_inside(islands, inside)
 
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
-        """The shape of a variable's part: dimensions that are named after the batch are split.
+        """Returns how a variable is split, as a shape.
 
         Args:
           var: a variable.
 
         Returns:
-          The shape; None for a variable that stays whole.
+          The variable's shape, in which the dimensions that are split over the replicas have the
+          names of batch dimensions; None for a variable that is not split.
         """
-        shape = shape_of_part(var.shape, self.axes, self._kept(), self._min_size)
+        shape = shape_of_part(var.shape, self.axes, self._fixed_dims(), self._min_size)
         return None if shape == var.shape or self._costs_more(var.shape, shape) else shape
 
-    def _costs_more(self, whole: mtf.Shape, part: mtf.Shape) -> bool:
-        """Whether parts would cost more on a TPU than they save."""
-        if not self._weighs_tiles:
+    def _costs_more(self, full: mtf.Shape, part: mtf.Shape) -> bool:
+        """Returns whether parts of a variable would cost more on a TPU than they save."""
+        if not self._checks_tiles:
             return False
-        sizes = self.axes.slice_shape(whole), self.axes.slice_shape(part)
-        factored = any(keeps_no_slot_of_shape(opt, whole) for opt in self.inner_stack())
+        sizes = self.axes.slice_shape(full), self.axes.slice_shape(part)
+        factored = any(keeps_no_slot_of_shape(opt, full) for opt in self.inner_stack())
         return factored and not fills_tiles(*sizes)
 
-    def _is_made_once(self) -> bool:
-        """Whether the program's mesh makes the update of what replicas share once for all.
+    def _replicas_share_updates(self) -> bool:
+        """Returns whether the program's mesh makes one update for all replicas of a variable.
 
-        So does `placement_mesh_impl` on the devices of one memory, and keeps slots once: parts
-        would only be more operations.
+        `placement_mesh_impl` does so on devices of one memory, and keeps one copy of the slots:
+        there, parts would only add operations.
         """
         key = mesh_key(self.axes.mesh_shape, self.axes.layout)
         impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
@@ -186,7 +187,7 @@ class ShardedUpdateOptimizer(Wrapper):
 
     def partition(self) -> Partition:
         """See `Wrapper.partition`."""
-        splits = not self._is_made_once()
+        splits = not self._replicas_share_updates()
         return Partition(
             self.axes, self.reducer, lambda v: self.part_of(v) if splits else None, self.name
         )
@@ -207,36 +208,40 @@ class ShardedUpdateOptimizer(Wrapper):
         before = set(graph.operations)
         updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
         made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
-        # A slot of its variable's shape lies in parts already, if the variable is cut.
+        # The layout splits slots of a part's shape already.
         names = [v.name for v in parts]
-        is_whole = {s for s in made if self.axes.free_shard_dims(s.shape) == self.axes.shard_dims}
-        factored = [s for s in made if owner_of(s.name, names) and s in is_whole]
-        first = slots.keep_in_parts(
-            factored,
-            updates,
-            lambda shape: split_twice(shape, self.axes, max(self._min_size, slots.WORTH_A_GATHER)),
+        unsplit = [
+            s
+            for s in made
+            if owner_of(s.name, names)
+            and self.axes.free_shard_dims(s.shape) == self.axes.shard_dims
+        ]
+        min_size = max(self._min_size, slots.MIN_GATHERED_SIZE)
+        gathers = slots.partition_slots(
+            unsplit, updates, lambda shape: slot_shapes(shape, self.axes, min_size)
         )
-        owners = {owner_of(s.name, names) for s in factored} if first else set()
-        self._gathered.update(v for v in parts if v.name in owners)
-        assign_whole(updates, parts)
+        owners = {owner_of(s.name, names) for s in unsplit} if gathers else set()
+        self._with_gathered_slots.update(v for v in parts if v.name in owners)
+        assign_gathered(updates, parts)
         log_savings(self.name, self.axes, made, list(parts), gradients.owners)
-        early = [*made, *first]
-        late = [op for op in graph.operations if op not in before and op not in early]
-        sum_together([*early, *late], self.axes, self.reducer)
+        first = [*made, *gathers]
+        others = [op for op in graph.operations if op not in before and op not in first]
+        group_sums([*first, *others], self.axes, self.reducer)
         return updates
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
-        """The stand-in, the same one for each update, so that optimizers find their slots."""
-        made = PartOfVariable(variable, shape)
-        known = self._parts.setdefault(variable, made)
-        known.__dict__.update(vars(made))
-        return known
+        """Returns the part of a variable: one object for all updates, by which slots are found."""
+        new = PartOfVariable(variable, shape)
+        part = self._parts.setdefault(variable, new)
+        part.__dict__.update(vars(new))
+        return part
 
-    def _kept(self) -> set[str]:
+    def _fixed_dims(self) -> set[str]:
+        """Returns names of dimensions that an inner optimizer looks for in variables' shapes."""
         return {name for opt in self.inner_stack() for name in dims_known_by_name(opt)}
 
     def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for a tensor with a dimension that variables are split along."""
+        """Raises ValueError for a tensor with a dimension along which a variable is split."""
         shape_of = self.partition().shape_of
         for name, tensor in own.tensors():
             for variable in variables:
@@ -244,38 +249,38 @@ class ShardedUpdateOptimizer(Wrapper):
                 split = [d.name for d in variable.shape.dims if part and d not in part.dims]
                 if set(split).intersection(d.name for d in tensor.shape.dims):
                     raise ValueError(
-                        f"ShardedUpdateOptimizer gives the optimizer parts of {variable.name!r}, "
-                        f"split along {split}, but its argument {name} of shape "
-                        f"{tensor.shape.to_string} would be whole: give scalars, or leave the "
-                        "wrapper out."
+                        f"ShardedUpdateOptimizer splits {variable.name!r} along {split}, but not "
+                        f"the optimizer's argument {name} of shape {tensor.shape.to_string}. Give "
+                        "a scalar, or use the optimizer without ShardedUpdateOptimizer."
                     )
 
-    def _why_whole(self, shape: mtf.Shape, kept: set[str]) -> str:
-        part = shape_of_part(shape, self.axes, kept, self._min_size)
-        if part != shape:
+    def _why_unsplit(self, shape: mtf.Shape) -> str:
+        fixed_dims = self._fixed_dims()
+        if shape_of_part(shape, self.axes, fixed_dims, self._min_size) != shape:
             return "would have parts that fill few tiles of a TPU; min_size=1 splits it"
-        return why_whole(shape, self.axes, kept, self._min_size)
+        return why_unsplit(shape, self.axes, fixed_dims, self._min_size)
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError where no variable has a part, or one has its part already."""
+        """Raises ValueError if no variable can be split, or if one cannot be updated again."""
         given = [v for g, v in zip(grads, variables) if g is not None]
-        again = [v.name for v in given if v in self._gathered]
+        again = [v.name for v in given if v in self._with_gathered_slots]
         if again:
             raise ValueError(
-                f"ShardedUpdateOptimizer has applied gradients to {counted(again, 'variable')}, "
-                "in this graph already, and keeps factored statistics of theirs in parts, which "
-                "one update can use: apply gradients once, or take another graph."
+                "ShardedUpdateOptimizer can update variables with large factored statistics once "
+                "in a graph, because it gathers the statistics for one update, but it got "
+                f"gradients for {counted(again, 'variable')} again. Call apply_grads once, or "
+                "build a new graph."
             )
         if not given or any(self.part_of(v) is not None for v in given):
             return
-        kept = self._kept()
         lines = [
-            f"\n  {v.name!r} of shape {v.shape.to_string} {self._why_whole(v.shape, kept)}"
+            f"\n  {v.name!r} of shape {v.shape.to_string} {self._why_unsplit(v.shape)}"
             for v in given
         ]
         raise ValueError(
             "ShardedUpdateOptimizer has nothing to split over the replica axes "
             f"{[d.name for d in self.axes.shard_dims]} of the mesh "
-            f"{self.axes.mesh_shape.to_string}:{some_lines(lines)}\nLeave the "
-            "wrapper out, checkpoints stay the same, or use a mesh whose sizes divide a dimension."
+            f"{self.axes.mesh_shape.to_string}:{some_lines(lines)}\nUse the inner optimizer "
+            "without the wrapper (its checkpoints are the same), or a mesh whose sizes divide a "
+            "dimension."
         )

@@ -1,4 +1,4 @@
-"""Says how much memory sharded updates save, and where they cannot pay."""
+"""Logs how much memory sharded updates save."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ def log_savings(
     split: Sequence[mtf.Variable],
     variables: Sequence[mtf.Variable],
 ) -> None:
-    """Logs how many bytes of slots a core holds, and warns where that saves little.
+    """Logs how many bytes of slots a core holds, and whether that saves much memory.
 
     Args:
-      name: name of the wrapper.
+      name: the name of the wrapper.
       axes: the replica axes.
       slots: the slots that the inner optimizer has made.
-      split: variables of which each replica updates its part.
+      split: the variables of which each replica updates its part.
       variables: all variables that are updated.
     """
     if not slots and not split:
         return
     held = sum(_core_bytes(axes, v) for v in slots)
-    whole = sum(_core_bytes(axes, v) * _parts(axes, v.shape) for v in slots)
+    unsharded = sum(_core_bytes(axes, v) * _num_parts(axes, v.shape) for v in slots)
     gathered = sum(_core_bytes(axes, v) for v in split)
-    stay = [v.name for v in variables if v not in split]
+    unsplit = [v.name for v in variables if v not in split]
     _logger.info(
-        "%s updates parts of %d variables of %d: a core holds %d bytes of slots in place of %d%s.",
+        "%s splits the updates of %d of %d variables: a core holds %d bytes of slots, and %d "
+        "without the wrapper%s.",
         name,
         len(split),
         len(variables),
         held,
-        whole,
-        f", and updates {counted(stay, 'variable')} whole" if stay else "",
+        unsharded,
+        f"; it does not split {counted(unsplit, 'variable')}" if unsplit else "",
     )
-    # What is gathered lies beside the slots. Adam saves more than it gathers, Adafactor next to
-    # nothing.
-    if whole - held < gathered / 4:
+    # Gathered values take memory beside the slots. Adam's slots save more than that, Adafactor's
+    # next to nothing.
+    if unsharded - held < gathered / 4:
         _logger.info(
             "%s saves %d bytes of slots a core, and gathers %d bytes of new values: with this "
             "optimizer it can save time but hardly memory. `mtf-gradsync compile "
             "--compare_with_bare` shows what the compiler for TPUs expects of both.",
             name,
-            whole - held,
+            unsharded - held,
             gathered,
         )
 
 
-def _parts(axes: ReplicaAxes, shape: mtf.Shape) -> int:
+def _num_parts(axes: ReplicaAxes, shape: mtf.Shape) -> int:
     names = [d.name for d in shape.dims]
     return math.prod(d.size for d in axes.shard_dims if d.name in names)
 

@@ -1,9 +1,9 @@
-"""Slots that lack the dimension that their variable is cut along are kept in parts all the same.
+"""Partitions slots that do not have the dimension along which their variable is split.
 
-Adafactor's factored statistics are such: of a matrix whose rows are split over the replicas, the
-statistics of columns are needed whole by every replica. Large ones are kept in parts, gathered for
-the update, and each replica writes its part. Small ones stay whole: a gather and what it needs in
-temporaries and code would take more than they save.
+Adafactor's factored statistics are such slots: if the rows of a matrix are split over the replicas,
+each replica needs the statistics of all columns. Large ones are partitioned: they are gathered for
+the update, and each replica writes its part. Small ones are not, because the gather would take more
+memory for temporaries and code than it saves.
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import give_value, reassign, take_over
 from mtf_gradsync.gradients.scatter import GatherParts, TakePart
-from mtf_gradsync.optimizers.sharded_updates.cutting import Splitting
+from mtf_gradsync.optimizers.sharded_updates.shapes import SlotShapes
+from mtf_gradsync.optimizers.sharded_updates.variables import ELEMENTWISE
 
-# Elements of a slot that is worth a gather. The compiler for TPUs (libtpu 0.0.42, v5e) takes some
-# 15 KB of code for one, and 25 statistics of 128 to 512 elements took 1.2 MB more than they saved.
-WORTH_A_GATHER = 16 * 1024
-# They change element by element.
-_BY_ELEMENT = (mtf.assign_slice, mtf.assign_add_slice, mtf.assign_sub_slice)
+# The fewest elements of a slot that is gathered. The compiler for TPUs (libtpu 0.0.42, v5e) takes
+# some 15 KB of code for a gather, and 25 statistics of 128 to 512 elements took 1.2 MB more than
+# they saved.
+MIN_GATHERED_SIZE = 16 * 1024
 
 
-def keep_in_parts(
+def partition_slots(
     slots: Sequence[mtf.Variable],
     updates: Sequence[mtf.Operation],
-    split: Callable[[mtf.Shape], Splitting | None],
+    shapes_of: Callable[[mtf.Shape], SlotShapes | None],
 ) -> list[mtf.Operation]:
-    """Lays slots out over the replicas that an update has made whole.
+    """Splits slots over the replicas, and gathers their full values for the update.
 
     Args:
-      slots: variables that nothing but the update uses.
-      updates: what the inner optimizer returned. Its assignments are changed in place.
-      split: from the shape of a slot to how it is split, or None.
+      slots: variables that only the update reads and writes.
+      updates: the operations that the inner optimizer returned. Their assignments are changed in
+        place.
+      shapes_of: gives the shapes to split a slot of some shape by, or None for an unsplit slot.
 
     Returns:
-      The operations that have to come before the update's.
+      New operations, which have to be lowered before those of the update.
     """
     writers: dict[mtf.Variable, list[Any]] = {}
     for update in updates:
         for variable in getattr(update, "variables", ()):
             writers.setdefault(variable, []).append(update)
     found = {
-        slot: split(slot.shape)
+        slot: shapes_of(slot.shape)
         for slot in slots
-        # An assignment that is not among them, or has a way of its own, wants the whole slot.
+        # Any other assignment may need the full value of the slot.
         if slot in writers
-        and all(getattr(w, "assign_fn", None) in _BY_ELEMENT for w in writers[slot])
+        and all(getattr(w, "assign_fn", None) in ELEMENTWISE for w in writers[slot])
     }
-    cut = {slot: shapes for slot, shapes in found.items() if shapes is not None}
-    if not cut:
+    split = {slot: shapes for slot, shapes in found.items() if shapes is not None}
+    if not split:
         return []
-    for update in dict.fromkeys(w for slot in cut for w in writers[slot]):
+    for update in dict.fromkeys(w for slot in split for w in writers[slot]):
         values = list(update.inputs)
         for number, variable in enumerate(update.variables):
-            if variable in cut:
-                apart = mtf.reshape(values[number], cut[variable].apart)
-                values[number] = TakePart(apart, cut[variable].part).outputs[0]
+            if variable in split:
+                full = mtf.reshape(values[number], split[variable].full)
+                values[number] = TakePart(full, split[variable].part).outputs[0]
         reassign(update, update.variables, values)
-    wholes = [slot.value for slot in cut]
-    parts = [give_value(slot, shapes.part) for slot, shapes in cut.items()]
-    gather = GatherParts(parts, [shapes.apart for shapes in cut.values()])
-    joins = []
-    for apart, whole in zip(gather.outputs, wholes):
-        joins.append(mtf.reshape(apart, whole.shape).operation)
-        take_over(joins[-1], [whole])
-    return [gather, *joins]
+    old_values = [slot.value for slot in split]
+    parts = [give_value(slot, shapes.part) for slot, shapes in split.items()]
+    gather = GatherParts(parts, [shapes.full for shapes in split.values()])
+    reshapes = []
+    for full, old in zip(gather.outputs, old_values):
+        reshapes.append(mtf.reshape(full, old.shape).operation)
+        take_over(reshapes[-1], [old])
+    return [gather, *reshapes]

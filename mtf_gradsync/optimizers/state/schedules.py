@@ -82,10 +82,12 @@ def adafactor_decay_rate_per_update(
     Args:
       backward_passes_per_step: K, microbatch steps for each update.
       exponent: the memory grows as (number of updates)^exponent.
-      offset: number of updates to subtract, the first one's number when fine-tuning.
+      offset: the number of updates before the count starts. For fine-tuning, give the number of
+        updates that the restored checkpoint has had, so that the memory grows from the beginning.
 
     Returns:
-      A float32 tf scalar, 1 - (t + 1)^-exponent for t updates made.
+      A float32 tf scalar, 1 - (t + 1)^-exponent, where t is the number of updates made so far, less
+      offset.
 
     Raises:
       ValueError: backward_passes_per_step is not a whole number of 1 or more.

@@ -1,4 +1,4 @@
-"""LossScaleOptimizer: what it leaves out, how the scale moves, what stays the same to the bit."""
+"""LossScaleOptimizer: the steps that it skips, how the scale moves, which bits do not change."""
 
 import numpy as np
 import pytest

@@ -21,7 +21,7 @@ BATCH, INPUTS, HIDDEN, CLASSES = 8, 8, 64, 64
 SHAPES = {
     "w1": [("in", INPUTS), ("hidden", HIDDEN)],  # its first dimension is split over the replicas
     "w2": [("hidden", HIDDEN), ("out", CLASSES)],  # its second one
-    "b1": [("hidden", HIDDEN)],  # whole where "hidden" is split already
+    "b1": [("hidden", HIDDEN)],  # not split where "hidden" is split already
     "b2": [("out", CLASSES)],
     "gain": [("out", CLASSES)],  # stacked with b2
     "odd": [("odd", 7)],  # not divisible
@@ -78,7 +78,7 @@ def loss_of(mesh, inputs, batch_dims=("batch",), dtype=tf.float32, with_experts=
         return mtf.cast(x, activation)
 
     def mixture(x):
-        """Each example goes to all experts, by its gates; they lie where the replicas do."""
+        """All experts receive each example, weighted by its gates; replicas hold the experts."""
         tokens = mtf.Dimension("tokens", BATCH)
         gates = mtf.softmax(
             mtf.einsum([x, variable("gate")], [*dims, at["choices"]]), at["choices"]
@@ -120,7 +120,7 @@ def sharded(opt, mesh, min_size=2, **kwargs):
 def memories_of(kind):
     """The kind of mesh for the harness; of "own memories" each device has its own.
 
-    On a placement mesh of one memory variables stay whole.
+    On a placement mesh of one memory the wrapper does not split variables.
     """
     if kind != "own memories":
         yield kind

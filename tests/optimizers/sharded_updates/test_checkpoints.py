@@ -1,4 +1,4 @@
-"""Runs with parts and without continue each other: on other meshes, and on other runtimes."""
+"""Sharded and unsharded runs continue each other, on other meshes and other runtimes."""
 
 import contextlib
 
@@ -16,16 +16,16 @@ from tests.optimizers.sharded_updates.small_model import (
     sharded,
 )
 
-# Factored statistics: of the slots, those that take most to split.
+# Its factored statistics are the slots that are hardest to split.
 OPTIMIZER = "adafactor"
-# Means are rounded otherwise on each mesh, by a few float32 ulp of values around 1 a step.
+# Means round differently on each mesh: by a few float32 ulp of values around 1 in each step.
 ULPS = 16 * np.finfo(np.float32).eps
 
 
-def built(kind, mesh, in_parts):
+def built(kind, mesh, is_sharded):
     def make():
         opt = OPTIMIZERS[OPTIMIZER]()
-        return sharded(opt, mesh) if in_parts else gs.CrossShardOptimizer(opt)
+        return sharded(opt, mesh) if is_sharded else gs.CrossShardOptimizer(opt)
 
     return small_model.built(kind, mesh, make, batches(1)[0])
 

@@ -1,4 +1,4 @@
-"""ShardedUpdateOptimizer trains as its inner optimizer does, with a part of the slots a core."""
+"""ShardedUpdateOptimizer trains like its inner optimizer; each core holds a part of the slots."""
 
 import collections
 
@@ -22,17 +22,17 @@ from tests.optimizers.sharded_updates.small_model import (
 
 STEPS = 2
 EPS = np.finfo(np.float32).eps
-# Means over parts are rounded otherwise, by a few float32 ulp of values around 1 a step.
+# Means over parts round differently: by a few float32 ulp of values around 1 in each step.
 TOLERANCE = STEPS * 16 * EPS
 MAKE = {**OPTIMIZERS, "adam_by_name": lambda: AdamByName(0.01)}
 
 
 def both(kind, mesh, optimizer, **kwargs):
-    """Variables after some steps with parts, and without."""
+    """Returns variables after some steps with sharded updates, and after as many without."""
     make, feeds = MAKE[optimizer], batches(STEPS)
     parts = run(kind, mesh, lambda: sharded(make(), mesh), feeds, **kwargs)
-    whole = run(kind, mesh, lambda: gs.CrossShardOptimizer(make()), feeds, **kwargs)
-    return parts.variables, whole.variables
+    unsharded = run(kind, mesh, lambda: gs.CrossShardOptimizer(make()), feeds, **kwargs)
+    return parts.variables, unsharded.variables
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def both(kind, mesh, optimizer, **kwargs):
     ],
 )
 def test_bits_are_those_of_the_inner_optimizer(kind, mesh, optimizer):
-    """Where sums are made in one order; nothing in these optimizers mixes elements.
+    """They do where sums add in the same order, because these optimizers work element by element.
 
-    Two numbers have one sum in any order. The emulator's sum of four takes the order of memory.
+    Two numbers have one sum in any order. The emulator adds four in the order of memory.
     """
     assert_same_bits(*both(kind, mesh, optimizer))
 
 
 @pytest.mark.xla
-def test_another_program_of_xla_rounds_otherwise():
-    """By ulp: it fuses multiplications and additions as it likes.
+def test_another_program_of_xla_rounds_differently():
+    """Values differ by ulp, because XLA fuses multiplications and additions as it likes.
 
     Values are below 2. A step rounds a variable once, and its gradient, of sums of at most 8
     products, a few times, which an update of at most 0.02 makes small.
@@ -83,24 +83,24 @@ def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs, small_slots
     assert_close(parts, small_model.on_one(optimizer).run(feeds).variables, TOLERANCE)
 
 
-WHOLE, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), (tf.bfloat16,) * 3
+FLOAT32, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), (tf.bfloat16,) * 3
 
 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "dtypes", "autostack"),
     [
-        ("own memories", "sgd", WHOLE, True),
+        ("own memories", "sgd", FLOAT32, True),
         ("simd", "adam_by_name", ACTIVATIONS, False),
         ("simd", "adam_by_name", NARROW, True),
     ],
 )
 def test_experts_that_are_split_over_the_replicas(kind, optimizer, dtypes, autostack):
-    """Each replica has its own experts, which it updates whole; everything else is in parts."""
-    dtype = dtypes if dtypes is WHOLE else mtf.VariableDType(*dtypes)
-    parts, whole = both(kind, "experts", optimizer, dtype=dtype, autostack=autostack)
+    """Each replica updates its own experts; all other updates are sharded."""
+    dtype = dtypes if dtypes is FLOAT32 else mtf.VariableDType(*dtypes)
+    parts, unsharded = both(kind, "experts", optimizer, dtype=dtype, autostack=autostack)
     start = small_model.initial_values({**small_model.SHAPES, **small_model.EXPERTS})
-    assert np.abs(whole["experts"] - start["experts"]).max() > 1e-4
-    assert_same_bits(parts, whole)
+    assert np.abs(unsharded["experts"] - start["experts"]).max() > 1e-4
+    assert_same_bits(parts, unsharded)
 
 
 def program(mesh, make, **kwargs):
@@ -127,8 +127,8 @@ def test_sums_are_scattered_and_new_values_gathered_in_a_group():
     assert groups_of(made, "XlaReduceScatter") == [SIZES]
     # The factored statistics are small, and are not gathered.
     assert groups_of(made, "AllToAll") == [SIZES]
-    # Those of statistics over the model's axis alone are one as well; the other one is of the
-    # forward pass.
+    # The statistics that are summed over the model's axis alone are one group; the other sum over
+    # this axis is that of the forward pass.
     rows = simd.list_collectives(made.program, lowering=made.lowering).rows
     over_model = collections.Counter()
     for row in rows:
@@ -137,14 +137,14 @@ def test_sums_are_scattered_and_new_values_gathered_in_a_group():
     assert sorted(over_model.values()) == [4 * 20, 4 * 128]
 
 
-def test_statistics_in_parts_are_gathered_in_a_group(small_slots_in_parts):
+def test_partitioned_statistics_are_gathered_in_a_group(small_slots_in_parts):
     made = program("4x2", lambda: sharded(OPTIMIZERS["adafactor"](), "4x2"))
-    # Those of w1's and w2's columns.
+    # The first are the statistics of w1's and w2's columns.
     assert groups_of(made, "AllToAll") == [[2 * 4 * 32], SIZES]
 
 
 def slots_of_a_core(wrap):
-    """How many numbers of the slots of w1, w2, b2 and gain a core holds, by name."""
+    """Returns how many numbers of each slot of w1, w2, b2 and gain a core holds, by name."""
     made = program("4x2", lambda: wrap(OPTIMIZERS["adafactor"]()), autostack=False)
     (mesh_impl,) = made.lowering.mesh_to_impl.values()
     return {
@@ -156,17 +156,17 @@ def slots_of_a_core(wrap):
 
 
 def test_each_core_holds_its_share_of_the_slots(small_slots_in_parts):
-    """Of Adafactor's: those of a variable's shape, and those that lack the split dimension."""
+    """It does so of slots with a variable's shape, and of those that lack the split dimension."""
     parts = slots_of_a_core(lambda opt: sharded(opt, "4x2"))
     assert {n: 4 * size for n, size in parts.items()} == slots_of_a_core(gs.CrossShardOptimizer)
 
 
-def test_small_statistics_without_the_split_dimension_stay_whole():
-    whole = slots_of_a_core(gs.CrossShardOptimizer)
+def test_small_statistics_without_the_split_dimension_are_not_split():
+    unsharded = slots_of_a_core(gs.CrossShardOptimizer)
     parts = slots_of_a_core(lambda opt: sharded(opt, "4x2"))
-    stay = {name for name, size in parts.items() if size == whole[name]}
-    assert stay == {"w1_slot_vc", "w2_slot_vc"}
-    assert all(4 * size == whole[name] for name, size in parts.items() if name not in stay)
+    unsplit = {name for name, size in parts.items() if size == unsharded[name]}
+    assert unsplit == {"w1_slot_vc", "w2_slot_vc"}
+    assert all(4 * size == unsharded[name] for name, size in parts.items() if name not in unsplit)
 
 
 def test_changes_are_sent_where_a_variable_has_several():
@@ -188,7 +188,7 @@ def test_changes_are_sent_where_a_variable_has_several():
     assert_close(twice, once.variables, 4 * EPS)
 
 
-def test_slots_are_found_by_the_whole_variable():
+def test_slots_are_found_by_the_full_variable():
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
         shape = mtf.Shape([mtf.Dimension("d", 8)])
@@ -209,9 +209,9 @@ def test_the_log_says_what_is_saved(caplog, name, hardly):
         opt = mtf.optimize.SgdOptimizer(0.1) if name == "sgd" else OPTIMIZERS[name]()
         sharded(opt, "4x2").apply_grads([mtf.ones(mesh, shape)], [w])
     # Two slots of 8 float32 numbers on 4 replicas.
-    held, whole = (0, 0) if name == "sgd" else (16, 64)
+    held, unsharded = (0, 0) if name == "sgd" else (16, 64)
     assert (
-        f"parts of 1 variables of 1: a core holds {held} bytes of slots in place of {whole}."
-        in (caplog.text)
-    )
+        f"splits the updates of 1 of 1 variables: a core holds {held} bytes of slots, "
+        f"and {unsharded} without the wrapper."
+    ) in caplog.text
     assert ("hardly memory" in caplog.text) is hardly

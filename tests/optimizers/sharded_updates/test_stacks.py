@@ -1,4 +1,4 @@
-"""ShardedUpdateOptimizer among other wrappers, and what it refuses."""
+"""ShardedUpdateOptimizer works inside and around other wrappers, and refuses wrong arguments."""
 
 import numpy as np
 import pytest
@@ -18,17 +18,17 @@ from tests.optimizers.sharded_updates.small_model import (
 )
 
 MESH, NORM, STEPS = "2x2", 0.05, 4
-# A norm is a sum of parts' norms, which is rounded otherwise; values are around 1.
+# A norm that is a sum over parts rounds differently; values are around 1.
 TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
 
 
-def whole(optimizer="sgd"):
-    """What the orders of clipping and parts are compared with."""
+def unsharded(optimizer="sgd"):
+    """The optimizer that both orders of clipping and sharding are compared with."""
     return gs.ClipByGlobalNormOptimizer(OPTIMIZERS[optimizer](), NORM)
 
 
 CLIPPED = {
-    "inside": lambda optimizer="sgd": sharded(whole(optimizer), MESH),
+    "inside": lambda optimizer="sgd": sharded(unsharded(optimizer), MESH),
     "around": lambda optimizer="sgd": gs.ClipByGlobalNormOptimizer(
         sharded(OPTIMIZERS[optimizer](), MESH), NORM
     ),
@@ -56,18 +56,18 @@ WRAPPED = {
     ],
 )
 def test_among_other_wrappers(kind, outer, clipped, optimizer):
-    """As without parts; on one processor where that has the replicas that it takes."""
+    """The unsharded reference runs on one processor, or on the mesh if it counts replicas."""
     other = MESH if outer == "sync_replicas" else "one"
     axes, axes_of_other = (gs.ReplicaAxes(*small_model.MESHES[mesh]) for mesh in (MESH, other))
     wrap, feeds = WRAPPED[outer], batches(STEPS)
     parts = run(kind, MESH, lambda: wrap(CLIPPED[clipped](optimizer), axes), feeds)
     where = "simd" if other == MESH else "placement"
-    expected = run(where, other, lambda: wrap(whole(optimizer), axes_of_other), feeds)
+    expected = run(where, other, lambda: wrap(unsharded(optimizer), axes_of_other), feeds)
     assert_close(trained(parts), trained(expected), TOLERANCE)
 
 
 def trained(result):
-    """Variables and slots, without what the outer wrapper keeps for each replica."""
+    """Returns variables and slots, without the state of the outer wrapper."""
     return {
         name: value
         for name, value in result.variables.items()
@@ -77,7 +77,7 @@ def trained(result):
 
 @pytest.mark.parametrize("outer", ["none", "accumulation", "loss_scale"])
 def test_clipping_around_parts_is_clipping_inside(outer):
-    """The same norm, of parts; no gradient is summed whole for it."""
+    """The norm is computed from parts; no gradient is all-reduced for it."""
     axes, made = gs.ReplicaAxes(*small_model.MESHES[MESH]), {}
     for name, make in CLIPPED.items():
         wrap = WRAPPED[outer]
@@ -106,7 +106,7 @@ def test_clipping_around_parts_is_clipping_inside(outer):
         (lambda opt: sharded(gs.CrossShardOptimizer(opt), MESH), "turn them round"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message):
+def test_wrong_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(OPTIMIZERS["sgd"]())
 
@@ -120,12 +120,12 @@ def test_nothing_to_split_is_an_error_before_anything_is_built():
     alone = sharded(OPTIMIZERS["adam"](), MESH)
     accumulation = gs.GradientAccumulationOptimizer(alone, 2, accumulate="synced")
     for opt in (alone, accumulation, gs.ClipByGlobalNormOptimizer(alone, NORM)):
-        with pytest.raises(ValueError, match=r"nothing to split(.|\n)*'w'.*no dimension left"):
+        with pytest.raises(ValueError, match=r"nothing to split(.|\n)*'w'.*no unsplit dimension"):
             opt.apply_grads([grad], [w])
         assert mesh.graph.operations == before
 
 
-def test_norms_that_are_reported_are_those_of_whole_updates():
+def test_reported_norms_are_those_of_unsharded_updates():
     def reported(wrap):
         made = []
 
@@ -138,7 +138,7 @@ def test_norms_that_are_reported_are_those_of_whole_updates():
         shape, layout, _ = small_model.MESHES[MESH]
         return harness.run("simd", shape, layout, build, batches(1)).fetched[0]
 
-    expected = reported(whole)
+    expected = reported(unsharded)
     assert len([name for name in expected if name.startswith("gradient_norm")]) == 3
     for make in CLIPPED.values():
         assert_close(reported(make), expected, TOLERANCE)

@@ -1,4 +1,4 @@
-"""Which dimensions are split over the replicas."""
+"""The dimensions along which variables and slots are split over the replicas."""
 
 import re
 
@@ -6,11 +6,11 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.sharded_updates.cutting import (
+from mtf_gradsync.optimizers.sharded_updates.shapes import (
     fills_tiles,
     shape_of_part,
-    split_twice,
-    why_whole,
+    slot_shapes,
+    why_unsplit,
 )
 
 AXES = gs.ReplicaAxes("batch:4;model:2", "batch:batch;d_ff:model;experts:batch")
@@ -29,31 +29,31 @@ TWO = gs.ReplicaAxes("a:2;b:4", "outer:a;batch:b", ("outer", "batch"))
     ],
 )
 def test_first_dimension_that_can_be_split_gets_the_shard_dims_name(axes, shape, part):
-    assert shape_of_part(_shape(shape), axes, kept=["stack"]) == _shape(part)
+    assert shape_of_part(_shape(shape), axes, fixed_dims=["stack"]) == _shape(part)
 
 
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
         ("", "is a scalar"),
-        ("odd=6", "has no dimension left that 4 divides"),
+        ("odd=6", "has no unsplit dimension that 4 divides"),
         ("d_ff=8", "has no dimension that is not split already"),
         ("experts=4,d_ff=8,d_model=8", "is split over the replica axes already"),
         ("d_model=4", "has fewer than 5 elements"),
         ("stack=8", "knows .'stack'. by name"),
     ],
 )
-def test_what_stays_whole(shape, why):
+def test_the_reason_why_a_variable_is_not_split(shape, why):
     shape = _shape(shape)
     assert shape_of_part(shape, AXES, ["stack"], min_size=5) == shape
-    assert re.search(why, why_whole(shape, AXES, ["stack"], min_size=5))
+    assert re.search(why, why_unsplit(shape, AXES, ["stack"], min_size=5))
 
 
 @pytest.mark.parametrize(
-    ("whole", "part", "fills"),
+    ("full", "part", "fills"),
     [
         ((128, 256), (32, 256), True),  # 32 tiles, and 4 times 8
-        ((256, 128), (256, 32), False),  # each part is as large as the whole
+        ((256, 128), (256, 32), False),  # each part is as large as the full matrix
         ((128, 64), (32, 64), False),  # the 128 lie along the tiles
         ((256, 512), (256, 128), True),
         ((512, 768), (512, 96), True),  # 4 tiles for 3
@@ -61,11 +61,11 @@ def test_what_stays_whole(shape, why):
         ((128,), (32,), True),
     ],
 )
-def test_parts_fill_tiles(whole, part, fills):
-    assert fills_tiles(whole, part) is fills
+def test_parts_fill_tiles(full, part, fills):
+    assert fills_tiles(full, part) is fills
 
 
-def test_factored_matrices_whose_parts_fill_few_tiles_stay_whole():
+def test_factored_matrices_whose_parts_fill_few_tiles_are_not_split():
     def parts(opt, **kwargs):
         wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES, **kwargs)
         shapes = {"wi": "d_model=128,d_ff=512", "wo": "d_ff=512,d_model=128", "b": "d_model=128"}
@@ -83,11 +83,11 @@ def test_factored_matrices_whose_parts_fill_few_tiles_stay_whole():
 
 
 def test_a_dimension_of_the_model_is_split_over_the_replicas_too():
-    splitting = split_twice(_shape("layers=3,d_ff=16"), AXES)
-    assert splitting.apart == _shape("layers=3,d_ff=2,d_ff_batch=4,d_ff_rest=2")
-    assert splitting.part == _shape("layers=3,d_ff=2,batch=4,d_ff_rest=2")
-    assert split_twice(_shape("d_ff=12"), AXES) is None
-    assert split_twice(_shape("d_ff=16"), AXES, min_size=17) is None
+    shapes = slot_shapes(_shape("layers=3,d_ff=16"), AXES)
+    assert shapes.full == _shape("layers=3,d_ff=2,d_ff_batch=4,d_ff_rest=2")
+    assert shapes.part == _shape("layers=3,d_ff=2,batch=4,d_ff_rest=2")
+    assert slot_shapes(_shape("d_ff=12"), AXES) is None
+    assert slot_shapes(_shape("d_ff=16"), AXES, min_size=17) is None
 
 
 def _shape(text):

@@ -1,0 +1,52 @@
+"""Orders an update's operations so that its sums over the mesh are reduced in groups.
+
+An inner optimizer updates one variable after the other, and Mesh-TF reduces each sum (a mean of
+squares, a norm) where it is first used: that makes hundreds of small messages for Adafactor. Here
+each operation has a level, the number of reductions that it has to wait for. Operations are sorted
+by level, for all variables together, so that the sums of one level are reduced together.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.gradients.pending import Flow, Layout, PendingSums
+from mtf_gradsync.gradients.pending.linear import is_product_or_sum
+from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import Plan
+
+
+def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
+    """Reduces sums together that do not depend on each other.
+
+    Args:
+      operations: operations of one graph, each after those that it depends on, and with all
+        operations that use their outputs. They are moved to the end of the graph, in a new order.
+      axes: the replica axes.
+      strategy: the reduction strategy.
+    """
+    sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
+    graph = types.SimpleNamespace(operations=list(operations))
+    flow = Flow(graph, (), Layout.of(axes), sums)
+    pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
+    level_of: dict[mtf.Operation, int] = {}
+    tensor_level: dict[mtf.Tensor, int] = {}
+    for operation in operations:
+        level = 0
+        is_pending = any(t in flow.axes for t in operation.outputs)
+        for source in operation.inputs:
+            waits = source in flow.axes and (
+                not is_pending or source in flow.forced.get(operation, ())
+            )
+            level = max(level, tensor_level.get(source, 0) + waits)
+        level_of[operation] = level
+        tensor_level.update((t, level) for t in operation.outputs)
+    # Mesh-TF runs assignments last in any case; they keep their order.
+    last = max(level_of.values()) + 1
+    order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else level_of[op])
+    Plan.of(operations[0].graph).arrange(order)
+    if pending:
+        PendingSums.want(pending, True, axes.batch_dims, strategy, are_sums=True)

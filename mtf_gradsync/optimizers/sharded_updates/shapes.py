@@ -1,0 +1,156 @@
+"""The dimensions along which variables and slots are split over the replica axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Collection, NamedTuple, Sequence
+
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.mesh.axes import ReplicaAxes
+
+# Rows and columns that a TPU pads matrices to.
+_TILE = (8, 128)
+
+
+def shape_of_part(
+    shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
+) -> mtf.Shape:
+    """Returns a variable's shape with dimensions renamed so that the layout splits them.
+
+    For each replica axis that the layout does not split the variable over, one dimension takes the
+    name of the shard dim. It is the first unsplit dimension whose size the axis divides, because
+    parts along the first dimension are contiguous in memory. Sizes and order do not change.
+
+    Args:
+      shape: the shape of the variable.
+      axes: the replica axes.
+      fixed_dims: names of dimensions that cannot be renamed.
+      min_size: variables of fewer elements are not split.
+
+    Returns:
+      The new shape; `shape` itself if the variable cannot be split.
+    """
+    if shape.size < min_size:
+        return shape
+    dims = list(shape.dims)
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    is_free = [layout[i] is None and d.name not in fixed_dims for i, d in enumerate(dims)]
+    for shard_dim in sorted(axes.free_shard_dims(shape), key=lambda d: -d.size):
+        for number, dim in enumerate(dims):
+            if is_free[number] and shard_dim.size > 1 and dim.size % shard_dim.size == 0:
+                dims[number] = mtf.Dimension(shard_dim.name, dim.size)
+                is_free[number] = False
+                break
+    return mtf.Shape(dims)
+
+
+def fills_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
+    """Returns whether the parts of a matrix fill most of the tiles that a TPU pads them to.
+
+    A TPU stores the last two dimensions in tiles of 8 x 128 numbers, in the order of these two
+    dimensions that takes fewer tiles. A part that fills few of its tiles takes as much memory as
+    the full matrix, and the compiler copies the full matrix to another layout and back.
+
+    Args:
+      full: the shape of a core's slice of the variable.
+      part: the shape of the core's part of that slice.
+
+    Returns:
+      Whether all parts together take less than twice the tiles of the full slice; true for a
+      vector.
+    """
+    if len(full) < 2:
+        return True
+    swapped = _count_tiles(full, True) < _count_tiles(full, False)
+    num_parts = math.prod(full) // math.prod(part)
+    return num_parts * _count_tiles(part, swapped) < 2 * _count_tiles(full, swapped)
+
+
+def _count_tiles(shape: Sequence[int], swapped: bool) -> int:
+    """Returns the number of tiles of a slice, whose last two dimensions may be swapped."""
+    *others, rows, columns = shape
+    if swapped:
+        rows, columns = columns, rows
+    return math.prod(others) * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+
+
+class SlotShapes(NamedTuple):
+    """Two shapes of a slot in which one dimension is replaced by several smaller ones.
+
+    The first of them has the size of the mesh axis that splits the dimension, and is split over it;
+    then there is one for each replica axis; the last has the remaining size. Reshaping the slot to
+    this shape moves no data.
+
+    Attributes:
+      full: the shape in which nothing splits the dimensions for the replica axes.
+      part: the same shape with the names of the shard dims, so that the layout splits them.
+    """
+
+    full: mtf.Shape
+    part: mtf.Shape
+
+
+def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotShapes | None:
+    """Returns shapes that split a dimension over the replica axes and over its own mesh axis.
+
+    Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take its
+    place. A variable cannot be reshaped like this, because optimizers read its shape; a slot that
+    is gathered for the update can.
+
+    Args:
+      shape: the shape of the slot.
+      axes: the replica axes.
+      min_size: slots of fewer elements are not split.
+
+    Returns:
+      The shapes for the first dimension that can be split like this; None if there is none.
+    """
+    free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
+    if not free or shape.size < min_size:
+        return None
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    for number, dim in enumerate(shape.dims):
+        if layout[number] is None:
+            continue
+        axis_size = axes.mesh_shape.dims[layout[number]].size
+        rest, remainder = divmod(dim.size, axis_size * mtf.Shape(free).size)
+        if remainder:
+            continue
+        before, after = shape.dims[:number], shape.dims[number + 1 :]
+        first, last = mtf.Dimension(dim.name, axis_size), mtf.Dimension(f"{dim.name}_rest", rest)
+        unsplit = [mtf.Dimension(f"{dim.name}_{d.name}", d.size) for d in free]
+        return SlotShapes(
+            mtf.Shape([*before, first, *unsplit, last, *after]),
+            mtf.Shape([*before, first, *free, last, *after]),
+        )
+    return None
+
+
+def why_unsplit(
+    shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
+) -> str:
+    """Returns the reason why `shape_of_part` does not split a variable, for an error message.
+
+    Args:
+      shape: the shape of a variable that is not split.
+      axes: as for `shape_of_part`.
+      fixed_dims: as for `shape_of_part`.
+      min_size: as for `shape_of_part`.
+
+    Returns:
+      The rest of a sentence that begins with the variable's name.
+    """
+    if not shape.dims:
+        return "is a scalar"
+    free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
+    if not free:
+        return "is split over the replica axes already"
+    if shape.size < min_size:
+        return f"has fewer than {min_size} elements"
+    sizes = " or ".join(str(d.size) for d in free)
+    layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
+    if all(layout[i] is not None for i in range(len(shape.dims))):
+        return "has no dimension that is not split already"
+    names = [d.name for i, d in enumerate(shape.dims) if layout[i] is None and d.name in fixed_dims]
+    also = f", and the optimizer knows {names} by name" if names else ""
+    return f"has no unsplit dimension that {sizes} divides{also}"
