@@ -40,15 +40,15 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
     )
 
 
-def init_stand_in(stand_in: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
+def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
     """Initializes a variable that replaces another one in an optimizer, with a value of its own.
 
     It is in none of the graph's lists and has no master of its own; its name and dtypes are those
     of the other one.
     """
-    vars(stand_in).update(vars(variable))
-    stand_in._inputs = []
-    stand_in._outputs = [value]
+    vars(replacement).update(vars(variable))
+    replacement._inputs = []
+    replacement._outputs = [value]
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:

@@ -222,7 +222,7 @@ def test_a_variable_stands_for_another_one():
     w = mtf.get_variable(mesh, "w", [d], dtype=tf.float32).operation
     known = list(mesh.graph.operations)
     stand_in = mtf.Variable.__new__(mtf.Variable)
-    private.init_stand_in(stand_in, w, mtf.zeros(mesh, part))
+    private.init_replacement(stand_in, w, mtf.zeros(mesh, part))
     assert (stand_in.name, stand_in.shape, stand_in.dtype) == ("w", part, w.dtype)
     assert stand_in.outputs == [stand_in.value]
     assert w.shape == mtf.Shape([d])

@@ -12,7 +12,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
     give_outputs,
     give_value,
-    init_stand_in,
+    init_replacement,
     keep_unstacked,
     master_of,
 )
@@ -34,7 +34,7 @@ class OuterVariable(mtf.Variable):
         Args:
           variable: a variable with a holder of the islands' values.
         """
-        init_stand_in(self, variable, None)
+        init_replacement(self, variable, None)
         self._trainable = False
         keep_unstacked(self, _unstacked_as(variable.dtype))
         give_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])

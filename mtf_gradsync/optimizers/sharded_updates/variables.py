@@ -6,7 +6,7 @@ import operator
 from typing import Mapping, Sequence
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, init_stand_in, reassign
+from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, init_replacement, reassign
 from mtf_gradsync.gradients.scatter import GatherParts, TakePart
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.mesh.kind import is_simd
@@ -34,7 +34,7 @@ class PartOfVariable(mtf.Variable):
           full: the variable.
           shape: `full.shape` with some dimensions renamed.
         """
-        init_stand_in(self, full, TakePart(full.value, shape).outputs[0])
+        init_replacement(self, full, TakePart(full.value, shape).outputs[0])
         self.full = full
 
 
