@@ -88,8 +88,8 @@ def test_islands_are_processes_or_share_their_memory(values, where):
         )
         found = program.train(OUTER, mesh_impl, "", config)
     feeds = models.mlp_batches(program.STEPS)
-    turns = [list(models.mlp_values())]
-    expected = outer_reference.train("momentum", feeds, 2, program.K, 0.7, 0.5, True, turns)
+    all_at_once = outer_reference.ALL
+    expected = outer_reference.train("momentum", feeds, 2, program.K, 0.7, 0.5, True, all_at_once)
     for name, value in expected.outer.items():
         np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
         islands = np.stack([island[name] for island in expected.islands])

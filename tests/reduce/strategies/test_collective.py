@@ -48,12 +48,8 @@ def test_dtypes_together(mesh_kind, merge_scope):
     shared.test_dtypes_together(mesh_kind, "collective")
 
 
-def test_twenty_runs_give_the_same_bits():
-    shared.test_twenty_runs_give_the_same_bits("collective")
-
-
-def test_copies_of_a_tensor_stay_copies():
-    shared.test_copies_of_a_tensor_stay_copies("collective")
+def test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies():
+    shared.test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies("collective")
 
 
 @one_scope
