@@ -36,11 +36,11 @@ def measure(options: report.Options) -> report.Table:
         predicted = [row["predicted ms"] for row in mine]
         measured = [row["measured ms"].median for row in mine]
         disorder = 1 - kendall_tau(predicted, measured)
-        best = min(mine, key=lambda row: row["measured ms"].median)
+        first = min(mine, key=lambda row: row["predicted rank"])
         what = f"1 - Kendall's tau of {name}, predicted and measured"
         targets.append(report.Target(what, disorder, DISORDER))
-        what = f"predicted rank of the fastest mesh of {name}"
-        targets.append(report.Target(what, best["predicted rank"], 2))
+        what = f"measured rank of the mesh of {name} that is named first"
+        targets.append(report.Target(what, first["measured rank"], 2))
     return report.Table(
         name="plan",
         title="Step time by mesh shape, as planned and as measured, on XLA devices",

@@ -109,9 +109,11 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
 
 def keeps_no_slot_of_shape(optimizer: Any, shape: mtf.Shape) -> bool:
     """Whether an optimizer keeps only factored statistics of a variable, as Adafactor does."""
-    factored_dims = getattr(optimizer, "_factored_dims", None)
-    has_momentum = bool(getattr(optimizer, "_beta1", 0))
-    return factored_dims is not None and not has_momentum and bool(factored_dims(shape))
+    if not isinstance(optimizer, mtf.optimize.AdafactorOptimizer):
+        return False
+    beta1 = optimizer._beta1
+    has_no_momentum = isinstance(beta1, (int, float)) and not beta1
+    return has_no_momentum and bool(optimizer._factored_dims(shape))
 
 
 def slice_function(

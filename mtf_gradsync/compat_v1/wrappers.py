@@ -65,16 +65,20 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
     def __init__(
         self,
         opt: tf.train.Optimizer,
-        *arguments: Any,
+        replicas_to_aggregate: int,
+        total_num_replicas: int | None = None,
         variable_averages: Any = None,
+        *arguments: Any,
         **named: Any,
     ):
         """Wraps an optimizer; see `tf.compat.v1.train.SyncReplicasOptimizer`.
 
         Args:
           opt: the optimizer.
-          *arguments: TensorFlow's.
+          replicas_to_aggregate: gradients of an update.
+          total_num_replicas: how many replicas there are; None for replicas_to_aggregate.
           variable_averages: a `tf.train.ExponentialMovingAverage`, or its decay.
+          *arguments: TensorFlow's.
           **named: TensorFlow's.
 
         Raises:
@@ -89,4 +93,6 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
             )
         if is_number(variable_averages):
             variable_averages = tf.train.ExponentialMovingAverage(variable_averages)
-        super().__init__(opt, *arguments, variable_averages=variable_averages, **named)
+        super().__init__(
+            opt, replicas_to_aggregate, total_num_replicas, variable_averages, *arguments, **named
+        )

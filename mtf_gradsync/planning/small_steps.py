@@ -33,8 +33,8 @@ class Size(NamedTuple):
     length: int
 
 
-# What a step touches stays in the processors' caches, or it does not.
-_SIZES = (Size(2, 64, 16, 64), Size(2, 128, 32, 64))
+# What a step touches stays in the processors' caches, or it does not, or products take most of it.
+_SIZES = (Size(2, 64, 16, 64), Size(2, 128, 32, 64), Size(1, 256, 16, 64))
 
 
 class Step(NamedTuple):

@@ -39,7 +39,7 @@ class CpuMachine:
     def __init__(
         self, name: str, cores: int, most: int | None = None, cache_dir: str | None = None
     ):
-        """Measures the rates of the devices, once in a process; it takes up to a minute.
+        """Measures the rates of the devices, once in a process; it takes one or two minutes.
 
         Args:
           name: as it was asked for.

@@ -88,7 +88,8 @@ class OuterOptimizer(ReportsSkips):
           outer_momentum: momentum of the outer step, from 0 up to 1 (not included).
           nesterov: whether the momentum is Nesterov's. It has no effect with a momentum of 0.
           fragments: the number F of equal parts of all values, of which one is synchronized every
-            inner_steps / F updates: no step sends more than 1/F of what it takes to send all.
+            inner_steps / F updates: no step sends more than 1/F of what it takes to send all, or
+            with a reducer that keeps state up to a row of a variable more.
           outer_dims: the names in batch_dims that are split over islands; None for all of them.
             The others are split over the replicas inside an island.
           leave_out_not_finite: whether an outer step skips islands with a loss, values or slots

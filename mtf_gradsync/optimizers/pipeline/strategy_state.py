@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any, NamedTuple, Sequence
 
@@ -41,8 +42,9 @@ class _Maker(StateMaker):
         begins_anew: bool = False,
     ) -> mtf.Variable:
         """See `StateMaker.variable`."""
-        owners = {v.name: v for v in self._gradients.variables if isinstance(v, Piece)}
-        piece = owners.get(owner_of(name, owners) or "")
+        owners = {v.name: v for v in self._gradients.variables}
+        owner = owners.get(owner_of(name, owners) or "")
+        piece = owner if isinstance(owner, Piece) else None
         if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
             return self._of_piece(piece, name, dtype, shard_dims, start)
         if piece is not None:
@@ -77,8 +79,12 @@ class _Maker(StateMaker):
         begins_anew: bool,
     ) -> mtf.Variable:
         mesh = self._gradients.mesh
-        if self._if_taken and name in mesh.graph.name_to_variable:
+        taken = mesh.graph.name_to_variable
+        if self._if_taken and name in taken:
             name = f"{name}/{self._if_taken}"
+            # Fragments are reduced one by one.
+            others = (f"{name}/{number}" for number in itertools.count(2))
+            name = next(n for n in itertools.chain([name], others) if n not in taken)
         if name in mesh.graph.name_to_variable:
             raise ValueError(
                 f"The graph has a variable {name!r} already: a strategy with state reduces a "

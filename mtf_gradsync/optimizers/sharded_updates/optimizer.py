@@ -256,8 +256,6 @@ class ShardedUpdateOptimizer(Wrapper):
 
     def _why_unsplit(self, shape: mtf.Shape) -> str:
         fixed_dims = self._fixed_dims()
-        if shape_of_part(shape, self.axes, fixed_dims, self._min_size) != shape:
-            return "would have parts that fill few tiles of a TPU; min_size=1 splits it"
         return why_unsplit(shape, self.axes, fixed_dims, self._min_size)
 
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
@@ -272,6 +270,10 @@ class ShardedUpdateOptimizer(Wrapper):
                 "build a new graph."
             )
         if not given or any(self.part_of(v) is not None for v in given):
+            return
+        # Parts that cost more than they save are better than none: the user asked for parts.
+        self._checks_tiles = False
+        if any(self.part_of(v) is not None for v in given):
             return
         lines = [
             f"\n  {v.name!r} of shape {v.shape.to_string} {self._why_unsplit(v.shape)}"

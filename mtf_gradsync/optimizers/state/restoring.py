@@ -114,8 +114,8 @@ def adapt_checkpoint(path: str, directory: str) -> str:
     new = sorted(name for name, change in changed.items() if change.saved_shape is None)
     if new:
         _logger.warning(
-            "The checkpoint %s has no %s of this wrapper: it is of a run without the wrapper, and "
-            "these variables begin as in a new run.",
+            "The checkpoint %s has no %s of this wrapper, as that of a run without the wrapper "
+            "or with other arguments: these variables begin as in a new run.",
             path,
             some_of(new),
         )

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from tests import models, reference
+from mtf_gradsync._private.libraries import mtf
+from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.test_checkpoints import assert_same_bits, built, session_of, train
 from tests.optimizers.outer.test_inside import where
@@ -96,6 +97,42 @@ def test_errors_of_a_variable_that_is_cut_are_the_variables(mesh_kind, tmp_path)
     with session_of(whole) as session:
         session.restore(path)
         assert_same_bits(session.variables(), found)
+
+
+def state_of(matrices, **arguments):
+    """Names of the state of a strategy between four islands, for matrices of 16 columns."""
+
+    def build(mesh, inputs):
+        batch, inner = mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, inner]))
+        loss = mtf.reduce_mean(mtf.square(x))
+        for number, (name, rows) in enumerate(matrices.items()):
+            dims = mtf.Dimension(f"rows{number}", rows), mtf.Dimension(f"columns{number}", 16)
+            variable = mtf.get_variable(mesh, name, mtf.Shape(dims))
+            loss += mtf.reduce_mean(x) * mtf.reduce_mean(mtf.square(variable))
+        variables = mesh.graph.trainable_variables
+        grads = mtf.gradients([loss], [v.value for v in variables])
+        opt = gs.OuterOptimizer(models.OPTIMIZERS["sgd"](), 6, **where("4"), **arguments)
+        return opt.apply_grads(grads, variables), {}
+
+    shape, layout, _ = harness.MESHES["4"]
+    made = harness.built("simd", shape, layout, build, {"x": np.ones([8, 4], "f")})
+    names = (v.op.name for v in made.graph.get_collection("variables"))
+    return {name for name in names if "quantization" in name or "low_rank" in name}
+
+
+def test_names_that_extend_the_name_of_a_variable_that_is_cut_are_of_other_variables():
+    names = ["kernel", "kernel_1", "kernel/sub"]
+    reducer = gs.QuantizedAllReduce(block_size=16)
+    state = state_of(dict(zip(names, (64, 16, 16))), fragments=2, reducer=reducer)
+    assert state == {f"{name}/quantization_error" for name in names}
+
+
+def test_each_fragment_has_a_state_of_the_wrapper():
+    reducer = gs.LowRankAllReduce(rank=1, start_step=2)
+    state = state_of(dict.fromkeys("abc", 16), fragments=3, reducer=reducer)
+    steps = [name for name in state if name.startswith("OuterOptimizer/")]
+    assert len(steps) == 3
 
 
 def test_pieces_are_matrices_for_low_rank_sums():

@@ -82,6 +82,17 @@ def test_factored_matrices_whose_parts_fill_few_tiles_are_not_split():
     assert parts(adafactor(0.1, decay_rate=0.8, factored=False)) == {"wi", "wo", "b"}
 
 
+def test_they_are_split_where_there_is_nothing_else():
+    opt = mtf.optimize.AdafactorOptimizer(0.1, decay_rate=0.8)
+    wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES)
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        w = mtf.get_variable(mesh, "w", _shape("d_ff=512,d_model=128")).operation
+        assert wrapper.part_of(w) is None
+        wrapper.check([mtf.ones(mesh, w.shape)], [w])
+        assert wrapper.part_of(w) is not None
+
+
 def test_a_dimension_of_the_model_is_split_over_the_replicas_too():
     shapes = slot_shapes(_shape("layers=3,d_ff=16"), AXES)
     assert shapes.full == _shape("layers=3,d_ff=2,d_ff_batch=4,d_ff_rest=2")
