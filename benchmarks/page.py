@@ -27,7 +27,10 @@ ORDER = (
     "reductions",
     "two_processes",
     "less_communication",
+    "less_communication_link",
 )
+# Tables that the program of another one measures, too.
+MEASURED_BY = {"less_communication_link": "less_communication"}
 HEAD = """\
 # Benchmarks
 
@@ -59,7 +62,7 @@ def _section(name: str, table: dict[str, Any]) -> str:
     heading, _, rest = re.sub(r"\s*\(.*", "", title).partition(", ")
     machine = table["machine"]
     about = (
-        f"`python -m benchmarks.{name}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
+        f"`python -m benchmarks.{MEASURED_BY.get(name, name)}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
         f"Python {machine['python']}, TensorFlow {machine['tensorflow']}, {machine['time'][:10]}."
     )
     columns = list(table["rows"][0])
