@@ -61,8 +61,9 @@ def _section(name: str, table: dict[str, Any]) -> str:
     title = table["title"].partition("\n")[0]
     heading, _, rest = re.sub(r"\s*\(.*", "", title).partition(", ")
     machine = table["machine"]
+    program = MEASURED_BY.get(name, name)
     about = (
-        f"`python -m benchmarks.{MEASURED_BY.get(name, name)}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
+        f"`python -m benchmarks.{program}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
         f"Python {machine['python']}, TensorFlow {machine['tensorflow']}, {machine['time'][:10]}."
     )
     columns = list(table["rows"][0])
