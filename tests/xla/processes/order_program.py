@@ -198,7 +198,9 @@ def in_one_program(programs: Programs, pairs: Sequence[Any]) -> None:
     for first, second in pairs:
         program = programs.compiled(module(first, second))
         found = [c.operation for c in find_hlo_collectives(compiled_hlo(program.executable))]
-        assert len(found) == 2, (first, second, found)
+        # XLA of jax 0.12 makes two sums one.
+        merged = first[1] == second[1] == "all_reduce" and len(found) == 1
+        assert merged or len(found) == 2, (first, second, found)
         programs.cores.check_same("orders", repr(found).encode())
         for turn in range(2):
             late_first = programs.index % 2 == turn
