@@ -111,7 +111,8 @@ class _Clock:
             report.outcome = "failed"
             report.longrepr = (
                 f"{item.nodeid} took {self.until_teardown:.1f} s of processor time. "
-                f"A test of the first tier may take {LIMIT:g} s: make it cheaper, or measure anew with `make durations`."
+                f"A test of the first tier may take {LIMIT:g} s: make it cheaper, or measure "
+                "anew with `make durations`."
             )
 
 
