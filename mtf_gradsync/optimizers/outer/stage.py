@@ -254,11 +254,12 @@ def _pieces(owners: Sequence[Owner]) -> dict[int, Piece]:
 
 
 def _cut_out(values: Sequence[mtf.Tensor], owners: Sequence[Owner]) -> list[mtf.Tensor]:
-    """Returns the owners' values of those of their variables; nothing if there are none."""
+    """Returns the values of variables, cut to the owners that are pieces of them."""
     result, pieces = list(values), _pieces(owners)
     if result and pieces:
         cut = CutOut([result[i] for i in pieces], list(pieces.values())).outputs
-        result = [dict(zip(pieces, cut)).get(i, x) for i, x in enumerate(result)]
+        for index, value in zip(pieces, cut):
+            result[index] = value
     return result
 
 
@@ -269,8 +270,8 @@ def _put_back(
     result, pieces = list(new), _pieces(owners)
     if result and pieces:
         given = [values[i] for i in pieces], [new[i] for i in pieces], list(pieces.values())
-        put = PutBack(*given).outputs
-        result = [dict(zip(pieces, put)).get(i, x) for i, x in enumerate(result)]
+        for index, value in zip(pieces, PutBack(*given).outputs):
+            result[index] = value
     return result
 
 
