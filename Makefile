@@ -1,6 +1,7 @@
 # make train   the main job: trains a small language model on a CPU mesh
 # make test    the first tier of the tests: all that are short. make test-all has the others, too
 # make soak    a thousand faults, and what is left; ARGS="--faults=50" for fewer
+# make programs  small programs of every style, by every wrapper, on every runtime
 # make docs    the documentation site, in build/site
 # Each makes its environment first, once, from pyproject.toml and the exact versions in constraints/.
 
@@ -28,12 +29,12 @@ DOCS_VENV ?= .venv-docs
 # Makes an environment, and makes it anew where the Python or the set is another than it was.
 MAKE_VENV = python=$$(.ci/find_python "$(PYTHON)") && $$python .ci/make_venv.py
 
-.PHONY: help venv venv-docs train test test-rest test-all durations coverage test-matrix test-t5 bench soak docs docs-serve lint format clean
+.PHONY: help venv venv-docs train test test-rest test-all durations coverage test-matrix test-t5 bench soak programs docs docs-serve lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train | test | test-rest | test-all | durations | coverage | test-matrix | test-t5"
-	@echo "make bench | soak | docs | docs-serve | lint | format | clean"
+	@echo "make bench | soak | programs | docs | docs-serve | lint | format | clean"
 
 venv:
 	@$(MAKE_VENV) $(VENV) --constraints "$(CONSTRAINTS)" --extras "$(EXTRAS)"
@@ -73,6 +74,10 @@ bench: venv
 # Small models on every runtime, under seeded faults; python -m tests.soak --help.
 soak: venv
 	$(BIN)/python -m tests.soak $(ARGS)
+
+# All of which the tests have a selection: tests/programs/table.py.
+programs: venv
+	$(BIN)/python -m pytest tests/programs/every_program.py $(PYTEST_ARGS) $(ARGS)
 
 venv-docs:
 	@$(MAKE_VENV) $(DOCS_VENV) --constraints constraints/docs.txt

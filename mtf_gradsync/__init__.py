@@ -13,6 +13,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     note_meshes,
 )
 from mtf_gradsync._private.mtf_lowering import call_before_lowering, keep_apart_when_combined
+from mtf_gradsync._private.recomputing import recompute_each_shard_by_itself
 from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
@@ -56,6 +57,7 @@ note_meshes()
 note_gradients()
 keep_masks_finite()
 check_imported_shapes()
+recompute_each_shard_by_itself()
 call_before_lowering(build_later)
 keep_apart_when_combined(StandIn)
 explain_mesh_tensors_to_tensorflow()

@@ -26,7 +26,7 @@ MESHES = {
 # A core order of a SIMD mesh that no symmetry of the mesh explains.
 SHUFFLED = [3, 6, 0, 5, 7, 1, 4, 2]
 
-Build = Callable[[mtf.Mesh, Dict[str, tf.Tensor]], Tuple[Sequence[Any], Dict[str, mtf.Tensor]]]
+Build = Callable[..., Tuple[Sequence[Any], Dict[str, mtf.Tensor]]]
 
 
 class Result(NamedTuple):
@@ -51,6 +51,15 @@ def placement(mesh_shape: Any, layout: Any) -> mtf.placement_mesh_impl.Placement
     devices = [f"/device:CPU:{i}" for i in range(shape.size)]
     return mtf.placement_mesh_impl.PlacementMeshImpl(
         shape, mtf.convert_to_layout_rules(layout), devices
+    )
+
+
+def beside(program: simd.Program, mesh_shape: Any, layout: Any) -> Any:
+    """A SIMD mesh over the cores of a program that has another."""
+    return mtf.simd_mesh_impl.SimdMeshImpl(
+        mtf.convert_to_shape(mesh_shape),
+        mtf.convert_to_layout_rules(layout),
+        device_assignment=program.mesh_impl.device_assignment,
     )
 
 
@@ -154,7 +163,7 @@ class Built(NamedTuple):
             return xla.session(self.program, self.lowering, cache_dir=None)
         if self.program:
             return self.program.session(self.lowering)
-        (mesh_impl,) = self.lowering.mesh_to_impl.values()
+        mesh_impl, *_ = self.lowering.mesh_to_impl.values()
         return tf.Session(config=placement_config(mesh_impl.size))
 
 
@@ -172,8 +181,12 @@ def built(
     autostack: bool = True,
     logical_to_physical: Sequence[int] | None = None,
     grappler: bool = False,
+    more_meshes: Sequence[tuple[str, str]] = (),
 ) -> Built:
-    """Builds a program in a graph of its own; arguments as for `run`."""
+    """Builds a program in a graph of its own; arguments as for `run`.
+
+    `more_meshes` are shapes and layouts of others; `build` gets them after the first.
+    """
     with tf.Graph().as_default() as tf_graph:
         tf.set_random_seed(1)
         inputs = {
@@ -187,11 +200,15 @@ def built(
         with block as program:
             mesh_impl = program.mesh_impl if program else placement(mesh_shape, layout)
             graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            operations, fetches = build(mesh, inputs)
+            meshes = {mtf.Mesh(graph, "mesh"): mesh_impl}
+            for number, of_another in enumerate(more_meshes, 2):
+                meshes[mtf.Mesh(graph, f"mesh_{number}")] = (
+                    beside(program, *of_another) if program else placement(*of_another)
+                )
+            operations, fetches = build(*meshes, inputs)
             # Only tensors that are not split can leave a SIMD program.
             fetches = {name: mtf.anonymize(t) for name, t in fetches.items()}
-            lowering = mtf.Lowering(graph, {mesh: mesh_impl}, autostack=autostack)
+            lowering = mtf.Lowering(graph, meshes, autostack=autostack)
             fetched = {name: lowering.export_to_tf_tensor(t) for name, t in fetches.items()}
             updates = [lowering.lowered_operation(op) for op in operations]
         init, restore, collect = [], None, None

@@ -202,8 +202,8 @@ def test_replicas_of_two_axes_that_are_skipped():
     check_replicas("simd", "2x2x2", model, eps_of=eps_of)
 
 
-# By default Mesh-TF adds a sum of gradients, made tiny, to the explicit inputs: recomputation then
-# waits for them. A NaN of one replica is in that sum, and reaches them all.
+# Mesh-TF adds a sum of gradients, made tiny, to the explicit inputs: recomputation then waits for
+# them. A NaN of one replica would be in that sum, and reach them all.
 
 
 def recomputed(explicit):
@@ -221,10 +221,11 @@ def recomputed(explicit):
     return small_models.Model({"w": uses.W}, loss)
 
 
-def test_recomputation_after_its_gradients(mesh_kind):
-    check_replicas(mesh_kind, "2x2", recomputed(["x"]), feeds_for("2x2")[:1])
+@pytest.mark.parametrize("explicit", [["x"], ["w", "x"]])
+def test_recomputation_after_its_gradients(mesh_kind, explicit):
+    check_replicas(mesh_kind, "2x2", recomputed(explicit))
 
 
-def test_recomputation_of_a_variable_mixes_replicas_into_it():
+def test_recomputation_of_a_variable_alone_mixes_replicas_into_it():
     with pytest.raises(ValueError, match="'w'"):
-        check_replicas("placement", "2x2", recomputed(["w", "x"]), feeds_for("2x2")[:1])
+        check_replicas("placement", "2x2", recomputed(["w"]), feeds_for("2x2")[:1])

@@ -341,6 +341,24 @@ def test_masks_stay_finite(dtype, scalar, expected):
         assert session.run(value).tolist() == [0.0, expected]
 
 
+def test_recomputation_waits_for_gradients_of_the_same_examples():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    dims = [mtf.Dimension("batch", 2), mtf.Dimension("d", 2)]
+    x = mtf.import_tf_tensor(mesh, tf.constant([[1.0, 2.0], [3.0, 4.0]]), dims)
+    weights = mtf.import_tf_tensor(mesh, tf.constant([1.0, np.nan]), dims[:1])
+    y = mtf.recompute_grad(mtf.square, [x])
+    before = len(mesh.graph.operations)
+    (grad,) = mtf.gradients([mtf.reduce_sum(y * weights)], [x])
+    waits = mesh.graph.operations[before:]
+    assert any(isinstance(op, mtf.ScalarMultiplyOperation) for op in waits)
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
+    value = mtf.Lowering(mesh.graph, {mesh: mesh_impl}).export_to_tf_tensor(grad)
+    with tf.Session() as session:
+        found = session.run(value)
+    assert found[0].tolist() == [2.0, 4.0]
+    assert np.isnan(found[1]).all()
+
+
 @pytest.mark.parametrize("autostack", [True, False])
 def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")

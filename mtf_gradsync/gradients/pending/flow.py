@@ -8,6 +8,7 @@ shards share. So they can run on each processor's partial sum, and the reduction
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import Collection, Iterable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf
@@ -33,17 +34,19 @@ class Use(NamedTuple):
       first: mesh axes, no replica axes, that pending inputs have to be reduced over first, because
         a factor or the result is split over them.
       own_axes: the mesh axes that the operation itself sums over.
+      joins: whether its result has fewer bytes than the pending sums that only it is made of.
     """
 
     positions: tuple[int, ...]
     axes: Axes
     first: Axes
     own_axes: Axes
+    joins: bool = False
 
     @property
     def is_new_sum(self) -> bool:
         """Whether its results are best reduced themselves, over its own axes as well."""
-        return bool(self.own_axes) and not self.first
+        return (bool(self.own_axes) or self.joins) and not self.first
 
 
 class Cause(enum.Enum):
@@ -96,7 +99,7 @@ class Flow:
     def __init__(
         self,
         graph: mtf.Graph,
-        targets: Iterable[mtf.Tensor],
+        targets: Collection[mtf.Tensor],
         layout: Layout,
         sums: Iterable[mtf.Tensor] = (),
     ):
@@ -116,12 +119,17 @@ class Flow:
         self.broadcast: set[mtf.Operation] = set()
         self.operations = {op for t in (*targets, *sums) for op in self.before(t)}
         self.operations.update(t.operation for t in sums)
+        used = Counter(t for op in self.operations for t in set(op.inputs))
         in_order = list(flat(graph.operations))
         self.carried = _carried_by_loops(in_order)
         for operation in in_order:
             if operation in self.operations or self._is_made_of_pending(operation):
                 self.operations.add(operation)
                 self._follow(operation)
+        # Those that others use as well are reduced for them.
+        used.update([*dict.fromkeys(targets), *(t for ts in self.forced.values() for t in ts)])
+        for op in (t.operation for t in targets if self._joins(t, used)):
+            self.uses[op] = self.uses[op]._replace(joins=True)
 
     # The operations that tensors are computed by.
 
@@ -228,13 +236,32 @@ class Flow:
             return None
         return Use(positions, axes - first, first, own)
 
+    def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
+        """Whether a target has fewer bytes than the pending sums that only it is made of.
+
+        So has the gradient of a variable that is used twice, once in a product with a number.
+        """
+        operation, left = target.operation, target.shape.size * target.dtype.size
+        is_sum = operation not in self.uses or operation in self.broadcast
+        todo = [] if is_sum or len(operation.outputs) > 1 else [target]
+        while todo:
+            for source in dict.fromkeys(todo.pop().operation.inputs):
+                if self.axes.get(source, self.axes[target]) != self.axes[target]:
+                    return False
+                if source not in self.axes or used[source] > 1:
+                    continue
+                if source.operation in self.uses and self.is_derived(source):
+                    todo.append(source)
+                elif self._layout.split(source) <= self._layout.split(target):
+                    left -= source.shape.size * source.dtype.size
+        return left < 0
+
     # What this means for tensors.
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
         """Whether a pending tensor is made of others that may be reduced in its place."""
         use = self.uses.get(tensor.operation)
-        is_made_of_others = use is not None and not use.is_new_sum
-        return is_made_of_others or tensor.operation in self.broadcast
+        return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
         """Finds the pending sums that have to be reduced for some tensors.

@@ -1,10 +1,8 @@
 """A program that walks its operations in reverse and adds gradients up in buffers of its own."""
 
-import pytest
-
 from mtf_gradsync._private.libraries import mtf, tf
-from tests.programs import compared
-from tests.programs.compared import imported, variable
+from tests.programs import style
+from tests.programs.style import imported, variable
 
 D, H, EVERY, RATE = mtf.Dimension("d", 4), mtf.Dimension("h", 6), 2, 0.1
 
@@ -40,6 +38,20 @@ class Buffers:
         return updates
 
 
+def moves():
+    waiting = []
+
+    def move(values, grads, feed):
+        waiting.append(grads)
+        if len(waiting) == EVERY:
+            total = {k: sum(g[k] for g in waiting) for k in grads}
+            waiting.clear()
+            values = {k: v - RATE * total[k] for k, v in values.items()}
+        return values
+
+    return move
+
+
 def loss(mesh, inputs):
     """A layer that is used three times, so that its gradients are added up on the walk."""
     x = imported(mesh, inputs["x"], D)
@@ -50,30 +62,10 @@ def loss(mesh, inputs):
     return mtf.reduce_mean(mtf.square(x * variable(mesh, "gain")), reduced_dim=D)
 
 
-def feed(rng, rows):
-    return {"x": rng.randn(rows, D.size).astype("f")}
+def feed(rng):
+    return {"x": rng.randn(style.ROWS, D.size).astype("f")}
 
 
-STYLE = compared.Style("batch:rows;h:cols", loss, feed, Buffers, gradients=walked)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("bare", "simd"),
-        ("sum_shards", "simd"),
-        ("sum_shards", "placement"),
-        pytest.param("sum_shards", "xla", marks=pytest.mark.xla),
-        ("synced replicas", "simd"),
-        ("averages of clipped, sharded updates", "placement"),
-        ("islands", "simd"),
-        pytest.param("accumulated, sharded updates", "xla", marks=pytest.mark.xla),
-    ],
+STYLE = style.Style(
+    loss, feed, lambda mesh, inputs: Buffers(), moves, "batch:rows;h:cols", gradients=walked
 )
-def test_it_trains_as_bare_on_one_core(name, kind):
-    compared.check(STYLE, name, kind)
-
-
-def test_a_loss_scale_says_that_it_needs_mtf_gradients():
-    with pytest.raises(ValueError, match=r"the gradient of 'w' does not come from mtf\.gradients"):
-        compared.check(STYLE, "loss scale", "simd")

@@ -1,10 +1,8 @@
 """A mixture of experts that lie along the axis of the batch: its examples change places."""
 
-import pytest
-
 from mtf_gradsync._private.libraries import mtf
-from tests.programs import compared
-from tests.programs.compared import imported, variable
+from tests.programs import style
+from tests.programs.style import imported, variable
 
 D, H, OUT = mtf.Dimension("d", 4), mtf.Dimension("h", 4), mtf.Dimension("out", 3)
 EXPERTS, ALL_EXPERTS = mtf.Dimension("experts", 2), mtf.Dimension("all_experts", 2)
@@ -29,30 +27,18 @@ def loss(mesh, inputs):
     return mtf.reduce_sum(mtf.square(out - y), reduced_dim=OUT)
 
 
-def feed(rng, rows):
-    return {"x": rng.randn(rows, D.size).astype("f"), "y": rng.randn(rows, OUT.size).astype("f")}
+def feed(rng):
+    sizes = {"x": D.size, "y": OUT.size}
+    return {k: rng.randn(style.ROWS, size).astype("f") for k, size in sizes.items()}
 
 
-STYLE = compared.Style(
-    "batch:rows;experts:rows;h:cols",
+STYLE = style.Style(
     loss,
     feed,
-    lambda: mtf.optimize.SgdOptimizer(0.05),
+    lambda mesh, inputs: mtf.optimize.SgdOptimizer(0.05),
+    style.descent(0.05),
+    "batch:rows;experts:rows;h:cols",
     mixes=True,
     # SimdMeshImpl (0.1.21) exchanges float32 as bfloat16.
     exchanged=2.0**-7,
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("bare", "simd"),
-        ("synced", "simd"),
-        ("synced replicas with clipped updates", "simd"),
-        ("loss scale", "placement"),
-        pytest.param("averages of clipped, sharded updates", "xla", marks=pytest.mark.xla),
-    ],
-)
-def test_it_trains_as_bare_on_one_core(name, kind):
-    compared.check(STYLE, name, kind)

@@ -1,0 +1,12 @@
+"""Every program, wrapper and runtime of the table: `make programs`. It takes some minutes."""
+
+import pytest
+
+from tests.programs import compared, table
+from tests.programs.test_programs import with_marks
+
+
+@pytest.mark.parametrize(("style", "wrapper", "runtime"), with_marks(table.whole()))
+def test_it_trains_as_the_reference(style, wrapper, runtime):
+    styles = table.STYLES[style]
+    compared.check(styles, (wrapper,) * len(styles), runtime)
