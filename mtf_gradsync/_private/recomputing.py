@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mtf_gradsync._private.libraries import mtf
 
 # What Mesh-TF multiplies the gradient by: so small that nothing changes by it, but for a NaN.
@@ -51,12 +49,14 @@ def _recompute(
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
     """Makes those tensors wait for a gradient that have most dimensions in common with it.
 
-    The others (a variable, say, that has no examples) would have to wait for a sum over examples.
+    The others would wait for a sum over examples; so would variables, as long as there are others.
     """
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
-    most = max(map(len, shared.values()), default=0)
+    made = [t for t in tensors if not isinstance(t.operation, mtf.Variable)] or tensors
+    most = max((len(shared[t]) for t in made), default=0)
+    nothing = grad * _NOTHING
     return {
-        t: t + mtf.cast(mtf.reduce_sum(grad * _NOTHING, output_shape=mtf.Shape(dims)), t.dtype)
-        for t, dims in shared.items()
-        if len(dims) == most
+        t: t + mtf.cast(mtf.reduce_sum(nothing, output_shape=mtf.Shape(shared[t])), t.dtype)
+        for t in made
+        if len(shared[t]) == most
     }

@@ -14,7 +14,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
-from tests.programs.expected import expected, given, loss_of
+from tests.programs.expected import expected, given, loss_of, on_one_core
 from tests.programs.style import STEPS
 from tests.programs.wrappers import WRAPPERS
 
@@ -92,13 +92,13 @@ def gradient_bytes(lowering, mesh):
     return [4 * mesh_impl.slice_size(s) for s, of in zip(shapes, axes) if 0 not in of]
 
 
-def check_sums(found, wanted, shards, name):
+def check_sums(found, wanted, flags, name):
     """Checks that a bare program has a sum for each gradient, and a wrapped one a group for all.
 
     Args:
       found: the groups of sums, in bytes.
-      wanted: the bytes of each gradient.
-      shards: how many there are.
+      wanted: the bytes of each gradient, of some together.
+      flags: the bytes of a number of each shard for each gradient.
       name: of the wrapper.
     """
     if name == "bare":
@@ -115,13 +115,12 @@ def check_sums(found, wanted, shards, name):
         else:
             others.append(size)
     assert not left, (found, wanted)
-    # A number of each shard for each gradient: flags.
-    assert all(size <= 4 * shards * (len(wanted) + 1) for size in others), found
+    assert all(size <= flags for size in others), found
 
 
 @functools.lru_cache(maxsize=1)
 def built(styles, names, is_simd):
-    """The program, and the sums noted while it was made; both runtimes of SIMD programs share it."""
+    """The program, and the sums noted meanwhile. Both runtimes of SIMD programs share it."""
     first, *more = styles
     with noted_sums() as noted:
         made = harness.built(
@@ -154,7 +153,8 @@ def check(styles, names, kind):
     for number, (style, name, (mesh, mesh_impl)) in enumerate(zip(styles, names, meshes)):
         axis, wanted = style.shape.partition(":")[0], gradient_bytes(made.lowering, mesh)
         found = noted.get(mesh_impl, {}) if kind == "placement" else sums(made, axis)
-        check_sums(found, wanted, style.shards, name)
+        flags = 4 * style.shards * len(on_one_core(style)[0])
+        check_sums(found, wanted, flags, name)
         tolerance = TOLERANCE + (style.exchanged if kind != "placement" else 0.0)
         losses, variables = expected(style, name)
         got = [step[f"loss {number}"] for step in first.fetched]

@@ -1,4 +1,4 @@
-"""What a wrapped program has to do: its model's gradients on one core, and all the rest, in float64."""
+"""What a wrapped program has to do, in float64: its gradients on one core, and all the rest."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ D, H = mtf.Dimension("d", 4), mtf.Dimension("h", 4)
 
 def loss(mesh, inputs):
     x, gate = imported(mesh, inputs["x"], D), variable(mesh, "gate", D)
+    y, extras = imported(mesh, inputs["y"], D), []
     for number in range(2):
         w = variable(mesh, f"block_{number}", D, H)
 
@@ -18,10 +19,8 @@ def loss(mesh, inputs):
             return x + out, mtf.reduce_sum(mtf.square(out), reduced_dim=D)
 
         x, extra = mtf.recompute_grad(block, [x])
-        each = extra if number == 0 else each + extra
-    return 0.1 * each + mtf.reduce_mean(
-        mtf.square(x - imported(mesh, inputs["y"], D)), reduced_dim=D
-    )
+        extras.append(extra)
+    return 0.1 * mtf.add_n(extras) + mtf.reduce_mean(mtf.square(x - y), reduced_dim=D)
 
 
 def feed(rng):

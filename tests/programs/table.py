@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Iterator, NamedTuple
 
 from tests.programs import (
-    bert, field, gpt, mixture, own_adam, own_loop, penalty, recomputed, seq2seq, spectral,
+    bert,
+    field,
+    gpt,
+    mixture,
+    own_adam,
+    own_loop,
+    penalty,
+    recomputed,
+    seq2seq,
+    spectral,
     two_meshes,
 )  # fmt: skip
 from tests.programs.style import Style

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.programs import compared, seq2seq, table, two_meshes
+from tests.programs import compared, seq2seq, table
 from tests.programs.wrappers import WRAPPERS
 
 

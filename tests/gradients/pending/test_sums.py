@@ -86,6 +86,39 @@ def test_all_sums_are_made_together_where_the_first_is_needed(change):
     assert gradient_sums(change) == {"float32": 1}
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        # As of a table that is used as it is and divided by a number: one sum of both uses.
+        (lambda a, b, c, d: [a + 0.5 * c, b, None, d], 3),
+        (
+            lambda a, b, c, d: [
+                -(a + 0.5 * c) * 2.0,
+                b + mtf.cast(d, tf.float32) * 3.0,
+                None,
+                None,
+            ],
+            2,
+        ),
+        # The sum of c is there in any case.
+        (lambda a, b, c, d: [a + 0.5 * c, b, c, d], 4),
+        (lambda a, b, c, d: [a + 0.5 * c, b, None, d + mtf.reduce_sum(mtf.square(c))], 4),
+        # A part is less than a whole.
+        (
+            lambda a, b, c, d: [mtf.pad(mtf.mtf_slice(a * 2.0, 0, 1, "in"), [0, 2], "in"), b, c, d],
+            4,
+        ),
+    ],
+    ids=["twice", "and scaled", "one of others", "one for a norm", "padded"],
+)
+def test_two_uses_of_a_variable_are_added_before_the_sum(change, expected):
+    rows = gradient_rows(
+        lambda grads: change(*grads),
+        lambda: gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1)),
+    )
+    assert len(rows) == expected, rows
+
+
 def test_sums_that_only_gradients_of_others_need_are_not_made():
     """Mesh-TF makes the gradient of a constant factor too; nobody asked for it."""
 
