@@ -16,7 +16,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.programs.expected import expected, given, loss_of, on_one_core
 from tests.programs.style import STEPS
-from tests.programs.wrappers import WRAPPERS
+from tests.programs.wrappers import WRAPPERS, Maker
 
 KINDS = ("placement", "simd", "xla")
 # Of float32: some dozen layers' terms, with Adam's quotients of small numbers.
@@ -40,7 +40,8 @@ def build(styles, names):
                 variables = [v for v in mesh.graph.trainable_variables if v.mesh is mesh]
                 grads = style.gradients([loss], [v.value for v in variables])
                 axes = gs.ReplicaAxes(style.shape, style.layout, style.batch_dims)
-                optimizer = WRAPPERS[names[number]].wrap(style.optimizer(mesh, inputs), axes)
+                make = Maker(axes, f"_{number}" if number else "")
+                optimizer = WRAPPERS[names[number]].wrap(style.optimizer(mesh, inputs), make)
                 operations += style.apply(optimizer, grads, variables)
                 fetches[f"loss {number}"] = loss
         return operations, fetches

@@ -17,9 +17,12 @@ Gradients = Callable[[Values, Feed], "tuple[float, Values]"]
 
 def feeds(styles) -> list[Feed]:
     """The inputs of some steps; all examples count alike."""
-    rng = np.random.RandomState(0)
+    drawn = [np.random.RandomState(0) for _ in styles]
     weights = {"weights": np.ones(ROWS, "f")}
-    return [{k: v for s in styles for k, v in s.feed(rng).items()} | weights for _ in range(STEPS)]
+    return [
+        {k: v for s, rng in zip(styles, drawn) for k, v in s.feed(rng).items()} | weights
+        for _ in range(STEPS)
+    ]
 
 
 def given(styles, names) -> list[Feed]:

@@ -43,7 +43,7 @@ def moves():
 
 
 def tower(x, name):
-    return mtf.tanh(mtf.einsum([x, variable(x.mesh, name, D, H)], reduced_dims=[D]))
+    return mtf.tanh(mtf.einsum([x, variable(x.mesh, f"tower/{name}", D, H)], reduced_dims=[D]))
 
 
 def loss(mesh, inputs):

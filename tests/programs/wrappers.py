@@ -22,11 +22,26 @@ class SummedInALine:
         return self.opt.apply_grad(*gs.sum_shards([grad]), variable)
 
 
+class Maker(NamedTuple):
+    """Makes wrappers.
+
+    Attributes:
+      axes: the replica axes.
+      suffix: of their names.
+    """
+
+    axes: gs.ReplicaAxes
+    suffix: str = ""
+
+    def __call__(self, cls, opt, *args, **kwargs):
+        return cls(opt, *args, name=f"{cls.__name__}{self.suffix}", **kwargs)
+
+
 class Wrapper(NamedTuple):
     """A wrapper, or some around each other.
 
     Attributes:
-      wrap: makes it around an optimizer; takes the replica axes.
+      wrap: makes it around an optimizer.
       parts: what it is made of.
       micro_steps: how many steps make an update.
       nan: what is skipped where a shard's examples have a NaN: "shard", "step" or "island"; ""
@@ -37,7 +52,7 @@ class Wrapper(NamedTuple):
       averages: whether it averages the variables.
     """
 
-    wrap: Callable[[Any, gs.ReplicaAxes], Any]
+    wrap: Callable[[Any, Maker], Any]
     parts: tuple[str, ...]
     micro_steps: int = 1
     nan: str = ""
@@ -47,80 +62,83 @@ class Wrapper(NamedTuple):
     averages: bool = False
 
 
-def local(opt, axes):
-    return gs.GradientAccumulationOptimizer(opt, 2, True, gs.skip_not_finite, axes=axes)
+def local(opt, make):
+    how = {"should_skip_update_fn": gs.skip_not_finite, "axes": make.axes}
+    return make(gs.GradientAccumulationOptimizer, opt, 2, True, **how)
 
 
-def sharded(opt, axes):
-    return gs.ShardedUpdateOptimizer(opt, min_size=1, axes=axes)
+def replicas(opt, make):
+    return make(gs.SyncReplicasOptimizer, opt, 1, axes=make.axes)
 
 
-def clipped(opt, axes):
-    return gs.ClipByGlobalNormOptimizer(opt, NORM, axes=axes)
+def sharded(opt, make):
+    return make(gs.ShardedUpdateOptimizer, opt, min_size=1, axes=make.axes)
+
+
+def clipped(opt, make):
+    return make(gs.ClipByGlobalNormOptimizer, opt, NORM, axes=make.axes)
+
+
+def scaled(opt, make):
+    return make(gs.LossScaleOptimizer, opt, axes=make.axes)
+
+
+def cross_shard(opt, make):
+    return make(gs.CrossShardOptimizer, opt)
+
+
+def averaged(opt, make):
+    return make(gs.AverageOptimizer, opt, DECAY)
+
+
+def synced(opt, make):
+    return make(gs.GradientAccumulationOptimizer, opt, 2, True, accumulate="synced")
+
+
+def islands(opt, make):
+    how = {"leave_out_not_finite": True, "axes": make.axes}
+    return make(gs.OuterOptimizer, opt, INNER_STEPS, 1.0, 0.0, **how)
+
+
+def around(*wraps):
+    """Makes several around each other, the outermost first."""
+
+    def wrap(opt, make):
+        for inner in reversed(wraps):
+            opt = inner(opt, make)
+        return opt
+
+    return wrap
 
 
 WRAPPERS = {
-    "bare": Wrapper(lambda opt, axes: opt, ("bare",)),
-    "cross_shard": Wrapper(lambda opt, axes: gs.CrossShardOptimizer(opt), ("cross_shard",)),
+    "bare": Wrapper(lambda opt, make: opt, ("bare",)),
+    "cross_shard": Wrapper(cross_shard, ("cross_shard",)),
     # Its own stage: sums over the shards, and nothing else.
-    "sum_shards": Wrapper(lambda opt, axes: SummedInALine(opt), ("cross_shard",)),
+    "sum_shards": Wrapper(lambda opt, make: SummedInALine(opt), ("cross_shard",)),
     "local": Wrapper(local, ("local",), 2, "step"),
-    "synced": Wrapper(
-        lambda opt, axes: gs.GradientAccumulationOptimizer(opt, 2, True, accumulate="synced"),
-        ("synced",),
-        2,
-    ),
-    "replicas": Wrapper(
-        lambda opt, axes: gs.SyncReplicasOptimizer(opt, 1, axes=axes), ("replicas",), nan="shard"
-    ),
-    "loss_scale": Wrapper(
-        lambda opt, axes: gs.LossScaleOptimizer(opt, axes=axes), ("loss_scale",), nan="step"
-    ),
+    "synced": Wrapper(synced, ("synced",), 2),
+    "replicas": Wrapper(replicas, ("replicas",), nan="shard"),
+    "loss_scale": Wrapper(scaled, ("loss_scale",), nan="step"),
     "clip": Wrapper(clipped, ("clip",), clips=True),
     "sharded": Wrapper(sharded, ("sharded",), shards=True),
-    "average": Wrapper(
-        lambda opt, axes: gs.AverageOptimizer(gs.CrossShardOptimizer(opt), DECAY),
-        ("average", "cross_shard"),
-        averages=True,
-    ),
-    "islands": Wrapper(
-        lambda opt, axes: gs.OuterOptimizer(
-            opt, INNER_STEPS, 1.0, 0.0, leave_out_not_finite=True, axes=axes
-        ),
-        ("islands",),
-        nan="island",
-        inner_steps=INNER_STEPS,
-    ),
+    "average": Wrapper(around(averaged, cross_shard), ("average", "cross_shard"), averages=True),
+    "islands": Wrapper(islands, ("islands",), nan="island", inner_steps=INNER_STEPS),
     "average(clip(sharded))": Wrapper(
-        lambda opt, axes: gs.AverageOptimizer(clipped(sharded(opt, axes), axes), DECAY),
+        around(averaged, clipped, sharded),
         ("average", "clip", "sharded"),
         clips=True,
         shards=True,
         averages=True,
     ),
     "loss_scale(local(sharded))": Wrapper(
-        lambda opt, axes: gs.LossScaleOptimizer(local(sharded(opt, axes), axes)),
-        ("loss_scale", "local", "sharded"),
-        2,
-        "step",
-        shards=True,
+        around(scaled, local, sharded), ("loss_scale", "local", "sharded"), 2, "step", shards=True
     ),
-    "local(sharded)": Wrapper(
-        lambda opt, axes: local(sharded(opt, axes), axes),
-        ("local", "sharded"),
-        2,
-        "step",
-        shards=True,
-    ),
+    "local(sharded)": Wrapper(around(local, sharded), ("local", "sharded"), 2, "step", shards=True),
     "loss_scale(cross_shard)": Wrapper(
-        lambda opt, axes: gs.LossScaleOptimizer(gs.CrossShardOptimizer(opt), axes=axes),
-        ("loss_scale", "cross_shard"),
-        nan="step",
+        around(scaled, cross_shard), ("loss_scale", "cross_shard"), nan="step"
     ),
     "replicas(clip)": Wrapper(
-        lambda opt, axes: gs.SyncReplicasOptimizer(clipped(opt, axes), 1, axes=axes),
-        ("replicas", "clip"),
-        nan="shard",
-        clips=True,
+        around(replicas, clipped), ("replicas", "clip"), nan="shard", clips=True
     ),
 }
