@@ -18,7 +18,6 @@ from tests.programs.expected import expected, given, loss_of, on_one_core
 from tests.programs.style import STEPS
 from tests.programs.wrappers import WRAPPERS, Maker
 
-KINDS = ("placement", "simd", "xla")
 # Of float32: some dozen layers' terms, with Adam's quotients of small numbers.
 TOLERANCE = STEPS * 2.0**9 * np.finfo(np.float32).eps
 

@@ -16,7 +16,7 @@ from tests.programs import (
     seq2seq,
     spectral,
     two_meshes,
-)  # fmt: skip
+)
 from tests.programs.style import Style
 from tests.programs.wrappers import WRAPPERS
 
@@ -34,7 +34,7 @@ STYLES: dict[str, tuple[Style, ...]] = {
     "penalty": (penalty.STYLE,),
     "spectral": (spectral.STYLE,),
 }
-RUNTIMES = ("simd", "placement", "xla")
+RUNTIMES = ("placement", "simd", "xla")
 
 _MIXED = "Per-shard gradients are not recoverable"
 _NO_ISLAND = "so that no island has all of it"
@@ -61,8 +61,8 @@ POINTLESS = {"seq2seq": {"sum_shards": "it is called for all gradients, not pair
 BY_HAND = {"own_loop": ["sum_shards"], "field": ["sum_shards"]}
 # Programs beyond those that have each wrapper in the tests, and what is theirs to try.
 BEYOND = {
-    "bert_not_clipped": ("replicas(clip)", "islands", "loss_scale(local(sharded))"),
-    "recomputed": ("replicas(clip)", "islands", "cross_shard"),
+    "bert_not_clipped": ("islands", "replicas(clip)", "loss_scale(local(sharded))"),
+    "recomputed": ("islands", "replicas(clip)", "cross_shard"),
     "penalty": ("local",),
     "spectral": ("replicas(clip)",),
 }
