@@ -73,9 +73,10 @@ def noted_sums() -> Iterator[dict[mtf.MeshImpl, collections.Counter]]:
             yield noted
 
 
-def sums(made, axis):
+def sums(made, mesh_impl):
     """Of a SIMD program: groups of sums over the shards that reach variables, and their bytes."""
-    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    rows = simd.list_collectives(made.program, mesh_impl, lowering=made.lowering).rows
+    axis = mesh_impl.shape.dims[0].name
     groups = collections.Counter()
     for row in rows:
         is_sum = row.operation == "CrossReplicaSum" and row.variables
@@ -151,8 +152,8 @@ def check(styles, names, kind):
         first, second = made.run(steps), made.run(steps)
     meshes = made.lowering.mesh_to_impl.items()
     for number, (style, name, (mesh, mesh_impl)) in enumerate(zip(styles, names, meshes)):
-        axis, wanted = style.shape.partition(":")[0], gradient_bytes(made.lowering, mesh)
-        found = noted.get(mesh_impl, {}) if kind == "placement" else sums(made, axis)
+        wanted = gradient_bytes(made.lowering, mesh)
+        found = noted.get(mesh_impl, {}) if kind == "placement" else sums(made, mesh_impl)
         flags = 4 * style.shards * len(on_one_core(style)[0])
         check_sums(found, wanted, flags, name)
         tolerance = TOLERANCE + (style.exchanged if kind != "placement" else 0.0)
