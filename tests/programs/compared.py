@@ -73,12 +73,17 @@ def noted_sums() -> Iterator[dict[mtf.MeshImpl, collections.Counter]]:
             yield noted
 
 
-def sums(made, mesh_impl):
-    """Of a SIMD program: groups of sums over the shards that reach variables, and their bytes."""
+def sums(made, mesh_impl, names=""):
+    """Of a SIMD program: groups of sums over the shards that reach variables, and their bytes.
+
+    Only of operations whose names begin with `names`.
+    """
     rows = simd.list_collectives(made.program, mesh_impl, lowering=made.lowering).rows
     axis = mesh_impl.shape.dims[0].name
     groups = collections.Counter()
     for row in rows:
+        if not row.name.startswith(names):
+            continue
         is_sum = row.operation == "CrossReplicaSum" and row.variables
         if axis in row.group.split("+") and (is_sum or row.operation == "XlaReduceScatter"):
             groups[row.together or row.name] += row.bytes_per_core
@@ -153,7 +158,10 @@ def check(styles, names, kind):
     meshes = made.lowering.mesh_to_impl.items()
     for number, (style, name, (mesh, mesh_impl)) in enumerate(zip(styles, names, meshes)):
         wanted = gradient_bytes(made.lowering, mesh)
-        found = noted.get(mesh_impl, {}) if kind == "placement" else sums(made, mesh_impl)
+        if kind == "placement":
+            found = noted.get(mesh_impl, {})
+        else:
+            found = sums(made, mesh_impl, scope(styles, number))
         flags = 4 * style.shards * len(on_one_core(style)[0])
         check_sums(found, wanted, flags, name)
         tolerance = TOLERANCE + (style.exchanged if kind != "placement" else 0.0)
