@@ -6,7 +6,7 @@ from mtf_gradsync._private.libraries import mtf
 from tests.programs import style
 from tests.programs.style import imported, variable
 
-D, H = mtf.Dimension("d", 3), mtf.Dimension("h", 4)
+D, H = mtf.Dimension("d", 4), mtf.Dimension("h", 4)
 
 
 def loss(mesh, inputs):

@@ -4,7 +4,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests.programs import style
 from tests.programs.style import imported, variable
 
-D, H, TURNS = mtf.Dimension("d", 3), mtf.Dimension("h", 4), 3
+D, H, TURNS = mtf.Dimension("d", 4), mtf.Dimension("h", 4), 3
 
 
 def spectral_norm(w):
