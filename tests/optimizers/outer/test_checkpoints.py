@@ -195,7 +195,7 @@ def test_evaluation_reads_the_outer_values(tmp_path):
     with session_of(evaluation) as session:
         session.restore(path)
         found = session.variables()
-    assert sorted(found) == ["b1", "one", "scale", "w1"]
+    assert sorted(found) == ["b1", "scale", "w1"]
     for name, value in found.items():
         np.testing.assert_array_equal(value, saved[name])
         assert np.abs(saved[f"{name}/island"] - value).max() > 0

@@ -42,7 +42,7 @@ def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, 
         session.restore(path)
         train(made, session, feeds[ROUND:])
         assert_same_bits(session.variables(), expected)
-    names = ["b1", "one", "scale", "w1"]
+    names = ["b1", "scale", "w1"]
     inside = [f"{name}/rounding_error/island" for name in names]
     between = [f"{name}/rounding_error/OuterOptimizer" for name in names]
     assert state_names(first) == sorted([*inside, *between])
@@ -61,7 +61,7 @@ def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, 
 
 # By rows of "w1": 24 + 5 numbers, and 24 + 3 + 1 + 1.
 FIRST = {"w1": np.arange(48).reshape(6, 8) < 24, "b1": np.arange(8) < 5}
-SECOND = {**{k: ~mask for k, mask in FIRST.items()}, "scale": True, "one": True}
+SECOND = {**{k: ~mask for k, mask in FIRST.items()}, "scale": True}
 
 
 def test_errors_of_a_variable_that_is_cut_are_the_variables(mesh_kind, tmp_path):
