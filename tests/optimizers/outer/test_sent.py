@@ -75,7 +75,7 @@ def test_the_largest_step_sends_no_more_than_its_share(mesh):
     for row in parts:
         branches[row.branches].append(row)
     sizes = [sent(branch) for branch in branches.values()]
-    # float32: a quarter of 58 numbers on four cores, and of 30 of a slice.
+    # float32: a quarter of 57 numbers on four cores, and of 29 of a slice.
     assert len(sizes) == 4
     assert max(sizes) == 4 * (15 if mesh == "4" else 8)
     assert sum(sizes) == sent(whole)

@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf
 from tests import documents, harness, models
 from tests.reduce import rounded
 
-SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
+SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2"]
 KINDS = ["placement", "simd"] + ([] if xla.why_no_xla() else ["xla"])
 
 
