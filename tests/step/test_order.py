@@ -21,7 +21,9 @@ WRAPPERS = {
     "local": lambda opt, _, axes: gs.GradientAccumulationOptimizer(
         clipped(opt), 2, accumulate="local", **axes
     ),
-    "synced": lambda opt, _, axes: gs.GradientAccumulationOptimizer(clipped(opt), 2, accumulate="synced"),
+    "synced": lambda opt, _, axes: gs.GradientAccumulationOptimizer(
+        clipped(opt), 2, accumulate="synced"
+    ),
     "sync_replicas": lambda opt, variables, axes: gs.SyncReplicasOptimizer(
         clipped(opt), 2, variable_averages=0.9, variables_to_average=variables, **axes
     ),
@@ -30,7 +32,9 @@ WRAPPERS = {
         gs.ShardedUpdateOptimizer(opt, min_size=1, **axes), 2
     ),
     "loss_scale": lambda opt, _, axes: gs.LossScaleOptimizer(clipped(opt)),
-    TWO_ON_SIMD: lambda opt, _, axes: gs.LossScaleOptimizer(gs.SyncReplicasOptimizer(opt, 2, **axes)),
+    TWO_ON_SIMD: lambda opt, _, axes: gs.LossScaleOptimizer(
+        gs.SyncReplicasOptimizer(opt, 2, **axes)
+    ),
     "state": lambda opt, _, axes: gs.LossScaleOptimizer(opt, reducer=RoundedAllReduce(), **axes),
     "state, accumulated": lambda opt, _, axes: gs.GradientAccumulationOptimizer(
         opt, 2, reducer=RoundedAllReduce(), **axes

@@ -89,7 +89,7 @@ def sharded(opt, mesh):
 
 STACKS = {
     "plain": {},
-    "fragments": {"mesh": "2", "inner_steps": 4, "fragments": 4},
+    "fragments": {"mesh": "2", "inner_steps": 3, "fragments": 3},
     "accumulation": {
         "mesh": "2x2",
         "inside": lambda opt, mesh: gs.GradientAccumulationOptimizer(

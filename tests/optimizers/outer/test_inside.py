@@ -12,7 +12,7 @@ from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, ba
 from tests.optimizers.pipeline.rounded_programs import rounding
 
 ROUND = 2
-CLIP = 1.9
+CLIP = 1.5
 
 
 def trained(kind, mesh, feeds, inside=lambda opt, mesh: opt, opt="sgd", **arguments):

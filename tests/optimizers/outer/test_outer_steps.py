@@ -14,11 +14,11 @@ from tests.optimizers.outer import outer_reference
 # Many steps once for each kind of mesh; elsewhere some rounds.
 MANY, SOME = 100, 24
 ALL = outer_reference.ALL
-# A core has 48 + 8 + 1 + 1 numbers, or 24 + 4 + 1 + 1 on the mesh with a model axis: "w1" is cut.
-TWO, FOUR = outer_reference.cut(8, 29, 48), outer_reference.cut(8, 15, 30, 45, 48)
-TWO_OF_SLICES, FOUR_OF_SLICES = (
+# A core has 48 + 8 + 1 numbers, or 24 + 4 + 1 on the mesh with a model axis: "w1" is cut.
+TWO, THREE = outer_reference.cut(8, 29, 48), outer_reference.cut(8, 19, 38, 48)
+TWO_OF_SLICES, THREE_OF_SLICES = (
     outer_reference.cut(4, 15, 24),
-    outer_reference.cut(4, 8, 16, 24, 24),
+    outer_reference.cut(4, 10, 20, 24),
 )
 
 
@@ -57,8 +57,8 @@ CASES = [
     ("simd", "4", SOME, "sgd", 1, True, ALL),
     ("simd", "4", MANY, "momentum", 5, False, ALL),
     ("simd", "2x2x2", SOME, "adam", 4, True, TWO_OF_SLICES),
-    ("simd", "2x2x2", SOME, "sgd", 4, False, FOUR_OF_SLICES),
-    ("placement", "4", MANY, "momentum", 4, True, FOUR),
+    ("simd", "2x2x2", SOME, "sgd", 3, False, THREE_OF_SLICES),
+    ("placement", "4", MANY, "momentum", 6, True, THREE),
     ("placement", "2x2x2", SOME, "sgd", 4, False, TWO_OF_SLICES),
     pytest.param("xla", "4", MANY, "momentum", 4, True, TWO, marks=pytest.mark.xla),
     pytest.param("xla", "2x2x2", SOME, "adam", 5, True, ALL, marks=pytest.mark.xla),

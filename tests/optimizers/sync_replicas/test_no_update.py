@@ -91,12 +91,14 @@ def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
 
 def test_the_hook_raises_it_on_a_simd_mesh():
     with opened("simd") as built:
+        built.hook.after_create_session(built.session, None)
         for mask in MASKS[:2]:
             built.step(mask)
             built.hook.after_run(RunContext(built.session), None)
         built.step(MASKS[2])
         with pytest.raises(NoUpdateError) as raised:
             built.hook.after_run(RunContext(built.session), None)
+    assert isinstance(raised.value, RuntimeError)
     assert raised.value.replicas == [0, 2]
 
 
