@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf
 from tests import documents, harness, models
 from tests.reduce import rounded
 
-SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2"]
+SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
 KINDS = ["placement", "simd"] + ([] if xla.why_no_xla() else ["xla"])
 
 
@@ -85,8 +85,8 @@ def test_the_strategy_notes_what_is_reduced(kind, names, without_the_spike):
     found = harness.run(kind, SHAPE, LAYOUT, make, feeds()).variables
     expected = harness.run(kind, SHAPE, LAYOUT, plain, feeds()).variables
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    # All four gradients cross, float32: w1 and b1 are split over the model axis, the others not.
-    gradients = models.INPUTS * models.HIDDEN // 2 + models.HIDDEN // 2 + 1 + 1
+    # All three gradients cross, float32: w1 and b1 are split over the model axis, the other not.
+    gradients = models.INPUTS * models.HIDDEN // 2 + models.HIDDEN // 2 + 1
     assert sum(size for _, size, _ in strategy.noted) == 4 * gradients
 
 
