@@ -13,7 +13,7 @@ from tests.properties.sync_replicas_schedules import parts
 RATE = 0.1
 BROKEN = 1
 SHARD_SIZES = {"2x2": (2,), "2x2x2": (2, 2), "two axes": (2, 2)}
-# As many replicas as on 2x2x2 and half as many devices.
+# As many replicas as 2x2x2 has, on half as many devices.
 MESHES = {**harness.MESHES, "two axes": ("a:2;b:2", "outer:a;batch:b", ("outer", "batch"))}
 # On two replica axes the sum over the batch may be made in two operations, one axis in each.
 ON_TWO_AXES = [

@@ -33,7 +33,7 @@ WHERE = [("4x2", LOCAL), ("2x2", LOCAL), ("2x2x2", LOCAL), ("2x2", SYNCED)]
     ),
 )
 def test_mean_equals_one_batch_of_all_microbatches(kind, where, optimizer):
-    """Also with shuffled cores, and Adafactor, which has sums over the mesh of its own."""
+    """One mesh has shuffled cores, with Adafactor, which has sums over the mesh of its own."""
     mesh, place = where
     feeds = models.mlp_batches(STEPS)
     make = models.OPTIMIZERS[optimizer]

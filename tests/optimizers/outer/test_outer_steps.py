@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models
 from tests.optimizers.outer import outer_reference
 
-# Many steps once for each kind of mesh; elsewhere some rounds.
+# Many steps for each runtime once; elsewhere some rounds.
 MANY, SOME = 100, 24
 ALL = outer_reference.ALL
 # A core has 48 + 8 + 1 numbers, or 24 + 4 + 1 on the mesh with a model axis: "w1" is cut.

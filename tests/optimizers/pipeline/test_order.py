@@ -59,7 +59,7 @@ def test_what_the_table_refuses_is_refused_in_its_words(outer, inner):
 
 
 WORKS = sorted(p for p, why in TABLE.items() if not why)
-# Each wrapper around another one and inside of one; more train there in random stacks.
+# Each wrapper around another one, and inside of one; random stacks train there too.
 ON_PLACEMENT = {*dict(WORKS).items(), *((a, b) for b, a in {b: a for a, b in WORKS}.items())}
 
 

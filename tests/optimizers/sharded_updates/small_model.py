@@ -27,7 +27,7 @@ SHAPES = {
     "odd": [("odd", 7)],  # not divisible
     "scale": [],
 }
-# One of each way, where what is stacked and what is a scalar is not the point.
+# One variable for each way, where stacked variables and scalars are not the point.
 FEW = ("w1", "w2", "b2", "odd")
 EXPERTS = {
     "gate": [("in", INPUTS), ("choices", 4)],

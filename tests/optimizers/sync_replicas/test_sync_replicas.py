@@ -81,7 +81,7 @@ def feeds(schedule, states):
     return [{**feed, "local_steps": s.steps} for feed, s in zip(schedule.feeds(), states)]
 
 
-# Cores along the model axis have variables once more each; random schedules run there too.
+# Without a model axis, whose cores take as long to build again; random schedules have one.
 SHAPE = "rows:4;cols:1"
 
 
