@@ -60,7 +60,7 @@ def assert_like_the_original(variables, expected):
     ],
 )
 def test_variables_and_every_slot_move_like_the_original(kind, name, wrapper):
-    mesh_shape, layout, _ = harness.MESHES["2" if kind == "simd" else "2x2"]
+    mesh_shape, layout, _ = harness.MESHES["2x2" if kind == "xla" else "2"]
     result = harness.run(kind, mesh_shape, layout, build(name, wrapper), optimizers.batches())
     expected = dict(original(name))
     if wrapper == "bare":
