@@ -26,16 +26,10 @@ class _Found(NamedTuple):
 
 
 def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
-    """Finds the runs of a program's operations in a profile.
+    """Finds the runs of a program's operations in a profile (an ``XSpace``), in no order.
 
-    Args:
-      space: the profile, an ``XSpace``.
-      module: name of the program.
-      ordinals: what the platform calls the devices of this process's cores.
-
-    Returns:
-      The runs, in no order. Events of threads that wait, and those that only mark the end of
-      others, are none.
+    `ordinals` are what the platform calls the devices of this process's cores. Events of threads
+    that wait, and those that only mark the end of others, are no runs.
 
     Raises:
       TimelineError: when the profile does not say on which device operations ran.
