@@ -106,7 +106,7 @@ class BestAllReduce(Strategy):
     def _chosen(self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups) -> Strategy:
         self.check(mesh_impl, groups)
         choice, text = _choose(mesh_impl, values, groups)
-        if getattr(choice.strategy, "reduces_gradients_apart", False):
+        if getattr(choice.strategy, "has_gradient_reduction", False):
             name = type(choice.strategy).__name__
             raise TypeError(
                 f"BestAllReduce cannot reduce by {choice.strategy!r}: its state is made when a "

@@ -151,13 +151,13 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
                     begun = [(e, t) for e, t in begun if begin < e] + [(end, tasks)]
                     one = _Found(where, execution, stats["hlo_op"], begin, end)
                     found.append((task, stats.get("_p"), tasks, one))
-    told = []
+    placed = []
     for _, producer, scheduled, one in found:
         last = max((pool.end_of(t) for t in scheduled), default=0)
-        told.append(one._replace(end=max(one.end, ends.get(producer, last))))
-    if all(one.where is not None for one in told):
-        return told
-    return _by_tasks(told, [task for task, *_ in found], pool, cores)
+        placed.append(one._replace(end=max(one.end, ends.get(producer, last))))
+    if all(one.where is not None for one in placed):
+        return placed
+    return _by_tasks(placed, [task for task, *_ in found], pool, cores)
 
 
 class _ThreadPool:
@@ -218,12 +218,12 @@ def _by_tasks(
     for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
         where = place.get(pool.root_of(task))
         runs.setdefault(one.operation, {}).setdefault(where, []).append(one)
-    told = []
+    placed = []
     for by_place in runs.values():
         others = by_place.pop(None, [])
         turns = min(map(len, by_place.values()), default=0)
         for (execution, core), mine in by_place.items():
-            told += [one._replace(where=core, execution=execution) for one in mine[:turns]]
+            placed += [one._replace(where=core, execution=execution) for one in mine[:turns]]
             others += mine[turns:]
         missing = [p for p in sorted(place.values()) for _ in range(turns) if p not in by_place]
         if len(others) < len(missing):
@@ -231,19 +231,19 @@ def _by_tasks(
             taken = {execution for execution, _ in by_place}
             missing = [p for p in missing if p[0] in taken]
         others.sort(key=lambda one: one.begin)
-        told += [
+        placed += [
             one._replace(where=core, execution=execution)
             for one, (execution, core) in zip(others, missing)
         ]
-    if len(begun) % cores or len(told) < 0.99 * len(found):
+    if len(begun) % cores or len(placed) < 0.99 * len(found):
         import jax
 
         raise TimelineError(
             f"The profile of jax {jax.__version__} does not say on which device operations ran "
-            f"({len(found) - len(told)} of {len(found)}, in {len(begun)} programs on {cores} "
+            f"({len(found) - len(placed)} of {len(found)}, in {len(begun)} programs on {cores} "
             "devices). jax 0.10 does: install a newer one."
         )
-    return told
+    return placed
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
