@@ -102,7 +102,9 @@ class Strategy(abc.ABC):
         super().__init_subclass__(**kwargs)
         if "reduces_gradients_apart" in vars(cls):
             warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
-            cls.has_gradient_reduction = vars(cls)["reduces_gradients_apart"]
+            cls.has_gradient_reduction = vars(cls)[  # type: ignore[method-assign]
+                "reduces_gradients_apart"
+            ]
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """Makes the variables that this strategy keeps for gradients, when a step is built.
