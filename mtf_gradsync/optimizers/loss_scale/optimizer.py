@@ -252,7 +252,8 @@ class _SkipNotFinite(Stage):
         self, gradients: GradientSet, passed_on: GradientSet, before: LossScaleState
     ) -> list[mtf.Operation]:
         """Makes the report of gradients that are not finite, for steps with such gradients."""
-        wrapper, found = self._wrapper, []
+        wrapper = self._wrapper
+        found: list[mtf.Tensor] = []
         axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
         if axes:
             of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
