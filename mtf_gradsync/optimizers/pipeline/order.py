@@ -73,11 +73,6 @@ RULES = (
         "separately: turn them round, {inner}({outer}(opt, ...), ...).",
     ),
     Rule(
-        lambda outer, inner: outer.makes_islands and inner.averages,
-        "{inner} inside {outer} would average the values of each island: turn them round, "
-        "{inner}({outer}(opt, ...), ...), which averages the outer values.",
-    ),
-    Rule(
         lambda outer, inner: outer.averages and inner.averages,
         "{outer} and {inner} would update the same averages of variables twice; use one.",
     ),
