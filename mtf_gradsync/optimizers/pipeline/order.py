@@ -61,8 +61,10 @@ RULES = (
             (outer.makes_islands and inner.counts_shards)
             or (outer.counts_shards and inner.makes_islands)
         ),
-        "{outer} cannot be around {inner}: each island would decide by itself when there is an "
-        "update. Use OuterOptimizer(GradientAccumulationOptimizer(opt, ...), ...).",
+        "{outer} cannot be around {inner}: islands update in lock step, but the shards of one "
+        "could have contributed enough when those of another have not. To accumulate, and to skip "
+        "what is not finite, use OuterOptimizer(GradientAccumulationOptimizer(opt, passes, "
+        "should_skip_update_fn=skip_not_finite), ..., leave_out_not_finite=True).",
     ),
     Rule(
         lambda outer, inner: (

@@ -143,12 +143,12 @@ def test_slots_are_found_by_the_variable():
 
 
 def test_ref_variables_are_refused():
-    """With them an update overtakes reads of the same step: momentum was off by a tenth."""
+    """With them an update overtakes reads of the same step: momentum trains on wrong values."""
     previous = tf.resource_variables_enabled()
     tf.disable_resource_variables()
     try:
         make = functools.partial(outer, "momentum", "2x2x2", 2, outer_momentum=0.5)
-        with pytest.raises(ValueError, match="w1.* ref variable.*enable_resource_variables"):
+        with pytest.raises(ValueError, match=r"w1.* ref variable.*enable_resource_variables"):
             run("placement", "2x2x2", make, 1)
     finally:
         if previous:
