@@ -98,8 +98,23 @@ def lm(
     length: int = 64,
     mesh_shape: str = "batch:4;model:2",
     layout: str = "batch:batch;d_ff:model;heads:model;vocab:model",
+    scaled_embedding: bool = False,
 ) -> Model:
-    """A decoder-only transformer, batch and model parallel, 4x2 by default. Adafactor."""
+    """A decoder-only transformer, batch and model parallel, 4x2 by default. Adafactor.
+
+    Args:
+      layers: the number of attention layers, and of feed-forward layers.
+      d_model: the width.
+      batch: sequences in a batch.
+      length: bytes in a sequence.
+      mesh_shape: Mesh-TF's mesh shape.
+      layout: Mesh-TF's layout rules.
+      scaled_embedding: whether the embedding, which makes the logits too, begins as small as a
+        classifier's weights. Mesh-TF's default begins at 1, with which Adam learns more slowly.
+
+    Returns:
+      The model.
+    """
     vocab_size = 256
 
     def make_loss(mesh: mtf.Mesh, x: tf.Tensor) -> mtf.Tensor:
@@ -142,12 +157,23 @@ def lm(
         )
         shape = mtf.Shape([mtf.Dimension("batch", batch), mtf.Dimension("length", length)])
         targets = mtf.import_fully_replicated(mesh, x, shape)
+        with tf.variable_scope(model.name):
+            embedding = transformer.VocabEmbedding(
+                mesh,
+                model.input_vocab_dim,
+                model.model_dim,
+                mtf.VariableDType(),
+                name="embedding",
+                ensemble_dim=None,
+                scale_variable_like_classifier_weights=scaled_embedding,
+            )
         _, loss = model.call_simple(
             inputs=transformer.autoregressive_inputs(targets),
             targets=targets,
             compute_loss=True,
             mode="train",
             variable_dtype=mtf.VariableDType(),
+            shared_params={"embedding": embedding},
         )
         return loss
 

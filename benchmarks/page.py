@@ -27,10 +27,14 @@ ORDER = (
     "reductions",
     "two_processes",
     "less_communication",
+    "less_communication_mesh_tf_defaults",
     "less_communication_link",
 )
 # Tables that the program of another one measures, too.
-MEASURED_BY = {"less_communication_link": "less_communication"}
+MEASURED_BY = {
+    "less_communication_mesh_tf_defaults": "less_communication --mesh_tf_defaults=1",
+    "less_communication_link": "less_communication",
+}
 HEAD = """\
 # Benchmarks
 

@@ -116,6 +116,8 @@ class MoveAverages(Stage):
       tf.train.ExponentialMovingAverage
     """
 
+    reads_shown = True
+
     def __init__(self, decay: float, variables: Sequence[mtf.Variable] | None, slots: SlotBook):
         """Describes the averages.
 
@@ -171,7 +173,7 @@ class AverageOptimizer(KeepsAverages, Wrapper):
 
     Averages change after each update, with the new values, and not on steps without an update, in
     any order with `GradientAccumulationOptimizer`, `SyncReplicasOptimizer` and
-    `LossScaleOptimizer`.
+    `LossScaleOptimizer`. Inside `OuterOptimizer`, too, they are of the outer values.
 
     State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it.
 

@@ -138,6 +138,12 @@ class OuterOptimizer(ReportsSkips):
         self.leave_out_not_finite = bool(leave_out_not_finite)
         self.islands, self.inside = _islands(self.axes, outer_dims)
         for inner in self._wrappers()[1:]:
+            if inner.traits.averages and inner not in self._segment_wrappers():
+                raise ValueError(
+                    f"{inner.name} inside an optimizer of another library would average the values "
+                    f"of each island: put {type(inner).__name__} directly inside {self.name}, or "
+                    "around it."
+                )
             inner._stand_inside(self.islands, self.inside)
 
     def _gradient_reduction(self) -> Reduction:

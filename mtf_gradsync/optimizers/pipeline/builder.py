@@ -106,7 +106,7 @@ class StepBuilder(StepConditions):
             self.passed_on[-1] = gradients
             updates = self._updates(gradients, stages)
             self.add(updates)
-            for stage in reversed(stages):
+            for stage in sorted(reversed(stages), key=lambda stage: stage.reads_shown):
                 self.add(stage.after_update(updates, self))
         (operations,) = self._lists
         for stage in reversed(stages):
@@ -132,7 +132,7 @@ class StepBuilder(StepConditions):
         shown: Mapping[mtf.Variable, mtf.Variable],
         writes: Sequence[mtf.Operation],
     ) -> None:
-        """Makes `value_after` of stages around this one return the values of other variables.
+        """Makes `value_after` of later stages return the values of other variables.
 
         Args:
           shown: for each variable the one to read instead.

@@ -61,8 +61,10 @@ RULES = (
             (outer.makes_islands and inner.counts_shards)
             or (outer.counts_shards and inner.makes_islands)
         ),
-        "{outer} cannot be around {inner}: each island would decide by itself when there is an "
-        "update. Use OuterOptimizer(GradientAccumulationOptimizer(opt, ...), ...).",
+        "{outer} cannot be around {inner}: islands update in lock step, but the shards of one "
+        "could have contributed enough when those of another have not. To accumulate, and to skip "
+        "what is not finite, use OuterOptimizer(GradientAccumulationOptimizer(opt, passes, "
+        "should_skip_update_fn=skip_not_finite), ..., leave_out_not_finite=True).",
     ),
     Rule(
         lambda outer, inner: (
@@ -71,11 +73,6 @@ RULES = (
         ),
         "{outer} around {inner} would reduce gradients over the islands, which {inner} trains "
         "separately: turn them round, {inner}({outer}(opt, ...), ...).",
-    ),
-    Rule(
-        lambda outer, inner: outer.makes_islands and inner.averages,
-        "{inner} inside {outer} would average the values of each island: turn them round, "
-        "{inner}({outer}(opt, ...), ...), which averages the outer values.",
     ),
     Rule(
         lambda outer, inner: outer.averages and inner.averages,

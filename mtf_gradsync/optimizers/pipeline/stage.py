@@ -28,6 +28,8 @@ class Stage:
       mixed: if the stage takes `PER_SHARD`, what to do about gradients in which shards are mixed:
         each shard takes an equal share, or they are reduced (`already_reduced` of the set has
         their positions), or it is an error.
+      reads_shown: whether `after_update` reads values for evaluation, which stages inside or around
+        this one may replace (`StepBuilder.show`): it is called after theirs.
       mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
         variables and the operations that mix shards; "" for none.
     """
@@ -37,6 +39,7 @@ class Stage:
     wants_reduced = False
     mixed: Literal["share", "reduce", "refuse"] = "share"
     mixed_warning = ""
+    reads_shown = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Takes the deprecated name `wants_whole` for `wants_reduced`."""
@@ -84,7 +87,7 @@ class Stage:
         """Adds operations after the update, on steps that have one.
 
         `step.value_after` returns the new value of a variable. The innermost wrapper's stages are
-        called first.
+        called first, and those with `reads_shown` last.
 
         Args:
           updates: the operations of the update.

@@ -55,6 +55,14 @@ def test_sharded_updates_need_several_replicas_in_an_island():
         gs.OuterOptimizer(inner, 4, **FOUR)
 
 
+def test_averages_inside_an_optimizer_of_another_library_are_refused():
+    class Other(mtf.optimize.Optimizer):
+        opt = gs.AverageOptimizer(sgd(), 0.9)
+
+    with pytest.raises(ValueError, match="put AverageOptimizer directly inside OuterOptimizer"):
+        gs.OuterOptimizer(Other(), 4, **FOUR)
+
+
 def model():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     batch = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}

@@ -104,13 +104,16 @@ def test_all_islands_skip_a_step_that_overflows_on_one(mesh_kind):
     assert found["OuterOptimizer/inner_step"] == 4
 
 
-def test_averages_around_are_of_the_outer_values(mesh_kind):
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_averages_are_of_the_outer_values(is_inside, mesh_kind):
     shape, layout, _ = MESHES["2"]
 
     def make():
         inner = models.OPTIMIZERS["sgd"]()
+        if is_inside:
+            inner = gs.AverageOptimizer(inner, 0.5)
         outer = gs.OuterOptimizer(inner, ROUND, outer_momentum=0.5, **where("2"))
-        return gs.AverageOptimizer(outer, 0.5)
+        return outer if is_inside else gs.AverageOptimizer(outer, 0.5)
 
     feeds = batches(3)
     found = harness.run(mesh_kind, shape, layout, models.train(make), feeds).variables

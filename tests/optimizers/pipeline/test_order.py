@@ -77,6 +77,7 @@ def test_what_the_table_allows_is_built(kind, outer, inner):
         ("LossScaleOptimizer", "AverageOptimizer"),
         ("SyncReplicasOptimizer", "AverageOptimizer"),
         ("AverageOptimizer", "ShardedUpdateOptimizer"),
+        ("OuterOptimizer", "AverageOptimizer"),
     ],
 )
 def test_averages_move_with_each_update_from_the_new_values(outer, inner, mesh_kind):
