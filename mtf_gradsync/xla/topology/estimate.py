@@ -11,7 +11,9 @@ from mtf_gradsync.xla.lowering.operations import walk
 # Custom calls that take no time: they name a piece of memory.
 _FREE = frozenset({"AllocateBuffer"})
 # What TensorFlow's conditionals become; its first branch is the one for true.
-_IF = "stablehlo.if"
+_IF, _NOT = "stablehlo.if", "stablehlo.not"
+# Marks a conditional on the opposite of another one's condition.
+_OPPOSITE = "mtf_gradsync.opposite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,8 @@ def with_conditions(module: str, value: bool) -> str | None:
 
     Args:
       module: the text of an MLIR module of StableHLO.
-      value: the value of all conditions.
+      value: the value of all conditions, except those that are the opposite of another one: of
+        "update if finite" and "report if not finite" a step has one.
 
     Returns:
       The text of that program's module; None where the program has no conditional.
@@ -81,12 +84,20 @@ def with_conditions(module: str, value: bool) -> str | None:
 
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
+        conditionals = [op for op in walk(parsed.operation) if op.name == _IF]
+        conditions = [op.operands[0] for op in conditionals]
+        for conditional, condition in zip(conditionals, conditions):
+            made_by = condition.owner
+            is_not = isinstance(made_by, ir.Operation) and made_by.name == _NOT
+            if is_not and made_by.operands[0] in conditions:
+                conditional.attributes[_OPPOSITE] = ir.UnitAttr.get()
         found = 0
         while True:
             conditional = next((op for op in walk(parsed.operation) if op.name == _IF), None)
             if conditional is None:
                 return str(parsed) if found else None
-            _put_in_line(conditional, 0 if value else 1)
+            is_true = value is not (_OPPOSITE in conditional.attributes)
+            _put_in_line(conditional, 0 if is_true else 1)
             found += 1
 
 
