@@ -170,7 +170,6 @@ def main(topology: str, kind: str, condition: bool, *sizes: int) -> dict[str, An
     of_shards = jax.ShapeDtypeStruct((shards,), jnp.int32)
     sums = {k: jax.ShapeDtypeStruct((shards, *v.shape), v.dtype) for k, v in given.items()}
     sum_axes = {k: PartitionSpec("batch", *a) for k, a in axes.items()}
-    steps, states = {}, {}
     steps = {
         BARE: bare,
         ACCUMULATION: accumulation,

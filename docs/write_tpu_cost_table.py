@@ -29,9 +29,14 @@ def _necessary(row: dict[str, Any]) -> str:
     return "" if None in found else "{:.3f} ({:.3f})".format(*found)
 
 
+def _by_hand(row: dict[str, Any]) -> str:
+    return f"{row['us/by hand']:.3f}" if "us/by hand" in row else ""
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "us (us/bare)": _time,
     "us/necessary (no copies)": _necessary,
+    "us/by hand": _by_hand,
     "MB a core; all-reduces, reduce-scatters, all-gathers": _memory,
 }
 
@@ -47,7 +52,9 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         lines += [f"| {title} | {' | '.join(names)} |", "|---|" + "--:|" * len(columns)]
         for step in steps:
             found = [by_place.get((*column, step)) for column in columns]
-            lines.append(f"| {step} | {' | '.join(cell(r) if r else '' for r in found)} |")
+            cells = [cell(r) if r else "" for r in found]
+            if any(cells):
+                lines.append(f"| {step} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
