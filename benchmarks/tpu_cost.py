@@ -156,10 +156,10 @@ def _compare_with_necessary(row: report.Row, against: report.Row, bare: report.R
 def _compare_with_hand(row: report.Row, seen: dict[str, report.Row]) -> None:
     """Adds how a step compares with the bare one and what the algorithm adds to it by hand."""
     hand, bare = seen.get(f"{BY_HAND}, {row['step']}"), seen.get(f"{BY_HAND}, {BARE}")
-    if hand is None or bare is None or row["step"] == BARE:
-        return
     for unit, column in (("us", "us/by hand"), ("MB touched", "MB/by hand")):
-        row[column] = row[unit] / (seen[BARE][unit] + hand[unit] - bare[unit])
+        row[column] = None
+        if hand is not None and bare is not None and row["step"] != BARE:
+            row[column] = row[unit] / (seen[BARE][unit] + hand[unit] - bare[unit])
 
 
 def _targets(where: str, seen: dict[str, report.Row]) -> list[report.Target]:
@@ -171,7 +171,7 @@ def _targets(where: str, seen: dict[str, report.Row]) -> list[report.Target]:
     targets += [
         report.Target(f"{step}, {where}, us/by hand", row["us/by hand"], SAME)
         for step, row in seen.items()
-        if "us/by hand" in row
+        if row["us/by hand"] is not None
     ]
     if "ShardedUpdate" not in seen:
         return targets

@@ -1,6 +1,8 @@
 """Writes the tables in docs/tpu.md of what the TPU compiler expects of a step.
 
-usage: python docs/write_tpu_cost_table.py FILE..., the JSON of `python -m benchmarks.tpu_cost`.
+usage: python docs/write_tpu_cost_table.py [FILE...]
+
+FILE: what `python -m benchmarks.tpu_cost` wrote; benchmarks/results/tpu_cost.json if none is given.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from typing import Any, Callable, Sequence
 
 OUT = pathlib.Path(__file__).parent / "tpu.md"
+RESULTS = OUT.parent.parent / "benchmarks" / "results" / "tpu_cost.json"
 BEGIN, END = "<!-- tpu_cost: begin -->\n", "<!-- tpu_cost: end -->\n"
 
 
@@ -30,7 +33,8 @@ def _necessary(row: dict[str, Any]) -> str:
 
 
 def _by_hand(row: dict[str, Any]) -> str:
-    return f"{row['us/by hand']:.3f}" if "us/by hand" in row else ""
+    found = row.get("us/by hand")
+    return "" if found is None else f"{found:.3f}"
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -60,7 +64,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    files = [json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:]]
+    files = [json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:] or [RESULTS]]
     text = OUT.read_text()
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     rows = [row for file in files for row in file["rows"]]
