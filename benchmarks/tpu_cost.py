@@ -136,7 +136,7 @@ def measure(options: report.Options) -> report.Table:
         "read and written once, sums read once more; seconds by the bare step's rate. no copies: "
         "bytes, without the compiler's own copies to fast memory on both sides.",
         "/by hand: over the bare step and what the same algorithm by hand in JAX adds to its own "
-        "bare step.",
+        "bare step; skipped steps over that of the algorithm by hand.",
     )
     if not by_hand:
         notes += ("JAX by hand is not in it: optax is not installed.",)
@@ -158,8 +158,11 @@ def _compare_with_hand(row: report.Row, seen: dict[str, report.Row]) -> None:
     hand, bare = seen.get(f"{BY_HAND}, {row['step']}"), seen.get(f"{BY_HAND}, {BARE}")
     for unit, column in (("us", "us/by hand"), ("MB touched", "MB/by hand")):
         row[column] = None
-        if hand is not None and bare is not None and row["step"] != BARE:
-            row[column] = row[unit] / (seen[BARE][unit] + hand[unit] - bare[unit])
+        if hand is None or bare is None or row["step"] == BARE:
+            continue
+        # A step without an update has nothing of the bare step's update.
+        own = hand[unit] - bare[unit] if row["step"].endswith(", update") else None
+        row[column] = row[unit] / (hand[unit] if own is None else seen[BARE][unit] + own)
 
 
 def _targets(where: str, seen: dict[str, report.Row]) -> list[report.Target]:
