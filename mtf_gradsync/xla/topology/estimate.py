@@ -87,7 +87,7 @@ def with_conditions(module: str, value: bool) -> str | None:
         conditionals = [op for op in walk(parsed.operation) if op.name == _IF]
         conditions = [op.operands[0] for op in conditionals]
         for conditional, condition in zip(conditionals, conditions):
-            # An operation, a view of one with newer versions of jaxlib, or the block of an argument.
+            # The owner may be a view of the operation, or the block that has the value as argument.
             made_by = getattr(condition.owner, "operation", None)
             is_not = made_by is not None and made_by.name == _NOT
             if is_not and made_by.operands[0] in conditions:
