@@ -89,8 +89,9 @@ def with_conditions(module: str, value: bool) -> str | None:
         for conditional, condition in zip(conditionals, conditions):
             # The owner may be a view of the operation, or the block that has the value as argument.
             made_by = getattr(condition.owner, "operation", None)
-            is_not = made_by is not None and made_by.name == _NOT
-            if is_not and made_by.operands[0] in conditions:
+            if made_by is None or made_by.name != _NOT:
+                continue
+            if made_by.operands[0] in conditions:
                 conditional.attributes[_OPPOSITE] = ir.UnitAttr.get()
         found = 0
         while True:
