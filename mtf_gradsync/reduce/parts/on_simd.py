@@ -21,9 +21,11 @@ from mtf_gradsync.reduce.parts import by_part
 from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, part_shape
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
-# A tile of a TPU's memory: 8 sublanes of 128 lanes. Parts that fill less than half of one share a
-# collective. Where larger ones did, the packed tensors took more memory than the variables' slots.
+# A tile of a TPU's memory: 8 sublanes of 128 lanes. Smaller parts share an all-gather.
 _TILE = 8 * 128
+# Smaller parts share a reduce-scatter. The compiler merges neighbouring ones of small tensors by
+# itself, and a packed one holds all gradients twice.
+_SCATTERED_ALONE = _TILE // 2
 # The TPU compiler gives a gathered tensor no variable's memory: where it is a variable's new value,
 # the variable is copied when the step begins, and the new value when it ends. An operation between
 # the two writes into the variable's memory. For tensors of fewer numbers it takes more time than
@@ -48,7 +50,7 @@ def scatter_together(
     results: list[Any] = [None] * len(values)
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
     with summed_together():
-        for members in _sharing(values, shapes, cuts):
+        for members in _sharing(values, shapes, cuts, _SCATTERED_ALONE):
             parts = _scattered(mesh_impl, [values[i] for i in members], groups, cuts[members[0]])
             for index, part in zip(members, parts):
                 results[index] = part
@@ -68,7 +70,7 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
     """
     results: list[Any] = [None] * len(parts)
     with summed_together():
-        for members in _sharing(parts, [p.slice_shape for p in parts], cuts):
+        for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
             slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
             for index, full in zip(members, slices):
                 results[index] = full
@@ -76,12 +78,15 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
 
 
 def _sharing(
-    tensors: Sequence[Any], part_shapes: Sequence[Sequence[int]], cuts: Sequence[Cuts]
+    tensors: Sequence[Any],
+    part_shapes: Sequence[Sequence[int]],
+    cuts: Sequence[Cuts],
+    least: int,
 ) -> list[list[int]]:
     """Positions of tensors, in one list for each collective."""
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
-        alone = index if 2 * mtf.list_product(shape) >= _TILE else -1
+        alone = index if mtf.list_product(shape) >= least else -1
         dtype = tensor.tensor_list[0].dtype.base_dtype
         sharing[alone, tuple(shape), tuple(cuts[index]), dtype].append(index)
     return list(sharing.values())
