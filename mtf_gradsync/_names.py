@@ -6,15 +6,7 @@ from typing import Sequence
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first names of many, and how many more there are.
-
-    Args:
-      names: what a message is about.
-      most: how many of them to show.
-
-    Returns:
-      Text such as "a, b, c and 31 more".
-    """
+    """Text such as "a, b, c and 31 more": the first names of many, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -26,15 +18,7 @@ def some_lines(lines: Sequence[str], most: int = 3) -> str:
 
 
 def counted(names: Sequence[str], noun: str) -> str:
-    """How many of something there are, and the first of their names.
-
-    Args:
-      names: what a message is about, at least one.
-      noun: what they are, in the singular.
-
-    Returns:
-      Text such as "34 variables: a, b, c and 31 more", or "variable a".
-    """
+    """Text such as "34 variables: a, b, c and 31 more", or "variable a"; `noun` is singular."""
     if len(names) == 1:
         return f"{noun} {names[0]}"
     return f"{len(names)} {noun}s: {some_of(names)}"

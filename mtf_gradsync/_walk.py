@@ -10,12 +10,7 @@ _T = TypeVar("_T")
 def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
     """Gives everything that is reached from some starts, these included, each once.
 
-    Args:
-      starts: where to begin.
-      following: from one element to those that follow it.
-
-    Returns:
-      An iterator; an element that was found last comes first.
+    `following` maps one element to those that follow it. What was found last comes first.
     """
     seen = dict.fromkeys(starts)
     todo = list(seen)

@@ -21,6 +21,7 @@ MESHES = {
     # Where the number of processors is not the point: half as many are built in half the time.
     "4": ("all:4", "batch:all", ("batch",)),
     "2x2": ("rows:2;cols:2", "batch:rows;hidden:cols", ("batch",)),
+    "2": ("all:2", "batch:all", ("batch",)),
 }
 
 # A core order of a SIMD mesh that no symmetry of the mesh explains.

@@ -27,7 +27,6 @@ def mlp_values(seed: int = 0) -> dict[str, np.ndarray]:
         "w1": (rng.randn(INPUTS, HIDDEN) * 0.4).astype("f"),
         "b1": (rng.randn(HIDDEN) * 0.1).astype("f"),
         "scale": np.float32(1.5),
-        "one": np.ones(1, "f"),
     }
 
 
@@ -53,8 +52,8 @@ def batch_shape(batch_dims: Sequence[str]) -> list[mtf.Dimension]:
 def mlp_loss(
     mesh: mtf.Mesh, inputs: dict[str, tf.Tensor], batch_dims: Sequence[str] = ("batch",)
 ) -> mtf.Tensor:
-    """Mean squared error of an autoencoder with tied weights, a bias, a scalar and a size-1
-    variable: gradients that are pending over all, some and none of the mesh axes.
+    """Mean squared error of an autoencoder with tied weights, a bias and a scalar: gradients that
+    are pending over all, some and none of the mesh axes.
     """
     dims = batch_shape(batch_dims)
     x, y = (
@@ -76,7 +75,6 @@ def mlp_loss(
     w1 = variable("w1", [features, hidden])
     h = mtf.tanh(mtf.einsum([x, w1], [*dims, hidden]) + variable("b1", [hidden]))
     out = mtf.einsum([h, w1], [*dims, features]) * variable("scale", [])
-    out *= mtf.reshape(variable("one", [mtf.Dimension("one", 1)]), [])
     return mtf.reduce_mean(mtf.square(out - y))
 
 

@@ -13,18 +13,17 @@ Values = Dict[str, np.ndarray]
 
 def mlp_grads(values: Values, x: np.ndarray, y: np.ndarray) -> Values:
     """Gradients of the mean squared error over a batch, by hand."""
-    w1, b1, scale, one = (values[k] for k in ("w1", "b1", "scale", "one"))
+    w1, b1, scale = (values[k] for k in ("w1", "b1", "scale"))
     h = np.tanh(x @ w1 + b1)
     decoded = h @ w1.T
-    out = decoded * scale * one[0]
+    out = decoded * scale
     d_out = 2 * (out - y) / out.size
-    d_decoded = d_out * scale * one[0]
+    d_decoded = d_out * scale
     d_pre = (d_decoded @ w1) * (1 - h**2)
     return {
         "w1": x.T @ d_pre + d_decoded.T @ h,
         "b1": d_pre.sum(0),
-        "scale": np.sum(d_out * decoded) * one[0],
-        "one": np.array([np.sum(d_out * decoded) * scale]),
+        "scale": np.sum(d_out * decoded),
     }
 
 

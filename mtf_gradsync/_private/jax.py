@@ -86,9 +86,6 @@ def _hlo() -> Any:
 def hlo_to_module(hlo: bytes) -> Any:
     """Returns the MLIR module of StableHLO for a serialized ``HloModuleProto``.
 
-    Args:
-      hlo: the program.
-
     Returns:
       The MLIR module, in the current context.
     """
@@ -117,15 +114,7 @@ def stablehlo_to_hlo(module: str) -> bytes:
 
 
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
-    """Compiles a program for devices that a topology describes; it cannot be run.
-
-    Args:
-      module: text of an MLIR module of StableHLO.
-      devices: the topology's.
-      options: the compiler's options, for these devices.
-
-    Returns:
-      The executable, for the other functions of this file.
+    """Compiles StableHLO for devices that a topology describes; the program cannot be run.
 
     Raises:
       RuntimeError: when XLA refuses the program.
@@ -192,9 +181,6 @@ def use_cpu_collectives(implementation: str) -> None:
     """Sets how CPU devices of several processes exchange values, unless the user has set it.
 
     Later versions of jax need no such setting.
-
-    Args:
-      implementation: for example "gloo".
     """
     import jax
 

@@ -54,14 +54,8 @@ def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: m
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     """Gives a variable that is not lowered yet a value of another shape with as many elements.
 
-    Its master, and so what checkpoints hold, keeps its shape.
-
-    Args:
-      variable: the variable.
-      shape: shape of the new value.
-
-    Returns:
-      The new value. The old one is to become the output of another operation (`take_over`).
+    Its master, and so what checkpoints hold, keeps its shape. The old value is to become the output
+    of another operation (`take_over`).
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()

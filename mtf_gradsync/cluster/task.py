@@ -93,9 +93,6 @@ def task_of_spec(
       job_name: the job of this process.
       task_index: its number in the job.
 
-    Returns:
-      This process's task.
-
     Raises:
       ValueError: if that is no cluster, has no chief or worker, or not this task.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, Sequence
 
 from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import check_whole_number
@@ -214,7 +214,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 return tf.constant(False)
 
         written = [*variables, *([] if global_step is None else [global_step])]
-        with _control_flow_for(written):
+        # Functions cannot write reference variables.
+        are_references = any(v.dtype != v.dtype.base_dtype for v in written)
+        with control_flow_v1() if are_references else contextlib.nullcontext():
             return tf.cond(tf.greater_equal(count, self._passes), update, skip)
 
     def _apply(
@@ -259,14 +261,6 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                 )
         self._states.append(state)
         return state
-
-
-@contextlib.contextmanager
-def _control_flow_for(variables: Sequence[Any]) -> Iterator[None]:
-    """Switches to control flow v1 for reference variables, which functions cannot write."""
-    is_old = any(v.dtype != v.dtype.base_dtype for v in variables)
-    with control_flow_v1() if is_old else contextlib.nullcontext():
-        yield
 
 
 def _local(value: tf.Tensor, name: str) -> tf.Variable:

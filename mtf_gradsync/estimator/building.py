@@ -35,14 +35,7 @@ class ModelFn(NamedTuple):
         params: Any,
         config: Any,
     ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
-        """Builds a step in the default graph.
-
-        Args:
-          input_fn: as Estimator takes it.
-          mode: "train", "eval" or "infer".
-          place: the runtime.
-          params: the caller's.
-          config: the run's.
+        """Builds a step in the default graph, for the mode "train", "eval" or "infer".
 
         Returns:
           The spec, its scaffold, and hooks that the input needs.

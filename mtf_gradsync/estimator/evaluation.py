@@ -14,11 +14,7 @@ class Evaluation:
     """Averages a spec's losses and metrics over the steps of an evaluation."""
 
     def __init__(self, spec: Any, is_program: bool):
-        """Builds the metrics.
-
-        Args:
-          spec: the spec that the model_fn returned.
-          is_program: whether the step is a SIMD program.
+        """Builds the metrics of the spec that the model_fn returned.
 
         Raises:
           ValueError: the metrics would be part of a program.
@@ -40,11 +36,7 @@ class Evaluation:
         self._step = tf.train.get_global_step()
 
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
-        """Makes the steps.
-
-        Args:
-          session: a session of the graph, with the checkpoint restored.
-          steps: how many; None for all that the input has.
+        """Makes the steps; `steps` of None makes all that the input has.
 
         Returns:
           The mean loss as "loss", the metrics, and "global_step", by name.

@@ -25,14 +25,10 @@ def write_saved_model(
     inputs: Mapping[str, tf.Tensor],
     checkpoint: str,
 ) -> None:
-    """Writes the default graph with a checkpoint's values.
+    """Writes the default graph with a checkpoint's values to a directory that is not there yet.
 
-    Args:
-      directory: a directory that is not there yet.
-      spec: spec of predictions; its export_outputs have an output by name of the signature.
-      scaffold: the spec's; its local_init_op runs where the model is loaded.
-      inputs: tensors that a server feeds, by name.
-      checkpoint: path of the variables' checkpoint.
+    The spec's export_outputs have an output by name of the signature; `inputs` are the tensors that
+    a server feeds; the scaffold's local_init_op runs where the model is loaded.
     """
     saver = tf.train.Saver(sharded=True)
     begin = scaffold.local_init_op if scaffold else None

@@ -18,14 +18,9 @@ _SCALAR = tf.SummaryMetadata(
 
 
 def scalars_to_write(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """Returns the scalars to write: the given ones, and those of `mtf.scalar_summary` in the graph.
+    """Returns float32 scalars to write, by name: the given ones, and those of `mtf.scalar_summary`.
 
-    Args:
-      lowering: exports mtf tensors.
-      values: mtf or tf tensors by name, scalars or one value for each shard.
-
-    Returns:
-      float32 scalars by name.
+    A value is an mtf or tf tensor, a scalar or one number for each shard.
     """
     exported = {
         name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
@@ -41,13 +36,7 @@ def traffic_of_devices(
 ) -> dict[str, float]:
     """Returns the bytes that devices of a placement mesh receive in a step, by name.
 
-    Args:
-      fetches: tensors and operations of the step.
-      mesh_impl: the mesh.
-      optimizer: the optimizer that makes its update.
-
-    Returns:
-      One or two numbers; none where they cannot be known.
+    One or two numbers; none where they cannot be known.
     """
     skips = traits_of(optimizer).schedules_updates
     if skips and has_calls(tf.get_default_graph()):
@@ -75,15 +64,10 @@ def write_in_graph(scalars: Mapping[str, tf.Tensor]) -> None:
 def write_on_host(
     scalars: Mapping[str, tf.Tensor], model_dir: str | None
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
-    """Returns a host_call that writes summaries of what a TPU program computes.
+    """Returns a host_call that writes summaries of the float32 scalars of a TPU program.
 
-    Args:
-      scalars: float32 scalars of the program.
-      model_dir: directory of event files; None writes nothing.
-
-    Returns:
-      A function and its tensors, as TPUEstimatorSpec takes them; None where there is nothing to
-      write, since TPUEstimator would wait for it.
+    A function and its tensors, as TPUEstimatorSpec takes them; None where there is nothing to
+    write, since TPUEstimator would wait for it.
     """
     if not scalars or not model_dir:
         return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, Sequence, Union
 
 import numpy as np
 
+from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
@@ -59,7 +59,7 @@ class ScaleGradients(StageOperation):
 
 def check_clip_norm(clip_norm: Any) -> None:
     """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
-    number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
+    number = is_number(clip_norm)
     if number and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm must be finite and greater than 0, got {clip_norm!r}.")
     if not number and not isinstance(clip_norm, (mtf.Tensor, tf.Tensor)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Sequence
 
 import numpy as np
@@ -110,19 +111,14 @@ class SumCopies(StageOperation):
         mesh_impl = lowering.mesh_impl(self)
         values = reduced_values(lowering, self.inputs)
 
-        def sum_some(dims: tuple[mtf.Dimension, ...], some: list[int]) -> list[Any]:
-            grads = [self.inputs[i] for i in some]
-            return self._sum(mesh_impl, dims, grads, [values[i] for i in some])
-
-        self.set_outputs(lowering, by_key([tuple(dims) for dims in self._shard_dims], sum_some))
+        keys = [tuple(dims) for dims in self._shard_dims]
+        self.set_outputs(lowering, by_key(keys, functools.partial(self._sum, mesh_impl, values)))
 
     def _sum(
-        self,
-        mesh_impl: Any,
-        dims: tuple[mtf.Dimension, ...],
-        grads: Sequence[mtf.Tensor],
-        values: Sequence[Any],
+        self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], some: list[int]
     ) -> list[Any]:
+        """Sums the values at some positions, which have the same shard dims."""
+        grads, values = [self.inputs[i] for i in some], [all_values[i] for i in some]
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
         one_each = all(
             axis is not None and mesh_impl.shape[axis].size == d.size

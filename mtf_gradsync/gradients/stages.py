@@ -208,7 +208,7 @@ def sum_shards(
     if axes is not None:
         check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    if getattr(strategy, "reduces_gradients_apart", False):
+    if getattr(strategy, "has_gradient_reduction", False):
         warn_once(
             f"sum_shards {type(strategy).__name__}",
             "sum_shards does not compress gradients by %s, whose state belongs to the variables of "

@@ -34,12 +34,6 @@ LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
     """Returns dimension names as a tuple; a string holds names separated by commas.
 
-    Args:
-      batch_dims: one name, several separated by commas, or a sequence of names.
-
-    Returns:
-      The names, in the order given.
-
     Raises:
       ValueError: a name stands there twice, or something is not a name.
     """

@@ -15,14 +15,9 @@ _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
     """Calls a function once for all processors that share a memory and have the same inputs.
 
-    Args:
-      mesh_impl: the mesh.
-      fn: a function of tf tensors. If it makes operations with state, as random numbers have, it
-        is called for each processor.
-      inputs: lists of what each processor gives the function.
-
-    Returns:
-      The result for each processor.
+    `inputs` are lists of what each processor gives the function, and the result has one for each
+    processor. A function that makes operations with state, as random numbers have, is called for
+    each processor.
     """
     result: list[Any] = [None] * mesh_impl.size
     for memory in memories(mesh_impl.devices):
@@ -50,18 +45,10 @@ def shares_all(mesh_impl: Any) -> bool:
 
 
 def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
-    """Finds groups that would combine the very same tensors in the same memories.
+    """For each group the first group with the very same tensors in the same memories.
 
-    Processors that differ only along a dimension that a tensor is not split over have copies of
-    it, which are one tensor where copies are shared.
-
-    Args:
-      mesh_impl: the mesh.
-      slices: each processor's slice.
-      groups: lists of processor numbers.
-
-    Returns:
-      For each group the first group with the same tensors, itself perhaps.
+    Processors that differ only along a dimension that a tensor is not split over have copies of it,
+    which are one tensor where copies are shared.
     """
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     first: dict[Any, list[int]] = {}
@@ -148,9 +135,6 @@ class SharedVariable:
         Args:
           assign_fn: a function of the mtf variable, a tf variable and its new value.
           values: the new value of each processor's slice.
-
-        Returns:
-          A tf operation.
         """
         owners = self._owners
         slices = self.laid_out_tensor.all_slices

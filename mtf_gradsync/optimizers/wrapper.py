@@ -122,7 +122,7 @@ class Wrapper(
 
     def _reduce_as(self, reduce_dtype: WireDtype | None) -> None:
         """Sets the dtype that gradients are sent in; None for their own."""
-        if reduce_dtype is not None and getattr(self.reducer, "reduces_gradients_apart", False):
+        if reduce_dtype is not None and getattr(self.reducer, "has_gradient_reduction", False):
             raise ValueError(
                 f"{self.reducer!r} chooses itself how gradients are sent; got it with "
                 f"reduce_dtype={reduce_dtype!r}. Give one of them."

@@ -33,10 +33,9 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a message, or keeps it to be sent later where the other side does not read.
+        """Sends a message of JSON values, or keeps it while the other side does not read.
 
-        Args:
-          **message: the message, of JSON values. Texts are cut after `LONGEST_TEXT` characters.
+        Texts are cut after `LONGEST_TEXT` characters.
 
         Raises:
           ConnectionBroken: the other side has gone, or has not read for so long that more than
@@ -62,10 +61,7 @@ class Connection:
             raise ConnectionBroken(str(error)) from error
 
     def receive(self, at_most: int | None = None) -> list[dict[str, Any]]:
-        """Returns the messages received since the last call.
-
-        Args:
-          at_most: number of messages to return, None for all; others wait for the next call.
+        """Returns the messages received since the last call, `at_most` of them.
 
         Raises:
           ConnectionBroken: the other side has gone and all messages have been returned, or what was

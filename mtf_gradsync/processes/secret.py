@@ -28,14 +28,10 @@ def challenge() -> str:
 
 
 def proof(role: str, *challenges: str) -> str:
-    """Returns a text that shows that this process has the secret.
+    """Returns hexadecimal digits that show that this process has the secret.
 
-    Args:
-      role: name of the side that proves it, so that the other cannot send the proof back.
-      *challenges: those of both sides.
-
-    Returns:
-      Hexadecimal digits.
+    They depend on the challenges of both sides, and on `role`, so that the other side cannot send
+    the proof back.
     """
     key = os.environ.get(VARIABLE, "").encode()
     return hmac.new(key, json.dumps([role, *challenges]).encode(), hashlib.sha256).hexdigest()

@@ -106,7 +106,7 @@ class BestAllReduce(Strategy):
     def _chosen(self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups) -> Strategy:
         self.check(mesh_impl, groups)
         choice, text = _choose(mesh_impl, values, groups)
-        if getattr(choice.strategy, "reduces_gradients_apart", False):
+        if getattr(choice.strategy, "has_gradient_reduction", False):
             name = type(choice.strategy).__name__
             raise TypeError(
                 f"BestAllReduce cannot reduce by {choice.strategy!r}: its state is made when a "
@@ -153,15 +153,7 @@ def _choose(
 
 
 def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
-    """Picks the strategy for what is known about a mesh.
-
-    Args:
-      topology: the topology of the mesh.
-      groups: the processors that sum with each other.
-
-    Returns:
-      The strategy and the reason.
-    """
+    """Picks the strategy for what is known about a mesh and its groups, and gives the reason."""
     if groups.group_size == 1:
         return Choice(FusedAllReduce(), "groups of one processor have nothing to sum")
     if topology.simd:
@@ -203,15 +195,7 @@ def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
 
 
 def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
-    """Describes the number and sizes of gradients in words, as far as they are known.
-
-    Args:
-      mesh_impl: the mesh.
-      gradients: as for `choose_the_best`.
-
-    Returns:
-      For example "60 gradients (float32, 72.1 MiB a processor)".
-    """
+    """Gradients in words, as far as known: "60 gradients (float32, 72.1 MiB a processor)"."""
     try:
         known = [] if gradients is None else [x for x in gradients if x is not None]
     except Exception:  # As below.

@@ -92,13 +92,7 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
     """Copies a value that is the same on all processors to devices on the mesh or elsewhere.
 
-    Args:
-      mesh_impl: a `PlacementMeshImpl`.
-      value: a `LaidOutTensor`.
-      devices: the devices to copy to.
-
-    Returns:
-      Device -> the copy there, made from a slice on that device or in its process, if there is one.
+    Each copy is made from a slice on that device or in its process, if there is one.
     """
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import warnings
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import tf
@@ -21,6 +22,8 @@ from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
 from mtf_gradsync.reduce.parts.reduce_scatter import SIMD_BUCKET_BYTES, reduce_scatter
 from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
+
+_OLD_NAME = "Strategy.reduces_gradients_apart is deprecated: use Strategy.has_gradient_reduction."
 
 
 class Strategy(abc.ABC):
@@ -85,9 +88,23 @@ class Strategy(abc.ABC):
         )
 
     @property
-    def reduces_gradients_apart(self) -> bool:
+    def has_gradient_reduction(self) -> bool:
         """Whether gradients of an optimizer are reduced by `reduce_gradients`."""
         return False
+
+    @property
+    def reduces_gradients_apart(self) -> bool:
+        """The old name of `has_gradient_reduction`, deprecated."""
+        warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
+        return self.has_gradient_reduction
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "reduces_gradients_apart" in vars(cls):
+            warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
+            cls.has_gradient_reduction = vars(cls)[  # type: ignore[method-assign]
+                "reduces_gradients_apart"
+            ]
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """Makes the variables that this strategy keeps for gradients, when a step is built.
@@ -105,7 +122,7 @@ class Strategy(abc.ABC):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces gradients of an optimizer, if `reduces_gradients_apart`.
+        """Reduces gradients of an optimizer, if `has_gradient_reduction`.
 
         The new state is written after the gate of the step, only on steps that use the sums.
 

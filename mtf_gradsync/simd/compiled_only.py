@@ -20,11 +20,7 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 
 @contextlib.contextmanager
 def compiled_only() -> Iterator[None]:
-    """Makes the programs that are opened inside smaller to build. They cannot run.
-
-    Yields:
-      Nothing.
-    """
+    """Makes the programs that are opened inside smaller to build. They cannot run."""
     token = _wanted.set(True)
     try:
         yield

@@ -50,13 +50,9 @@ class MasterOps:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """Returns a saver of the global variables.
+        """Returns a saver of the global variables that adds nothing to the graph.
 
-        Args:
-          graph: a graph that holds the operations under their names.
-
-        Returns:
-          The saver; it adds nothing to the graph.
+        The graph holds the operations under their names.
 
         Raises:
           ValueError: when there are no variables.
@@ -67,10 +63,6 @@ class MasterOps:
 
     def restore(self, session: tf.Session, path: str) -> None:
         """Reads a checkpoint into the masters, of this or of another mesh.
-
-        Args:
-          session: on a graph that holds the operations under their names.
-          path: the checkpoint.
 
         Raises:
           ValueError: when there is no such checkpoint, or no variables.

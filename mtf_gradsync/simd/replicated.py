@@ -22,9 +22,6 @@ def made_up_device_assignment(num_replicas: int) -> Any:
     It has the form of a TPU v2 or v3 slice: two cores on a chip, chips in a rectangle as square as
     it can be ([2, 2, 1, 2] for 8 cores). An odd number of cores gets one core on a chip.
 
-    Args:
-      num_replicas: how many cores.
-
     Returns:
       A ``tf.tpu.experimental.DeviceAssignment`` with cores in lexicographic order.
     """
@@ -54,9 +51,6 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
     """Marks every operation made inside as part of one TPU program on ``num_replicas`` cores.
-
-    Args:
-      num_replicas: how many cores.
 
     Yields:
       The name of the program (TensorFlow calls it a cluster).

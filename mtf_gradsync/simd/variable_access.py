@@ -34,11 +34,7 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Values of all variables but those that nobody has initialized, which none of a step uses.
-
-        Args:
-          session: as for `set`.
-        """
+        """Values of all variables but those that nobody has initialized, which no step uses."""
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 

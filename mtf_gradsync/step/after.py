@@ -60,11 +60,7 @@ def values_after(
 ) -> Sequence[mtf.Tensor]:
     """Returns the values of variables after operations, whether or not their branch ran.
 
-    Args:
-      variables: mesh variables.
-      writes: mtf operations that write them, lowered before.
-
-    Returns:
-      A tensor of each variable's shape, in the dtype that its slices have.
+    `writes` are lowered before. The tensors have the variables' shapes, in the dtype of their
+    slices.
     """
     return _ValuesAfter(variables, writes).outputs if variables else []

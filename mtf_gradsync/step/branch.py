@@ -55,16 +55,11 @@ class Conditional(mtf.Operation):
         behind: Sequence[mtf.Operation],
         as_call: bool = True,
     ):
-        """Adds the conditional.
+        """Adds the conditional, which waits for `gate` (None inside another branch) and `behind`.
 
-        Args:
-          predicate: a boolean mtf scalar.
-          gate: the point of the step to wait for; None inside another branch, which waits.
-          branch: what to run if the predicate holds.
-          behind: more operations of the step to wait for.
-          as_call: whether to make skipping cheap, by one function call where `can_call`. Its
-            arguments cost time on every step, so a branch that takes all gradients and runs on
-            most steps is faster without.
+        `as_call` makes skipping cheap, by one function call where `can_call`. Its arguments cost
+        time on every step, so a branch that takes all gradients and runs on most steps is faster
+        without.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate

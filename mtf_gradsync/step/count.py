@@ -47,15 +47,8 @@ def advance_step(
 ) -> mtf.Operation:
     """Makes an operation that adds one, or an amount, to a step counter after an update.
 
-    Args:
-      mesh: the mesh of the update.
-      step: an mtf variable (or its value), or a tf variable, of an integer or float type.
-      update: the operations of the update, which the count waits for.
-      name: name of the operation.
-      amount: an integer mtf scalar to add in place of one, the same on every processor.
-
-    Returns:
-      An mtf operation.
+    The counter is an mtf variable (or its value), or a tf variable, of an integer or float type;
+    the amount is the same on every processor.
     """
     if isinstance(step, (mtf.Variable, mtf.Tensor)):
         value = step.value if isinstance(step, mtf.Variable) else step

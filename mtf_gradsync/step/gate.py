@@ -75,15 +75,8 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only after all gradients exist and all variables are read.
 
-    Inside another update or a branch, it waits with that.
-
-    Args:
-      make_update: builds the update and returns its operations; they may create variables
-        (slots).
-      grads: the gradients to wait for, mtf tensors or None; at least one is not None.
-
-    Returns:
-      The operations that make_update returned.
+    Inside another update or a branch, it waits with that. At least one gradient is not None; the
+    update may create variables (slots).
     """
     present = [g for g in grads if g is not None]
     plan = Plan.of(present[0].graph)

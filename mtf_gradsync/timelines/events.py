@@ -143,14 +143,7 @@ class Recording:
 
 
 def check_recorded(recording: Recording, advice: str) -> Recording:
-    """Checks that a recording says something of every core.
-
-    Args:
-      recording: what was recorded.
-      advice: what its runtime's user can do where operations are missing.
-
-    Returns:
-      The recording.
+    """Checks that a recording says something of every core; `advice` says what its user can do.
 
     Raises:
       TimelineError: when it has no step, or a core without an operation in the steps.

@@ -38,15 +38,7 @@ def within(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval
 
 
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The time that intervals cover and others do not.
-
-    Args:
-      intervals: merged.
-      others: merged.
-
-    Returns:
-      Merged intervals.
-    """
+    """The time that merged intervals cover and others, merged too, do not."""
     found = []
     position = 0
     for begin, end in intervals:

@@ -26,16 +26,10 @@ class _Found(NamedTuple):
 
 
 def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
-    """Finds the runs of a program's operations in a profile.
+    """Finds the runs of a program's operations in a profile (an ``XSpace``), in no order.
 
-    Args:
-      space: the profile, an ``XSpace``.
-      module: name of the program.
-      ordinals: what the platform calls the devices of this process's cores.
-
-    Returns:
-      The runs, in no order. Events of threads that wait, and those that only mark the end of
-      others, are none.
+    `ordinals` are what the platform calls the devices of this process's cores. Events of threads
+    that wait, and those that only mark the end of others, are no runs.
 
     Raises:
       TimelineError: when the profile does not say on which device operations ran.
@@ -157,13 +151,13 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
                     begun = [(e, t) for e, t in begun if begin < e] + [(end, tasks)]
                     one = _Found(where, execution, stats["hlo_op"], begin, end)
                     found.append((task, stats.get("_p"), tasks, one))
-    told = []
+    placed = []
     for _, producer, scheduled, one in found:
         last = max((pool.end_of(t) for t in scheduled), default=0)
-        told.append(one._replace(end=max(one.end, ends.get(producer, last))))
-    if all(one.where is not None for one in told):
-        return told
-    return _by_tasks(told, [task for task, *_ in found], pool, cores)
+        placed.append(one._replace(end=max(one.end, ends.get(producer, last))))
+    if all(one.where is not None for one in placed):
+        return placed
+    return _by_tasks(placed, [task for task, *_ in found], pool, cores)
 
 
 class _ThreadPool:
@@ -224,12 +218,12 @@ def _by_tasks(
     for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
         where = place.get(pool.root_of(task))
         runs.setdefault(one.operation, {}).setdefault(where, []).append(one)
-    told = []
+    placed = []
     for by_place in runs.values():
         others = by_place.pop(None, [])
         turns = min(map(len, by_place.values()), default=0)
         for (execution, core), mine in by_place.items():
-            told += [one._replace(where=core, execution=execution) for one in mine[:turns]]
+            placed += [one._replace(where=core, execution=execution) for one in mine[:turns]]
             others += mine[turns:]
         missing = [p for p in sorted(place.values()) for _ in range(turns) if p not in by_place]
         if len(others) < len(missing):
@@ -237,19 +231,19 @@ def _by_tasks(
             taken = {execution for execution, _ in by_place}
             missing = [p for p in missing if p[0] in taken]
         others.sort(key=lambda one: one.begin)
-        told += [
+        placed += [
             one._replace(where=core, execution=execution)
             for one, (execution, core) in zip(others, missing)
         ]
-    if len(begun) % cores or len(told) < 0.99 * len(found):
+    if len(begun) % cores or len(placed) < 0.99 * len(found):
         import jax
 
         raise TimelineError(
             f"The profile of jax {jax.__version__} does not say on which device operations ran "
-            f"({len(found) - len(told)} of {len(found)}, in {len(begun)} programs on {cores} "
+            f"({len(found) - len(placed)} of {len(found)}, in {len(begun)} programs on {cores} "
             "devices). jax 0.10 does: install a newer one."
         )
-    return told
+    return placed
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:

@@ -46,9 +46,6 @@ def operations_of(
     Args:
       programs: serialized ``HloModuleProto`` and the core's program that each was made of.
       rows: the list of their collectives.
-
-    Returns:
-      The operations.
     """
     found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}

@@ -70,16 +70,10 @@ def steps_until(
     events: Iterable[Event],
     collectives: Mapping[str, Collective],
 ) -> tuple[Step, ...]:
-    """Steps, from when each of them ended.
+    """Steps, from when the first one began and each of them ended.
 
     A step updated the variables if it ran a collective of a branch whose result becomes part of
     them. Where no collective is of that kind it is not known.
-
-    Args:
-      begin: when the first one began.
-      ends: when each ended.
-      events: what the cores did.
-      collectives: of the program.
     """
     moments = [begin, *sorted(ends)]
     of_updates = {name for name, c in collectives.items() if c.is_conditional and c.variables != ()}

@@ -144,9 +144,6 @@ def tabulate_times(recordings: Sequence[Recording]) -> Table:
 
     Args:
       recordings: one of each process, checked.
-
-    Returns:
-      The table.
     """
     spent = [_Spent(recording) for recording in recordings]
     cores = tuple(

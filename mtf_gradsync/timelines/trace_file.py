@@ -30,18 +30,12 @@ class Written(NamedTuple):
 def write_trace(
     recordings: Sequence[Recording], path: str | Path, most_bytes: int = MOST_BYTES
 ) -> Written:
-    """Writes a trace in Chrome's trace event format.
+    """Writes the recordings of processes as one trace in Chrome's trace event format.
 
-    Every core is a group of tracks: operations, those that run at the same time beside each
-    other, and collectives. A track of each process shows the steps, another what its host did.
-
-    Args:
-      recordings: one of each process.
-      path: the file; compressed where it ends in ".gz".
-      most_bytes: how large it may be; the shortest operations are dropped for it.
-
-    Returns:
-      What was written.
+    Every core is a group of tracks: operations, those that run at the same time beside each other,
+    and collectives. A track of each process shows the steps, another what its host did. The file is
+    compressed where it ends in ".gz"; the shortest operations are dropped where it would exceed
+    most_bytes.
     """
     path = Path(path)
     timed, tracks = _timed(recordings)

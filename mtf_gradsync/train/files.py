@@ -19,9 +19,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 def writing_to(directory: Path) -> Iterator[None]:
     """Turns errors of the file system in a run's directory into errors that a user can act on.
 
-    Args:
-      directory: the run's directory.
-
     Raises:
       TrainingError: if the block raised OSError: a full disk, one that turned read-only, a quota.
     """
@@ -47,15 +44,7 @@ def writing_to(directory: Path) -> Iterator[None]:
 
 
 def check_installed(library: str, work: str) -> None:
-    """Raises an error if a library of the train extra is missing, without importing the library.
-
-    Args:
-      library: the library's name.
-      work: the work that needs it, for the error.
-
-    Raises:
-      ConfigError: if it is not installed.
-    """
+    """Raises a ConfigError if a library of the train extra is missing, without importing it."""
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f'{work} needs {library}: pip install "mtf-gradsync[train]"')
 
@@ -75,15 +64,7 @@ def check_drawing() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty matplotlib figure.
-
-    Args:
-      width: in inches.
-      height: in inches.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
-    """
+    """Returns an empty matplotlib figure, of inches; a ConfigError without matplotlib."""
     check_drawing()
     # Not pyplot: its state would outlive the call, and its backend is the program's choice.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

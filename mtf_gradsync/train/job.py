@@ -96,12 +96,6 @@ class TrainingJob(NamedTuple):
 def resolve_job(config: RunConfig) -> TrainingJob:
     """Checks the settings of a config that define the training step, and returns them as a job.
 
-    Args:
-      config: the run that was asked for.
-
-    Returns:
-      The job.
-
     Raises:
       ConfigError: if a setting cannot work.
     """
@@ -142,15 +136,8 @@ def build_on(
 ) -> TrainGraph:
     """Adds a job's training step to the default graph, for a runtime.
 
-    The step counter stands outside a program.
-
-    Args:
-      place: devices of the job's placement mesh, or cores of its mesh.
-      job: the step to build.
-      features: int tensors ``[batch_size, length]`` by feature name; None for placeholders.
-
-    Returns:
-      The graph's handles.
+    The step counter stands outside a program. `features` are int tensors ``[batch_size, length]``
+    by feature name; None for placeholders.
     """
 
     @contextlib.contextmanager

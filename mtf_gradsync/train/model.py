@@ -62,11 +62,7 @@ class MeshModel:
     """
 
     def __init__(self, settings: ModelSettings, mesh_impl: Any = None):
-        """Begins an mtf graph.
-
-        Args:
-          settings: the model.
-          mesh_impl: the mesh to lower on; None for the placement mesh of the settings.
+        """Begins an mtf graph; mesh_impl of None lowers on the placement mesh of the settings.
 
         Raises:
           ConfigError: if there is no such type of model.
@@ -134,15 +130,9 @@ class MeshModel:
         return imported
 
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
-        """Adds the model.
+        """Adds the model in the mode "train" or "eval".
 
-        Args:
-          features: from `import_features`.
-          mode: "train" or "eval".
-          num_microbatches: into how many microbatches the batch is split.
-
-        Returns:
-          Logits ``[batch..., length, vocab]`` and the loss, a scalar: mtf tensors.
+        Returns the logits ``[batch..., length, vocab]`` and the loss, a scalar: mtf tensors.
         """
         targets = features["targets"]
         if self.settings.model_type == "lm":

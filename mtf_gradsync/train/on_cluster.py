@@ -31,17 +31,9 @@ def run_on_cluster(
     """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
     The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
-
-    Args:
-      config: what to train. Without ``mesh_devices`` each task has as many CPU devices.
-      model_dir: directory of everything that the chief writes.
-      task: the cluster, and which task this process is.
-      watch_port: see `mtf_gradsync.join_cluster`.
-      timeout: see `mtf_gradsync.join_cluster`.
-      silence: see `mtf_gradsync.join_cluster`.
-      say: called with each line about the run's progress.
-      accepted: see `run`.
-      work: called like `run` in each process that makes steps.
+    Without ``mesh_devices`` each task has as many CPU devices. watch_port, timeout and silence are
+    those of `mtf_gradsync.join_cluster`; `work` is called like `run` in each process that makes
+    steps.
 
     Returns:
       The result of `work` on the chief, None on the others.

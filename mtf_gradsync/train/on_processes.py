@@ -31,19 +31,9 @@ def run_on_processes(
 ) -> Any:
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
-    All build the graph and make the steps; process 0 evaluates, and writes.
-
-    Args:
-      config: what to train.
-      model_dir: directory of everything that process 0 writes, which the others can read.
-      coordinator: see `mtf_gradsync.xla.start_processes`.
-      num_processes: see `mtf_gradsync.xla.start_processes`.
-      process_id: see `mtf_gradsync.xla.start_processes`.
-      timeout: see `mtf_gradsync.xla.start_processes`.
-      silence: see `mtf_gradsync.xla.start_processes`.
-      say: called with each line about the run's progress.
-      accepted: see `run`.
-      work: called like `run` in each process.
+    All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
+    others can read. The numbers of processes and of seconds are those of
+    `mtf_gradsync.xla.start_processes`; `work` is called like `run` in each process.
 
     Returns:
       The result of `work`; scores are process 0's.

@@ -24,14 +24,9 @@ class Progress:
         stream: TextIO | None = None,
         seconds_between_lines: float = 10.0,
     ):
-        """Begins to show a run.
+        """Begins to show a run from first_step to train_steps, on `stream` or standard error.
 
-        Args:
-          first_step: steps already made.
-          train_steps: steps that the run will have at its end.
-          tokens_per_step: tokens in a global batch.
-          stream: the stream to write to; None is standard error.
-          seconds_between_lines: the least time between plain lines.
+        seconds_between_lines is the least time between plain lines.
         """
         self._stream = stream or sys.stderr
         self._total = train_steps

@@ -117,9 +117,6 @@ def run(
       accepted: which checkpoints it may go on from, besides its own.
       part: of several processes, this one's; see `run_on_cluster` and `run_on_processes`.
 
-    Returns:
-      The run's result.
-
     Raises:
       ConfigError: if a setting cannot work, another run writes to the directory, or its newest
         checkpoint is damaged or of another configuration, and that is not accepted.

@@ -40,9 +40,7 @@ class Runtime(NamedTuple):
 def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """Returns the runtime that a config names, or the fastest that this environment has.
 
-    Args:
-      config: the run's settings.
-      target: the server of a cluster's chief where the run's mesh is over its tasks.
+    `target` is the server of a cluster's chief where the run's mesh is over its tasks.
 
     Raises:
       ConfigError: when there is no such runtime, or a binding does not go with it.

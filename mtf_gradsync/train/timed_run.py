@@ -40,17 +40,7 @@ class TimedRun:
         accepted: Accepted = NOTHING,
         part: Part = ALONE,
     ) -> Timeline:
-        """Makes the steps.
-
-        Args:
-          config: of the run.
-          model_dir: of the run, whose newest checkpoint the steps begin with; None for new values.
-          say: takes each line that tells how it goes.
-          accepted: as for `run`.
-          part: as for `run`.
-
-        Returns:
-          The recorded steps.
+        """Makes the steps after the newest checkpoint of model_dir; None begins with new values.
 
         Raises:
           ConfigError: if a setting cannot work, or the newest checkpoint is damaged or of another

@@ -82,9 +82,6 @@ def build_train_graph(
       reports: whether to fetch the optimizers' reports.
       noise_scale: whether to estimate the gradient noise scale, in sequences.
 
-    Returns:
-      The graph's handles.
-
     Raises:
       ConfigError: if the optimizer has no apply_grads, or nothing is left to train.
     """

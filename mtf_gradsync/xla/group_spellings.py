@@ -40,9 +40,6 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of a collective.
 
-    Args:
-      instruction: a serialized ``HloInstructionProto``.
-
     Returns:
       Groups of cores; empty for one group of all.
 

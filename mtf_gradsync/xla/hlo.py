@@ -31,9 +31,6 @@ _BITS = {name: bits for bits, names in _TYPES.items() for name in names}
 def read_module(serialized: bytes) -> Any:
     """Parses a program into an ``HloModuleProto``.
 
-    Args:
-      serialized: a serialized ``HloModuleProto``.
-
     Raises:
       ValueError: when it is something else, or a module without an entry computation.
     """
@@ -50,15 +47,7 @@ def read_module(serialized: bytes) -> Any:
 
 
 def instructions_of(module: Any, computation: Any) -> list[Any]:
-    """Returns a computation's instructions, in the order of execution if the module has one.
-
-    Args:
-      module: the ``HloModuleProto``.
-      computation: one of its computations.
-
-    Returns:
-      Its ``HloInstructionProto``.
-    """
+    """Returns a computation's instructions, in the order of execution if the module has one."""
     if computation.id not in module.schedule.sequences:
         return list(computation.instructions)
     by_id = {instruction.id: instruction for instruction in computation.instructions}
@@ -66,13 +55,9 @@ def instructions_of(module: Any, computation: Any) -> list[Any]:
 
 
 def aliases_of(module: Any) -> dict[int, int]:
-    """Returns the results of a module that are written over parameters.
+    """Returns the results of a module that are written over parameters, as numbers of both.
 
-    Args:
-      module: a ``HloModuleProto`` whose parameters are arrays, and whose result is a tuple of them.
-
-    Returns:
-      Number of a result -> number of a parameter, in the order of results.
+    The parameters are arrays, and the result is a tuple of them.
 
     Raises:
       ValueError: when a part of a parameter is aliased, or of a result in the tuple.
@@ -95,9 +80,8 @@ def is_predicate(shape: Any) -> bool:
 def shape_bytes(shape: Any) -> int:
     """Returns the bytes of a value, without the padding of a device's memory layout.
 
-    Args:
-      shape: the value's ``ShapeProto``; a tuple has the bytes of all its parts, and a dimension
-        whose size is known only later that of its bound.
+    A tuple has the bytes of all its parts, and a dimension whose size is known only later that of
+    its bound.
 
     Raises:
       ValueError: when the size of its elements is not known.
@@ -116,11 +100,7 @@ def shape_bytes(shape: Any) -> int:
 def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the cores that exchange data in a collective, group by group.
 
-    Args:
-      instruction: its ``HloInstructionProto``.
-
-    Returns:
-      Groups of cores, or pairs of source and target; empty for one group of all cores.
+    They are groups, or pairs of source and target; none for one group of all cores.
 
     Raises:
       ValueError: when the groups are given by the axes of a mesh.

@@ -40,9 +40,6 @@ def why_no_tpu_compiler() -> str:
 def check_installed(*modules: str) -> None:
     """Raises an error if modules cannot be imported, without importing them.
 
-    Args:
-      modules: their names.
-
     Raises:
       XlaMissingError: names those that are missing or too old.
     """

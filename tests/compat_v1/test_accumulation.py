@@ -1,6 +1,7 @@
 """Accumulation for optimizers of tf.compat.v1: the update of all micro steps, once."""
 
 import contextlib
+import functools
 import logging
 
 import numpy as np
@@ -72,12 +73,14 @@ def test_an_update_is_that_of_all_its_micro_steps(inner, average, flow, use_reso
         if number % PASSES:
             for name in state:
                 np.testing.assert_array_equal(seen[number][name], seen[number - 1][name])
-    expected = large_batches(INNER[inner], feeds, average)
+    expected = large_batches(inner, len(feeds), average)
     assert_close(seen[-1], {name: expected[name] for name in state})
 
 
-def large_batches(make, feeds, average):
+@functools.lru_cache(maxsize=None)
+def large_batches(inner, steps, average):
     """The same updates by the optimizer alone, each of the micro batches of one update."""
+    feeds = optimizers.batches(steps)
     with tf.Graph().as_default():
         inputs = [placeholders() for _ in range(PASSES)]
         losses, variables = [], None
@@ -86,7 +89,7 @@ def large_batches(make, feeds, average):
                 loss, variables = optimizers.plain_model(given)
             losses.append(loss)
         total = tf.add_n(losses) * (1.0 / PASSES if average else 1.0)
-        update = make().minimize(total, var_list=variables)
+        update = INNER[inner]().minimize(total, var_list=variables)
         with tf.Session() as session:
             session.run(tf.global_variables_initializer())
             for begin in range(0, len(feeds), PASSES):
@@ -226,7 +229,7 @@ def test_in_a_monitored_training_session():
             session.run(update, {inputs[n]: v for n, v in feed.items()})
         values = session.run({v.op.name: v for v in variables})
         assert session.run(step) == len(feeds)
-    expected = large_batches(INNER["adam"], feeds, False)
+    expected = large_batches("adam", len(feeds), False)
     assert_close(values, {name: expected[name] for name in values})
 
 
@@ -246,7 +249,7 @@ def test_under_estimator(tmp_path):
 
     estimator = tf.estimator.Estimator(model_fn, str(tmp_path))
     estimator.train(input_fn)
-    expected = large_batches(INNER["adam"], feeds, False)
+    expected = large_batches("adam", len(feeds), False)
     assert estimator.get_variable_value("global_step") == len(feeds)
     assert not [n for n in estimator.get_variable_names() if "Accumulation" in n]
     assert_close({name: estimator.get_variable_value(name) for name in expected}, expected)

@@ -8,7 +8,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
 EPS = np.finfo(np.float32).eps
-MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols;experts:rows"
+MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols;experts:rows"
+SHARDS = 2
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
 B, D, H = 8, 3, 4
 batch, features, hidden = (
@@ -33,7 +34,7 @@ def pending(mesh, tensors):
 
 
 def by_shard(feed):
-    return [v.astype(float).reshape(4, 2, -1).sum(1) for v in (feed["x"], feed["h"])]
+    return [v.astype(float).reshape(SHARDS, B // SHARDS, -1).sum(1) for v in (feed["x"], feed["h"])]
 
 
 def clip(grads, norm, clip_norm):
@@ -121,10 +122,14 @@ def test_an_experts_part_counts_to_the_shard_that_holds_it(mesh_kind):
 
     out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
     h = by_shard(feed)[1]
-    norm = np.sqrt(np.square(feed["x"].astype(float)).reshape(4, -1).sum(1) + np.square(h).sum(1))
+    norm = np.sqrt(
+        np.square(feed["x"].astype(float)).reshape(SHARDS, -1).sum(1) + np.square(h).sum(1)
+    )
     np.testing.assert_allclose(out["norm"], norm, rtol=8 * EPS)
     factor = 2.0 / np.maximum(norm, 2.0)
-    np.testing.assert_allclose(out["x"], feed["x"] * np.repeat(factor, 2)[:, None], rtol=16 * EPS)
+    np.testing.assert_allclose(
+        out["x"], feed["x"] * np.repeat(factor, B // SHARDS)[:, None], rtol=16 * EPS
+    )
 
 
 def test_bfloat16_gradients_have_float32_norms(mesh_kind):
@@ -163,7 +168,7 @@ def test_not_finite_stays_with_its_shard(mesh_kind):
 
     out = harness.run(mesh_kind, MESH, LAYOUT, build, [feed]).fetched[0]
     for finite in out.values():
-        np.testing.assert_array_equal(finite, [[i > 0] * finite.shape[1] for i in range(4)])
+        np.testing.assert_array_equal(finite, [[i > 0] * finite.shape[1] for i in range(SHARDS)])
 
 
 @pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), True, "2", None])

@@ -227,7 +227,7 @@ def test_none_gradients_leave_their_variables_alone(mesh_kind):
         grads[1] = None
         return sgd().apply_grads(grads, variables), {}
 
-    result = harness.run(mesh_kind, "all:8", "batch:all", build, models.mlp_batches(2))
+    result = harness.run(mesh_kind, "all:2", "batch:all", build, models.mlp_batches(2))
     np.testing.assert_array_equal(result.variables["b1"], models.mlp_values()["b1"])
     assert np.any(result.variables["w1"] != models.mlp_values()["w1"])
 
@@ -259,7 +259,7 @@ def test_microbatched_step_equals_the_whole_batch(mesh_kind):
         grads, _ = mtf.serialize_training_step(tensors, loss_of, batch, 2)
         return sgd().apply_grads(grads, mesh.graph.trainable_variables), {}
 
-    w = harness.run(mesh_kind, *harness.MESHES["4x2"][:2], build, feeds).variables["w1"]
+    w = harness.run(mesh_kind, *harness.MESHES["2x2"][:2], build, feeds).variables["w1"]
     expected = models.mlp_values()["w1"].astype(float)
     for feed in feeds:
         x, y = feed["x"].astype(float), feed["y"].astype(float)

@@ -7,7 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
 
-SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
+SHAPE, LAYOUT, BATCH_DIMS = harness.MESHES["2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
 SCALE, NORM = 128.0, 0.2
 FACTORS = (1.0, 2.0, 1.0, 4.0)

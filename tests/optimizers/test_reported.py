@@ -61,13 +61,13 @@ def close(actual, expected):
 def test_norms_of_an_update_and_of_its_shards(kind):
     feeds = models.mlp_batches(STEPS)
     make = lambda: gs.CrossShardOptimizer(gs.ClipByGlobalNormOptimizer(sgd(), CLIP))  # noqa: E731
-    steps = run(kind, "4", make, feeds, axes=axes_of("4")).fetched
+    steps = run(kind, "2", make, feeds, axes=axes_of("2")).fetched
     values = start()
     for feed, found in zip(feeds, steps):
         grads = reference.mlp_grads(values, feed["x"], feed["y"])
         close(found["gradient_norm/before_clipping"], norm(grads))
         close(found["gradient_norm/applied"], min(CLIP, norm(grads)))
-        close(found["gradient_norm/of_shards"], shard_norms(values, feed, 4))
+        close(found["gradient_norm/of_shards"], shard_norms(values, feed, 2))
         values = {
             k: v - 0.1 * g * min(1, CLIP / norm(grads))
             for (k, v), g in zip(values.items(), grads.values())
@@ -81,13 +81,13 @@ def test_steps_without_an_update_keep_the_norms_of_the_newest(kind):
     def make():
         clipped = gs.ClipByGlobalNormOptimizer(sgd(), CLIP)
         return gs.GradientAccumulationOptimizer(
-            clipped, K, average_aggregated_gradients=True, axes=axes_of("4")
+            clipped, K, average_aggregated_gradients=True, axes=axes_of("2")
         )
 
-    steps = run(kind, "4", make, feeds).fetched
+    steps = run(kind, "2", make, feeds).fetched
     values, newest = start(), np.nan
     for number, (feed, found) in enumerate(zip(feeds, steps)):
-        close(found["gradient_norm/of_shards"], shard_norms(values, feed, 4))
+        close(found["gradient_norm/of_shards"], shard_norms(values, feed, 2))
         updates = number % K == K - 1
         if updates:
             both = [
@@ -105,15 +105,15 @@ def test_steps_without_an_update_keep_the_norms_of_the_newest(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_by_shard(kind):
     (feed,) = models.mlp_batches(1)
-    axes = axes_of("4")
-    own = np.array(shard_norms(start(), feed, 4))
+    axes = axes_of("2")
+    own = np.array(shard_norms(start(), feed, 2))
     clip = np.median(own)
 
     class Clipping(gs.CrossShardOptimizer):
         def apply_grads(self, grads, variables):
             return super().apply_grads(gs.clip_by_shard_norm(grads, clip, axes)[0], variables)
 
-    (found,) = run(kind, "4", lambda: Clipping(sgd()), [feed], axes=axes).fetched
+    (found,) = run(kind, "2", lambda: Clipping(sgd()), [feed], axes=axes).fetched
     close(found["gradient_norm/of_shards"], own)
     close(found["gradient_norm/of_shards_clipped"], np.minimum(own, clip))
 

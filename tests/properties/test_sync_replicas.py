@@ -133,7 +133,7 @@ def test_all_state_is_the_models_at_every_step(setup):
             deadline=None,
             derandomize=True,
             database=None,
-            max_examples=6,
+            max_examples=4,
         )
         @given(random)
         def agrees(schedule):

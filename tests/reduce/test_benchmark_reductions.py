@@ -52,6 +52,7 @@ def test_a_small_table_has_all_strategies_and_can_be_written(tmp_path, monkeypat
         return reduction_profiles.Profile(f"all:{devices}", "all", [[3], [40, 2], [], [16, 16]])
 
     monkeypatch.setitem(reduction_profiles.PROFILES, "tiny", few)
+    monkeypatch.setattr(reductions, "COPIED_BYTES", 1 << 20)
     only = {"profiles": ("tiny",), "devices": (2, 4)}
     table = reductions.measure(report.Options(rounds=2, quick=True, only=only))
     names = [*reductions.strategies(2), reductions.LIMIT]

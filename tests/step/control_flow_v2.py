@@ -16,7 +16,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 
-MESH, LAYOUT, STEPS, RATE = "all:4", "batch:all", 4, 0.25
+MESH, LAYOUT, STEPS, RATE = "all:2", "batch:all", 4, 0.25
 KNOWN = {"mesh_shape": MESH, "layout": LAYOUT}
 WRAPPERS = {
     "accumulate": lambda opt: gs.GradientAccumulationOptimizer(
@@ -25,8 +25,8 @@ WRAPPERS = {
     "synced": lambda opt: gs.GradientAccumulationOptimizer(
         opt, 2, average_aggregated_gradients=True
     ),
-    "sync_replicas": lambda opt: gs.SyncReplicasOptimizer(opt, replicas_to_aggregate=8, **KNOWN),
-    "one_step": lambda opt: gs.SyncReplicasOptimizer(opt, replicas_to_aggregate=4, **KNOWN),
+    "sync_replicas": lambda opt: gs.SyncReplicasOptimizer(opt, replicas_to_aggregate=4, **KNOWN),
+    "one_step": lambda opt: gs.SyncReplicasOptimizer(opt, replicas_to_aggregate=2, **KNOWN),
     "loss_scale": lambda opt: gs.LossScaleOptimizer(opt, initial_scale=4.0, **KNOWN),
 }
 
@@ -50,7 +50,7 @@ def train(make, kind: str) -> list[float]:
             loss = mtf.reduce_mean(mtf.reduce_sum(value * w, reduced_dim=dims[1]))
             opt = make(mtf.optimize.SgdOptimizer(RATE))
             updates = opt.minimize(loss, global_step=tf.train.get_or_create_global_step())
-            devices = [f"/device:CPU:{i}" for i in range(4)]
+            devices = [f"/device:CPU:{i}" for i in range(2)]
             shape, layout = mtf.convert_to_shape(MESH), mtf.convert_to_layout_rules(LAYOUT)
             impl = made.mesh_impl if made else gs.placement_mesh_impl(shape, layout, devices)
             lowering = mtf.Lowering(graph, {mesh: impl})
@@ -62,7 +62,7 @@ def train(make, kind: str) -> list[float]:
                     session.run(steps, {x: batch(step)})
                 return session.read(w.operation).tolist()
         to_slices = lowering.copy_masters_to_slices()
-        with tf.Session(config=gs.session_config(num_cpu_devices=4)) as session:
+        with tf.Session(config=gs.session_config(num_cpu_devices=2)) as session:
             session.run(tf.global_variables_initializer())
             session.run(to_slices)
             for step in range(STEPS):

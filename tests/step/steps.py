@@ -10,7 +10,7 @@ from tests import harness, models
 
 def lowered(
     make_optimizer: Callable[[], Any],
-    mesh_shape: str = "all:4",
+    mesh_shape: str = "all:2",
     layout: str = "batch:all",
     autostack: bool = True,
 ) -> tuple[mtf.Graph, mtf.Lowering, list[tf.Operation]]:

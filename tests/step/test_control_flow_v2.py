@@ -1,22 +1,18 @@
 """Programs that leave TensorFlow 2's control flow on, as it is when TensorFlow starts."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 
+from tests.forked import Forked
 from tests.step.control_flow_v2 import RATE, STEPS, WRAPPERS, batch
 
 
 def test_wrappers_with_branches_train_as_by_hand():
     # A process of its own: the tests' own has switched to version 1.
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.step.control_flow_v2"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    program = Forked(["-m", "tests.step.control_flow_v2"])
+    assert program.wait(300) == 0, program.errors()[-2000:]
+    found = [json.loads(line) for line in program.output().splitlines()]
     assert [name for name, _, _ in found[::2]] == list(WRAPPERS)
     # Small multiples of 1/32: exact in float32 in any order.
     moved = RATE * sum(batch(step).mean(0) for step in range(STEPS))

@@ -50,5 +50,5 @@ def test_global_step_counts_once_a_step(mesh_kind, kind_of_step):
         optimizer = gs.CrossShardOptimizer(models.OPTIMIZERS["sgd"]())
         return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
 
-    result = harness.run(mesh_kind, "all:4", "batch:all", build, models.mlp_batches(3))
+    result = harness.run(mesh_kind, "all:2", "batch:all", build, models.mlp_batches(3))
     assert result.variables["global_step"] == 3

@@ -17,7 +17,7 @@ from mtf_gradsync.step import Plan
 from mtf_gradsync.step.hook import Planned
 from tests import harness, models
 
-MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
+MESH, LAYOUT, _ = harness.MESHES["2"]
 AXES = {"mesh_shape": MESH, "layout": LAYOUT}
 EPS = np.finfo("f").eps
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -160,7 +160,7 @@ def test_two_lowerings_of_one_graph():
     batch = models.mlp_batches(1)[0]
     inputs = {k: tf.constant(v) for k, v in batch.items()}
     operations = mlp_step(stacked(["synced", "clip"]), mesh, inputs)
-    layouts = [("all:4", "batch:all"), (MESH, LAYOUT), ("one:1", "")]
+    layouts = [harness.MESHES["2x2"][:2], (MESH, LAYOUT), ("one:1", "")]
     lowerings = []
     for number, layout in enumerate(layouts):
         with tf.variable_scope(f"lowering_{number}"):  # slices have names of their own

@@ -39,7 +39,7 @@ def test_momentum_uses_the_velocity_of_the_step_before(mesh_kind):
     feeds = models.mlp_batches(1)
     result = harness.run(
         mesh_kind,
-        "all:4",
+        "all:2",
         "batch:all",
         models.train(lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())),
         feeds,
@@ -81,7 +81,7 @@ def test_variables_that_the_program_assigns_itself_are_read_where_they_are_used(
 def test_variables_written_in_place_are_not_read_for_the_step(fresh_graph):
     lowered(
         lambda: gs.GradientAccumulationOptimizer(
-            models.OPTIMIZERS["sgd"](), 2, mesh_shape="all:4", layout="batch:all"
+            models.OPTIMIZERS["sgd"](), 2, mesh_shape="all:2", layout="batch:all"
         ),
         autostack=False,
     )

@@ -48,13 +48,9 @@ def control_flow_v1() -> Iterator[None]:
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
     """Replaces tensors from outside that a function would otherwise capture.
 
-    Read on TensorFlow 2.12 to 2.21: ``FuncGraph`` hands every tensor that an operation uses to its
-    method ``capture``.
-
-    Args:
-      func_graph: the graph of a ``tf.function`` while it is traced, its default graph then.
-      make: takes a tensor of another graph. Returns a tensor of this one that the function is to
-        use in its place, or None to capture it as usual.
+    Called while a ``tf.function`` is traced, with its graph. `make` returns the tensor to use in
+    place of a tensor of another graph, or None to capture that as usual. Read on TensorFlow 2.12 to
+    2.21: ``FuncGraph`` hands every tensor that an operation uses to its method ``capture``.
     """
     capture = func_graph.capture
 
@@ -85,19 +81,11 @@ class TracedFunction(NamedTuple):
 
 
 def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> TracedFunction:
-    """Runs a function in a graph of its own and returns what it made there.
+    """Runs a function of a tensor for each spec in a graph of its own, and returns what it made.
 
     Nothing is added to the current graph, whether or not the function uses tensors of it. Variables
-    that the function makes would still be listed in the current graph's collections.
-
-    ``FuncGraph`` read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      tf_fn: takes one tensor for each spec and returns a tensor, or a nest of tensors.
-      input_specs: objects with ``shape`` and ``dtype``, such as ``tf.TensorSpec`` or tensors.
-
-    Returns:
-      A `TracedFunction`. Its conditionals and loops are of control flow v2, as in any function.
+    that the function makes would still be listed in the current graph's collections. Conditionals
+    and loops are of control flow v2. ``FuncGraph`` read on TensorFlow 2.12 to 2.21.
     """
     from tensorflow.python.framework import func_graph
 

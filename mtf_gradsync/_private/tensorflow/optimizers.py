@@ -72,16 +72,10 @@ _HYPERPARAMETERS = {
 
 
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
-    """Returns the constructor's arguments of an optimizer of ``tf.compat.v1.train``.
+    """Returns the constructor's arguments, by name, of an optimizer of ``tf.compat.v1.train``.
 
-    Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      optimizer: an optimizer of one of the seven classes, not of a user's subclass.
-      call: whether to call arguments that are functions.
-
-    Returns:
-      Values (numbers, tensors, names or None) by the names of arguments.
+    The optimizer is of one of the seven classes, not of a user's subclass. With `call`, arguments
+    that are functions are called. Read on TensorFlow 2.12 to 2.21.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}

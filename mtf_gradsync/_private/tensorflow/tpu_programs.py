@@ -19,9 +19,6 @@ def summed_together() -> Iterator[None]:
     """Marks the sums over cores that are made inside as one group, under a name of its own.
 
     ``Graph._attr_scope`` read on TensorFlow 2.12 to 2.21.
-
-    Yields:
-      Nothing.
     """
     graph = tf.get_default_graph()
     name = graph.unique_name("summed_together").encode()
@@ -31,17 +28,9 @@ def summed_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
-    """Marks the operations made inside as part of a TPU program.
+    """Marks the operations made inside as part of a TPU program, which begins at `pivot`.
 
     Read on TensorFlow 2.12, which has the class in ``tpu.tpu``, and on 2.13 to 2.21.
-
-    Args:
-      name: name of the program.
-      num_replicas: how many cores run it.
-      pivot: an operation outside that stands for the program's beginning.
-
-    Yields:
-      Nothing.
     """
     from tensorflow.python.tpu import tpu as home
 
@@ -79,14 +68,7 @@ def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Returns one tensor of a TPU program that has another value on every core.
 
-    Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      tensors: one tensor for each core, all of one dtype and shape.
-      name: name of the operation.
-
-    Returns:
-      The tensor, made in whatever contexts are open.
+    The given tensors, one for each core, have one dtype and shape. Read on TensorFlow 2.12 to 2.21.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -95,16 +77,10 @@ def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=None)
 def kernel_devices(op_type: str) -> frozenset[str]:
-    """Returns the kinds of devices that TensorFlow can run a type of operation on.
+    """Returns kinds of devices, such as "CPU", that TensorFlow can run a type of operation on.
 
-    Kept, because TensorFlow looks through thousands of kernels for each answer. Read on
-    TensorFlow 2.12 to 2.21.
-
-    Args:
-      op_type: a type that TensorFlow itself registers.
-
-    Returns:
-      Names such as "CPU"; "DEFAULT" stands for all devices.
+    "DEFAULT" stands for all devices. Kept, because TensorFlow looks through thousands of kernels
+    for each answer. Read on TensorFlow 2.12 to 2.21.
     """
     from tensorflow.python.framework import kernels
 

@@ -25,14 +25,8 @@ def xla_custom_call(
 ) -> tf.Tensor:
     """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
-    Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      operand: its input.
-      target: name of the called function.
-      settings: the call's ``backend_config``.
-      shape: shape of its result, which has the input's dtype.
-      name: name of the operation.
+    `settings` is the call's ``backend_config``. The result has the given shape and the input's
+    dtype. Read on TensorFlow 2.12 to 2.21.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -53,12 +47,8 @@ def cross_replica_scatter(
 ) -> tf.Tensor:
     """Returns this core's part of a sum over groups of the cores of a TPU program.
 
-    ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      tensor: this core's summand.
-      groups: lists of physical core numbers; the member at a position gets the part there.
-      dimension: the dimension to split, which the size of a group divides.
+    The dimension is cut into as many parts as a group has physical core numbers; the member at a
+    position gets the part there. ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -71,16 +61,10 @@ def cross_replica_scatter(
 
 
 def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
-    """Each core of a group of a TPU program hands a row to each.
+    """Each core of a group of a TPU program hands a row of ``[size of a group, ...]`` to each.
 
-    Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      rows: ``[size of a group, ...]``; the member at a position gets the row there.
-      groups: lists of physical core numbers.
-
-    Returns:
-      Of the same shape: the row at a position is from the member there.
+    The member at a position gets the row there, and the row at a position of the result is from the
+    member there. Read on TensorFlow 2.12 to 2.21.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -98,18 +82,10 @@ GATHERS = "_mtf_gradsync_gathers"
 
 
 def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
-    """Returns, on each core of a group of a TPU program, the joined parts of all its cores.
+    """Returns, on each core of a group of a TPU program, the parts of all, joined along `axis`.
 
     TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
     which is the same number of bytes. The operation says by an attribute that it is one.
-
-    Args:
-      part: this core's part.
-      groups: lists of physical core numbers.
-      axis: the axis along which parts stand, in the order of the group.
-
-    Returns:
-      A tensor with the parts of all members along the axis.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -169,15 +145,9 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
 
 def profile_space(serialized: bytes) -> Any:
-    """Reads a profile.
+    """Reads a serialized ``XSpace``, a profile as TensorFlow's and jax's profilers write it.
 
     Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      serialized: a serialized ``XSpace``, as the profilers of TensorFlow and jax write them.
-
-    Returns:
-      The ``XSpace``.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 

@@ -19,7 +19,7 @@ class PendingSum(mtf.LazyAllreduceSum):
       mesh_axes: numbers of the mesh axes to sum over.
       slice_shape: shape of a processor's part, and of a slice of the sum.
       add_counter_fn: Mesh-TF's, to be called when the sum is made.
-      context: the loop or branch that it belongs to.
+      context: the loop or branch that it was made in.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class PendingSum(mtf.LazyAllreduceSum):
         make_part: Callable[[], Any],
         make_reduced: Callable[[PendingSum], Any],
         add_counter_fn: Callable[[], None] | None = None,
-        context: Any = None,
         sources: Sequence[Any] = (),
     ):
         """Describes the sum; makes nothing.
@@ -43,13 +42,12 @@ class PendingSum(mtf.LazyAllreduceSum):
           make_reduced: returns the `LaidOutTensor` of the sum, or calls `set_reduced` with it and
             returns None.
           add_counter_fn: see the attribute.
-          context: see the attribute; None takes the one that is being built.
           sources: the lowered tensors that the sum is computed from, if it is not reduced itself.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
         self.add_counter_fn = add_counter_fn
-        self.context = context or current_context()
+        self.context = current_context()
         self._slice_shape = list(slice_shape)
         self._make_part = make_part
         self._make_reduced = make_reduced

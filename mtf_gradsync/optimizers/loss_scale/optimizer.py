@@ -20,7 +20,7 @@ from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, Plan, Watched, values_after
+from mtf_gradsync.step import Plan, Watched, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales that, like their reciprocals, are far from float32's limits.
@@ -229,7 +229,9 @@ class _SkipNotFinite(Stage):
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
-        self._report(finite, gate, gradients, passed_on, before, step)
+        step.run_when(
+            mtf.logical_not(finite), gate, lambda: self._report(gradients, passed_on, before)
+        )
         after = after_step(before, finite, wrapper._rule)
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
@@ -247,30 +249,19 @@ class _SkipNotFinite(Stage):
         return mtf.less_equal(not_finite(sums, reducer), 0.0)
 
     def _report(
-        self,
-        finite: mtf.Tensor,
-        gate: Gate | None,
-        gradients: GradientSet,
-        passed_on: GradientSet,
-        before: LossScaleState,
-        step: StepBuilder,
-    ) -> None:
-        """Adds the report of gradients that are not finite, for steps with such gradients."""
+        self, gradients: GradientSet, passed_on: GradientSet, before: LossScaleState
+    ) -> list[mtf.Operation]:
+        """Makes the report of gradients that are not finite, for steps with such gradients."""
         wrapper = self._wrapper
+        found: list[mtf.Tensor] = []
         axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
-        wrapper._skip_report = None
-
-        def report() -> list[mtf.Operation]:
-            found = []
-            if axes:
-                of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
-                found.append(mtf.anonymize(of_shards.outputs[0]))
-            of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
-            found.append(mtf.anonymize(of_sums.outputs[0]))
-            wrapper._skip_report = ReportNotFinite(found, before.skipped, names, wrapper.name)
-            return [wrapper._skip_report]
-
-        step.run_when(mtf.logical_not(finite), gate, report)
+        if axes:
+            of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
+            found.append(mtf.anonymize(of_shards.outputs[0]))
+        of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
+        found.append(mtf.anonymize(of_sums.outputs[0]))
+        wrapper._skip_report = ReportNotFinite(found, before.skipped, names, wrapper.name)
+        return [wrapper._skip_report]
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:

@@ -147,7 +147,7 @@ class OuterOptimizer(ReportsSkips):
     @property
     def plain_reducer(self) -> Strategy:
         """The strategy for flags and counts, without compression."""
-        apart = getattr(self.reducer, "reduces_gradients_apart", False)
+        apart = getattr(self.reducer, "has_gradient_reduction", False)
         return FusedAllReduce() if apart else self.reducer
 
     def stages(self) -> list[Stage]:

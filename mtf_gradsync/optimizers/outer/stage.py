@@ -99,7 +99,7 @@ class OuterSteps(Stage):
         gate = step.gate(step.passed_on[-1].present)
         step.write([mtf.assign(self._state.inner_step, count)], gate)
         period, fragments = wrapper.inner_steps, wrapper.fragments
-        by_rows = getattr(wrapper.reducer, "reduces_gradients_apart", False)
+        by_rows = getattr(wrapper.reducer, "has_gradient_reduction", False)
         parts = fragments_of(self._variables, fragments, self._islands, by_rows)
         writes: list[mtf.Operation] = []
         for number, owners in enumerate(parts, 1):

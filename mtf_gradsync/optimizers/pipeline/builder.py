@@ -10,6 +10,7 @@ from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.pending import Cause
 from mtf_gradsync.gradients.recoverable import mixed_gradients
 from mtf_gradsync.gradients.scatter import scatter_gradients
+from mtf_gradsync.gradients.stage import dims_to_sum
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
 from mtf_gradsync.optimizers.pipeline.conditions import StepConditions
@@ -198,10 +199,7 @@ class StepBuilder(StepConditions):
         if not given:
             return gradients
         gradients = self._by_strategy(gradients, reduction, extra)
-        dims = [
-            [d for d in g.shape.dims if d not in v.shape.dims]
-            for g, v in zip(gradients.present, gradients.owners)
-        ]
+        dims = dims_to_sum(gradients.present, gradients.owners)
         strategy = reduction.strategy
         sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
         self._note(given, sums, strategy)

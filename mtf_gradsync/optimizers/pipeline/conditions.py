@@ -54,7 +54,7 @@ class StepConditions:
         """
         if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(due, tf.int32)
-        self._branches.enter_context(self._branch(due, gate, behind, as_call, at_end))
+        self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
 
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
         """Returns a boolean of gradients that is the same on all processors of the mesh.
@@ -70,7 +70,12 @@ class StepConditions:
 
     @contextlib.contextmanager
     def branch_when(
-        self, due: mtf.Tensor, gate: Gate | None, behind: Sequence[mtf.Operation]
+        self,
+        due: mtf.Tensor,
+        gate: Gate | None,
+        behind: Sequence[mtf.Operation],
+        as_call: bool = False,
+        at_end: Callable[[], Sequence[mtf.Operation]] = list,
     ) -> Iterator[None]:
         """Adds operations that are made inside the block to a branch that some steps skip.
 
@@ -78,9 +83,16 @@ class StepConditions:
           due: a boolean scalar, the same on all processors.
           gate: the point of the step that the branch waits for; None inside another branch.
           behind: operations of the step that the branch waits for, too.
+          as_call: as for `Conditional`.
+          at_end: as for `only_when`.
         """
-        with self._branch(due, gate, behind, as_call=False, at_end=list):
+        branch = Branch(self.plan)
+        self._lists.append(branch.updates)
+        with branch.opened():
             yield
+            branch.updates.extend(at_end())
+        self._lists.pop()
+        self.add(Conditional(due, gate, branch, behind, as_call).updates)
 
     def run_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
@@ -97,20 +109,3 @@ class StepConditions:
         if gate is not None:
             gate.hold(writes)
         self.add(writes)
-
-    @contextlib.contextmanager
-    def _branch(
-        self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        behind: Sequence[mtf.Operation],
-        as_call: bool,
-        at_end: Callable[[], Sequence[mtf.Operation]],
-    ) -> Iterator[None]:
-        branch = Branch(self.plan)
-        self._lists.append(branch.updates)
-        with branch.opened():
-            yield
-            branch.updates.extend(at_end())
-        self._lists.pop()
-        self.add(Conditional(due, gate, branch, behind, as_call).updates)

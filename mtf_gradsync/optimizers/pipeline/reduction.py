@@ -31,7 +31,7 @@ class Reduction(NamedTuple):
     @property
     def reduces_gradients(self) -> bool:
         """Whether the strategy reduces gradients by `reduce_gradients`."""
-        return bool(getattr(self.strategy, "reduces_gradients_apart", False))
+        return bool(getattr(self.strategy, "has_gradient_reduction", False))
 
 
 class Partition(NamedTuple):

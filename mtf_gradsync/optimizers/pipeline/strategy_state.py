@@ -46,26 +46,14 @@ class _Maker(StateMaker):
         owner = owners.get(owner_of(name, owners) or "")
         piece = owner if isinstance(owner, Piece) else None
         if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
-            return self._of_piece(piece, name, dtype, shard_dims, start)
-        if piece is not None:
-            name = f"{name}/{piece.number}"
-        made = self._new(name, shape, dtype, shard_dims, start, begins_anew)
-        self.made.append(made)
-        return made
-
-    def _of_piece(
-        self,
-        piece: Piece,
-        name: str,
-        dtype: tf.DType,
-        shard_dims: Sequence[mtf.Dimension],
-        start: float,
-    ) -> PieceOfState:
-        """Makes a piece of a variable's state, so that checkpoints do not depend on the pieces."""
-        if name not in piece.errors:
-            shape = piece.variable.shape
-            piece.errors[name] = self._new(name, shape, dtype, shard_dims, start, False)
-        made = PieceOfState(piece.errors[name], piece, shard_dims)
+            # A piece of the variable's state, so that checkpoints do not depend on the pieces.
+            if name not in piece.errors:
+                full = piece.variable.shape
+                piece.errors[name] = self._new(name, full, dtype, shard_dims, start, False)
+            made = PieceOfState(piece.errors[name], piece, shard_dims)
+        else:
+            name = name if piece is None else f"{name}/{piece.number}"
+            made = self._new(name, shape, dtype, shard_dims, start, begins_anew)
         self.made.append(made)
         return made
 
@@ -169,22 +157,15 @@ def reduce_gradients(
         _check_state(state, maker.made, reduction.strategy)
         made = ReduceGradients(given, variables, shard_dims, axes, reduction.strategy, state)
         replaced.update(zip(variables, made.sums))
-        new_state += [_of_variable(held, value) for held, value in made.new_state]
+        for held, value in made.new_state:
+            is_piece = isinstance(held, PieceOfState)
+            new_state.append((held.variable, held.put_back(value)) if is_piece else (held, value))
         if maker.compression is not None:
             compressions.append(maker.compression)
             _log(reduction, maker.compression)
     grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
     return ReducedGradients(
         gradients.with_grads(grads), frozenset(replaced), new_state, compressions
-    )
-
-
-def _of_variable(
-    held: mtf.Variable | PieceOfState, value: mtf.Tensor
-) -> tuple[mtf.Variable, mtf.Tensor]:
-    """Returns a variable of the state and its new value."""
-    return (
-        (held.variable, held.put_back(value)) if isinstance(held, PieceOfState) else (held, value)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Callable, Sequence
+from typing import Sequence
 
 import numpy as np
 
@@ -21,12 +21,6 @@ from mtf_gradsync.step import Branch, WriteInPlace, values_after
 _logger = logging.getLogger("mtf_gradsync")
 
 
-def in_branch(branch: Branch | None, make: Callable[[], mtf.Tensor]) -> mtf.Tensor:
-    """Calls a function in a branch of the step; without a branch if that is None."""
-    with branch.opened() if branch else contextlib.nullcontext():
-        return make()
-
-
 def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
     """Returns the norm of gradients before they were clipped; None if they were not."""
     clipping = clipping_of(grads)
@@ -38,9 +32,10 @@ def norm_of_reduced(
 ) -> mtf.Tensor:
     """Returns the norm of reduced gradients, for clipped ones from the norm before."""
     clipping = clipping_of(grads)
-    if clipping is not None and not clipping.norm.shape.ndims:
-        return in_branch(branch, lambda: mtf.multiply(clipping.norm, clipping.factor))
-    return in_branch(branch, lambda: global_norm(grads, strategy))
+    with branch.opened() if branch else contextlib.nullcontext():
+        if clipping is not None and not clipping.norm.shape.ndims:
+            return mtf.multiply(clipping.norm, clipping.factor)
+        return global_norm(grads, strategy)
 
 
 def norms_of_shards(

@@ -59,7 +59,39 @@ class _UpdateParts(Stage):
         step: StepBuilder,
         apply_inner: Callable[[GradientSet], list[mtf.Operation]],
     ) -> list[mtf.Operation]:
-        return self._wrapper._update_parts(gradients, apply_inner)
+        del step
+        wrapper = self._wrapper
+        shape_of = wrapper.partition().shape_of
+        parts: dict[mtf.Variable, PartOfVariable] = {}
+        inner = list(gradients.variables)
+        for index, (grad, variable) in enumerate(zip(gradients.grads, gradients.variables)):
+            shape = shape_of(variable) if grad is not None else None
+            if shape is not None:
+                inner[index] = parts[variable] = wrapper._part(variable, shape)
+        graph = gradients.graph
+        before = set(graph.operations)
+        updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
+        made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
+        # The layout splits slots of a part's shape already.
+        names = [v.name for v in parts]
+        unsplit = [
+            s
+            for s in made
+            if owner_of(s.name, names)
+            and wrapper.axes.free_shard_dims(s.shape) == wrapper.axes.shard_dims
+        ]
+        min_size = max(wrapper._min_size, slots.MIN_GATHERED_SIZE)
+        gathers = slots.partition_slots(
+            unsplit, updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
+        )
+        owners = {owner_of(s.name, names) for s in unsplit} if gathers else set()
+        wrapper._with_gathered_slots.update(v for v in parts if v.name in owners)
+        assign_gathered(updates, parts)
+        log_savings(wrapper.name, wrapper.axes, made, list(parts), gradients.owners)
+        first = [*made, *gathers]
+        others = [op for op in graph.operations if op not in before and op not in first]
+        group_sums([*first, *others], wrapper.axes, wrapper.reducer)
+        return updates
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -192,43 +224,6 @@ class ShardedUpdateOptimizer(Wrapper):
             self.axes, self.reducer, lambda v: self.part_of(v) if splits else None, self.name
         )
 
-    def _update_parts(
-        self,
-        gradients: GradientSet,
-        apply_inner: Callable[[GradientSet], list[mtf.Operation]],
-    ) -> list[mtf.Operation]:
-        shape_of = self.partition().shape_of
-        parts: dict[mtf.Variable, PartOfVariable] = {}
-        inner = list(gradients.variables)
-        for index, (grad, variable) in enumerate(zip(gradients.grads, gradients.variables)):
-            shape = shape_of(variable) if grad is not None else None
-            if shape is not None:
-                inner[index] = parts[variable] = self._part(variable, shape)
-        graph = gradients.graph
-        before = set(graph.operations)
-        updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
-        made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
-        # The layout splits slots of a part's shape already.
-        names = [v.name for v in parts]
-        unsplit = [
-            s
-            for s in made
-            if owner_of(s.name, names)
-            and self.axes.free_shard_dims(s.shape) == self.axes.shard_dims
-        ]
-        min_size = max(self._min_size, slots.MIN_GATHERED_SIZE)
-        gathers = slots.partition_slots(
-            unsplit, updates, lambda shape: slot_shapes(shape, self.axes, min_size)
-        )
-        owners = {owner_of(s.name, names) for s in unsplit} if gathers else set()
-        self._with_gathered_slots.update(v for v in parts if v.name in owners)
-        assign_gathered(updates, parts)
-        log_savings(self.name, self.axes, made, list(parts), gradients.owners)
-        first = [*made, *gathers]
-        others = [op for op in graph.operations if op not in before and op not in first]
-        group_sums([*first, *others], self.axes, self.reducer)
-        return updates
-
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
         """Returns the part of a variable: one object for all updates, by which slots are found."""
         new = PartOfVariable(variable, shape)
@@ -254,10 +249,6 @@ class ShardedUpdateOptimizer(Wrapper):
                         "a scalar, or use the optimizer without ShardedUpdateOptimizer."
                     )
 
-    def _why_unsplit(self, shape: mtf.Shape) -> str:
-        fixed_dims = self._fixed_dims()
-        return why_unsplit(shape, self.axes, fixed_dims, self._min_size)
-
     def check(self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError if no variable can be split, or if one cannot be updated again."""
         given = [v for g, v in zip(grads, variables) if g is not None]
@@ -275,8 +266,9 @@ class ShardedUpdateOptimizer(Wrapper):
         self._checks_tiles = False
         if any(self.part_of(v) is not None for v in given):
             return
+        limits = self.axes, self._fixed_dims(), self._min_size
         lines = [
-            f"\n  {v.name!r} of shape {v.shape.to_string} {self._why_unsplit(v.shape)}"
+            f"\n  {v.name!r} of shape {v.shape.to_string} {why_unsplit(v.shape, *limits)}"
             for v in given
         ]
         raise ValueError(

@@ -18,16 +18,13 @@ class NoAveragesError(ValueError):
     """A graph or checkpoint has no moving averages of its variables."""
 
 
-def check_averages_kept(graph: tf.Graph | None = None) -> None:
-    """Checks that training keeps moving averages.
-
-    Args:
-      graph: the graph of the training step, with the optimizer's state; None takes the default one.
+def check_averages_kept() -> None:
+    """Checks that training, whose step the default graph has, keeps moving averages.
 
     Raises:
       NoAveragesError: the graph has no moving averages.
     """
-    variables = (graph or tf.get_default_graph()).get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
+    variables = tf.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
         raise NoAveragesError(
             "evaluate_with_averages needs an optimizer that keeps moving averages, and none does: "

@@ -157,18 +157,14 @@ def write_changed(
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     copied = sorted(set(dtypes if only is None else only) - set(new))
     with tf.Graph().as_default():
-        values = (
-            list(
-                tf.raw_ops.RestoreV2(
-                    prefix=path,
-                    tensor_names=copied,
-                    shape_and_slices=[""] * len(copied),
-                    dtypes=[dtypes[name] for name in copied],
-                )
+        values: Any = []
+        if copied:
+            values = tf.raw_ops.RestoreV2(
+                prefix=path,
+                tensor_names=copied,
+                shape_and_slices=[""] * len(copied),
+                dtypes=[dtypes[name] for name in copied],
             )
-            if copied
-            else []
-        )
         inputs = {name: tf.placeholder(value.dtype, value.shape) for name, value in new.items()}
         save = tf.raw_ops.SaveV2(
             prefix=target,

@@ -58,19 +58,15 @@ class Encoded(NamedTuple):
 
 
 def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Quantizes blocks of numbers.
+    """Quantizes blocks of numbers, float32 ``[..., numbers of a block]``.
 
     A scale is the largest absolute value in the block, divided by the largest whole number, rounded
     to the 8 bits of bfloat16. So a whole number times a scale is exact in float32, and so is the
     quantization error, on every device.
 
-    Args:
-      x: float32, `[..., numbers of a block]`.
-      blocks: the quantization.
-
     Returns:
-      The fields of `Encoded`, and the quantization error: x minus its `decode`d value, 0 in a
-      block with a number that is not finite.
+      The fields of `Encoded`, and the quantization error: x minus its `decode`d value, 0 in a block
+      with a number that is not finite.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
     top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
@@ -92,15 +88,9 @@ def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
 
 
 def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
-    """Arranges tensors one after the other in blocks, each tensor padded with zeros.
+    """Arranges tensors of one dtype one after the other in blocks, each tensor padded with zeros.
 
-    Args:
-      values: tensors of one dtype.
-      blocks: the quantization.
-      parts: the number of equal parts to cut the blocks into, after more padding.
-
-    Returns:
-      `[parts, blocks of a part, numbers of a block]`.
+    Returns ``[parts, blocks of a part, numbers of a block]``, after more padding.
     """
     pieces, count = [], 0
     for x in values:

@@ -15,16 +15,9 @@ from mtf_gradsync.mesh.topology import memories
 def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
     """Sends one row of each processor's slice to each member of its group.
 
-    On a SIMD mesh it is one AllToAll; on a placement mesh only the rows are copied between devices.
-
-    Args:
-      mesh_impl: the mesh.
-      value: a `LaidOutTensor` with slices `[size of a group, ...]`; the row at a position is for
-        the member there.
-      groups: the processors.
-
-    Returns:
-      A `LaidOutTensor` of the same shape: the row at a position is from the member there.
+    Slices are ``[size of a group, ...]``. The row at a position is for the member there; in the
+    result it is from the member there. On a SIMD mesh it is one AllToAll; on a placement mesh only
+    the rows are copied between devices.
     """
     if is_simd(mesh_impl):
         physical = _physical(mesh_impl, groups)
@@ -50,11 +43,6 @@ def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
     On a SIMD mesh it is one AllToAll, which XLA devices run as an all-gather; on a placement mesh
     the slices are stacked once in each memory.
-
-    Args:
-      mesh_impl: the mesh.
-      value: a `LaidOutTensor`.
-      groups: the processors.
 
     Returns:
       A `LaidOutTensor` with slices `[size of a group, ...]`, in the order of the group.

@@ -61,16 +61,11 @@ def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
 
 
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    """Makes the columns of matrices orthonormal, by Gram-Schmidt, twice for each column.
+    """Makes the columns of float32 ``[rows, rank]`` matrices orthonormal, by Gram-Schmidt.
 
-    A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
-    number that is not finite becomes NaN.
-
-    Args:
-      matrices: float32, `[rows, rank]`; those of one shape are processed together.
-
-    Returns:
-      Matrices of the same shapes.
+    Each column is made so twice. A column that is spanned by those before it, up to rounding,
+    becomes zeros. A matrix with a number that is not finite becomes NaN. Matrices of one shape are
+    processed together.
     """
     result: list[tf.Tensor] = [matrices[0]] * len(matrices)
     alike: dict[tuple[int, ...], list[int]] = {}

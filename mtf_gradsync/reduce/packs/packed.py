@@ -36,17 +36,9 @@ def packed_all_reduce(
 ) -> list[Any]:
     """Sums values over groups, in packs of one dtype each.
 
-    Args:
-      mesh_impl: the mesh.
-      values: `LaidOutTensor`s.
-      groups: the processors that sum with each other.
-      sum_fn: sums one pack.
-      planner: decides which parts of which tensors make a pack.
-      turns: counter of packs, which spreads them over the devices; None begins at 0.
-
-    Returns:
-      `LaidOutTensor`s of the same shapes and dtypes, in the same order. Tensors without elements
-      and values of groups of one processor are returned as they are.
+    `planner` decides which parts of which tensors make a pack, `sum_fn` sums one. `turns` counts
+    packs, which spreads them over the devices. Tensors without elements and values of groups of one
+    processor are returned as they are.
 
     Raises:
       ValueError: a value is not a dense numeric tensor of known shape.
@@ -130,17 +122,7 @@ def _on_sums(
     sums: Sequence[Any],
     num_results: int,
 ) -> Sequence[Any]:
-    """Applies a function that only copies to sums, which processors may share.
-
-    Args:
-      mesh_impl: the mesh.
-      fn: makes a tuple of `num_results` slices with the same elements from slices.
-      sums: `LaidOutTensor`s.
-      num_results: the number of results.
-
-    Returns:
-      `num_results` `LaidOutTensor`s.
-    """
+    """Applies a function of slices that only copies to sums, which processors may share."""
     itemsize = sums[0].tensor_list[0].dtype.size
     num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)
     if is_simd(mesh_impl) or num_bytes < MESSAGE_BYTES * num_results:

@@ -20,14 +20,7 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the way to pack: the first of these that is not 0.
-
-        Args:
-          num_packs: the number of equal packs that all tensors, laid end to end, are split into;
-            the last one takes the rest.
-          agg_small_grads_max_bytes: the largest tensor, in bytes per processor, that is packed with
-            others; larger ones are not packed.
-          agg_small_grads_max_group: most tensors in such a pack; 0 packs none.
+        """Sets the way to pack, as `AllReduce` describes: the first argument that is not 0.
 
         Raises:
           ValueError: an argument is negative or not a whole number.

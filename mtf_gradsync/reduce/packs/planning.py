@@ -29,19 +29,10 @@ Planner = Callable[[Sequence[int], int], Packs]
 def plan_buckets(
     num_bytes: Sequence[int], bucket_bytes: int, packed_bytes: int | None = None
 ) -> list[list[int]]:
-    """Groups tensors into buckets of at most bucket_bytes.
+    """Groups tensors into buckets of at most bucket_bytes; returns their indices.
 
-    Each tensor goes into the first bucket that has room for it (first fit). A tensor that is
-    larger than a bucket, or than packed_bytes, is alone in its bucket.
-
-    Args:
-      num_bytes: size of each tensor in bytes, 0 or more.
-      bucket_bytes: largest size of a bucket that holds more than one tensor; 0 keeps every
-        tensor alone.
-      packed_bytes: largest tensor that shares a bucket; None for all that fit.
-
-    Returns:
-      Lists of indices into num_bytes; each index is in one of them, in rising order.
+    Each tensor goes into the first bucket that has room for it (first fit). A tensor that is larger
+    than a bucket, or than packed_bytes, is alone in its bucket.
     """
     buckets: list[list[int]] = []
     rooms: list[int] = []
@@ -61,12 +52,7 @@ def plan_buckets(
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Groups small tensors by number; each other tensor is a group of its own.
-
-    Args:
-      num_bytes: size of each tensor in bytes.
-      max_bytes: largest tensor that is small; 0 keeps every tensor alone.
-      max_group: most tensors in a group; 0 keeps every tensor alone.
+    """Groups tensors of up to max_bytes by number; each other tensor is a group of its own.
 
     Returns:
       Lists of indices into num_bytes; each index is in one of them, in rising order.
@@ -85,41 +71,21 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """Makes one pack of each group, with all elements of its tensors.
-
-    Args:
-      groups: indices of tensors.
-      sizes: size of each tensor in elements.
-
-    Returns:
-      A pack for each group.
-    """
+    """Makes one pack of each group of indices, with all elements of its tensors."""
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
     """Lays tensors end to end and splits them evenly; the last pack takes the rest.
 
-    Args:
-      sizes: size of each tensor in elements.
-      num_packs: the number of packs, 1 or more.
-
-    Returns:
-      The packs that are not empty; with fewer elements than packs only the last one.
+    `sizes` are in elements. Empty packs are not returned: with fewer elements than packs there is
+    only the last one.
     """
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
 
 def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
-    """Splits a pack evenly; the last part takes the rest.
-
-    Args:
-      pack: pieces, laid end to end.
-      parts: the number of parts, 1 or more.
-
-    Returns:
-      The parts that are not empty.
-    """
+    """Splits a pack evenly; the last part takes the rest. Empty parts are not returned."""
     share = sum(piece.stop - piece.start for piece in pack) // parts
 
     def part_of(position: int) -> int:

@@ -15,20 +15,11 @@ from mtf_gradsync.reduce.parts.on_simd import gather_together
 def all_gather(
     mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
 ) -> list[Any]:
-    """Full slices on each processor, from the parts that processors hold.
+    """Full slices on each processor, from the parts that belong to its coordinates.
 
     On a SIMD mesh all parts are sent in one group of collectives. On a placement mesh each slice is
-    joined once per memory; between memories small parts are sent in buckets.
-
-    Args:
-      mesh_impl: the mesh.
-      parts: `LaidOutTensor`s; a processor's slice is the part that belongs to its coordinates.
-      cuts: for each tensor, how its full slice was cut into the parts.
-      bucket_bytes: on a placement mesh: most bytes per processor that a bucket of several parts
-        holds.
-
-    Returns:
-      `LaidOutTensor`s of the dtypes of parts, in the same order.
+    joined once per memory; between memories small parts are sent in buckets of bucket_bytes per
+    processor. `cuts` says for each tensor how its full slice was cut.
     """
     if is_simd(mesh_impl):
         return gather_together(mesh_impl, parts, cuts)

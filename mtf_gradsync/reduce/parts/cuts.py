@@ -44,13 +44,7 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
     """Each processor's part of its slice, by the processor's coordinates. Nothing is sent.
 
-    Args:
-      mesh_impl: the mesh.
-      value: a `LaidOutTensor` that is the same for all processors along the axes of the cuts.
-      cuts: how to cut its slices.
-
-    Returns:
-      A `LaidOutTensor` of the parts, with shape `part_shape` on each processor.
+    The value is the same for all processors along the axes of the cuts.
     """
     if not cuts:
         return value
@@ -126,15 +120,9 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Groups of tensors to send as one: of one dtype, and cut along the same mesh axes.
+    """Positions of tensors to send as one: of one dtype, and cut along the same mesh axes.
 
-    Args:
-      tensors: `LaidOutTensor`s.
-      cuts: for each tensor, its cuts.
-      bucket_bytes: most bytes per processor that a bucket of several tensors holds.
-
-    Returns:
-      Positions of tensors, bucket by bucket.
+    A bucket of several tensors has at most bucket_bytes per processor.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):

@@ -36,16 +36,9 @@ _WRITTEN_IN_PLACE = 64 * 1024
 def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
-    """Each processor's part of sums over groups of processors (a reduce-scatter).
+    """Each core's part of sums over groups of cores along mesh axes (a reduce-scatter).
 
-    Args:
-      mesh_impl: a SIMD mesh.
-      values: `LaidOutTensor`s.
-      groups: the groups of processors to sum over, along mesh axes.
-      cuts: for each value, how its sum is cut, along some of the axes of the groups.
-
-    Returns:
-      `LaidOutTensor`s of the dtypes of values, in the same order.
+    `cuts` says for each value how its sum is cut, along some of the axes of the groups.
     """
     results: list[Any] = [None] * len(values)
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
@@ -58,16 +51,7 @@ def scatter_together(
 
 
 def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    """Full slices on each processor, from the parts that processors hold (an all-gather).
-
-    Args:
-      mesh_impl: a SIMD mesh.
-      parts: `LaidOutTensor`s; a processor's slice is the part that belongs to its coordinates.
-      cuts: for each tensor, how its full slice was cut into the parts.
-
-    Returns:
-      `LaidOutTensor`s of the dtypes of parts, in the same order.
-    """
+    """Full slices on each core, from the parts that belong to its coordinates (an all-gather)."""
     results: list[Any] = [None] * len(parts)
     with summed_together():
         for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):

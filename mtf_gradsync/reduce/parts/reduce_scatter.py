@@ -29,21 +29,11 @@ def reduce_scatter(
     cuts: Sequence[Cuts],
     bucket_bytes: int,
 ) -> list[Any]:
-    """Each processor's part of sums over groups of processors.
+    """Each processor's part of sums over groups of processors along mesh axes.
 
     On a SIMD mesh all values are sent in one group of collectives. On a placement mesh each
-    processor adds up its part of a bucket.
-
-    Args:
-      mesh_impl: the mesh.
-      values: `LaidOutTensor`s.
-      groups: the groups of processors to sum over, along mesh axes.
-      cuts: for each value, how its sum is cut, along some of the axes of the groups.
-      bucket_bytes: on a placement mesh: most bytes per processor that a bucket of several values
-        holds.
-
-    Returns:
-      `LaidOutTensor`s of the dtypes of values, in the same order.
+    processor adds up its part of a bucket, which has at most bucket_bytes per processor. `cuts`
+    says for each value how its sum is cut, along some of the axes of the groups.
     """
     if is_simd(mesh_impl):
         return scatter_together(mesh_impl, values, groups, cuts)

@@ -36,8 +36,8 @@ class GradientStrategy(Strategy):
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
 
     @property
-    def reduces_gradients_apart(self) -> bool:
-        """See `Strategy.reduces_gradients_apart`."""
+    def has_gradient_reduction(self) -> bool:
+        """See `Strategy.has_gradient_reduction`."""
         return True
 
     @abc.abstractmethod

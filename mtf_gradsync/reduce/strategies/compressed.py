@@ -116,9 +116,9 @@ class CompressedAllReduce(Strategy):
         return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
 
     @property
-    def reduces_gradients_apart(self) -> bool:
-        """See `Strategy.reduces_gradients_apart`; as the inner strategy."""
-        return bool(getattr(self.reducer, "reduces_gradients_apart", False))
+    def has_gradient_reduction(self) -> bool:
+        """See `Strategy.has_gradient_reduction`; as the inner strategy."""
+        return bool(getattr(self.reducer, "has_gradient_reduction", False))
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """See `Strategy.gradient_state`; the inner strategy's."""

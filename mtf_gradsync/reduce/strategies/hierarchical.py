@@ -180,9 +180,6 @@ class HierarchicalAllReduce(Strategy):
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
     """Returns the entries of a specification, with defaults filled in.
 
-    Args:
-      spec: as for `HierarchicalAllReduce`.
-
     Raises:
       ValueError: spec is not a valid specification.
     """

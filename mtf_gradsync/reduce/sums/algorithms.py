@@ -33,16 +33,10 @@ def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def in_order(total: tf.Tensor) -> tf.Tensor:
-    """Makes an AddN add its inputs in their order.
+    """Makes an AddN add its inputs in their order; nothing happens to other tensors.
 
     TensorFlow's kernel begins with the first input whose memory nothing else uses at that moment:
     see `docs/races.md`.
-
-    Args:
-      total: a tensor that has just been made; nothing happens if it does not come from an AddN.
-
-    Returns:
-      The same tensor.
     """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:

@@ -45,20 +45,12 @@ def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int
 def inner_groups(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> list[list[int]]:
-    """Splits a group into inner groups, whose members have fast links.
+    """Splits a group of processor numbers into inner groups, whose members have fast links.
 
-    With outer_axes, members of an inner group do not differ along these axes. Without, a mesh whose
-    devices are in several processes is split by process. Any other mesh is split along the first
-    mesh axis that the group runs along, Mesh-TF's slowest; a group along a single axis is one inner
-    group.
-
-    Args:
-      mesh_impl: the mesh.
-      group: processor numbers.
-      outer_axes: mesh axes by name or number, or None.
-
-    Returns:
-      Lists of processor numbers, in the order in which they appear in `group`.
+    With outer_axes (names or numbers), members of an inner group do not differ along these axes.
+    Without, a mesh whose devices are in several processes is split by process. Any other mesh is
+    split along the first mesh axis that the group runs along, Mesh-TF's slowest; a group along a
+    single axis is one inner group.
 
     Raises:
       ValueError: an outer axis is not on the mesh.
@@ -75,14 +67,8 @@ def level_groups(
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
     """Returns the groups of the first sum, and those that sum the results.
 
-    Args:
-      mesh_impl: the mesh.
-      groups: the processors that sum with each other.
-      outer_axes: mesh axes by name or number, or None.
-
-    Returns:
-      Inner and outer groups: the first members of a group's inner groups make one outer group, the
-      second members another one, and so on. None if inner groups differ in size.
+    The first members of a group's inner groups make one outer group, the second members another
+    one, and so on. None if inner groups differ in size.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:

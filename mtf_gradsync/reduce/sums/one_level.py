@@ -47,18 +47,7 @@ def placement_all_reduce(
     """Sums over groups of a placement mesh.
 
     Groups with the same tensors in the same memories, as on a mesh that shares copies, sum them
-    once and share the sum.
-
-    Args:
-      mesh_impl: a `PlacementMeshImpl`.
-      value: a `LaidOutTensor`.
-      groups: the processors that sum with each other.
-      turn: the number of the member that adds up, modulo the group's size; different turns spread
-        the work over the devices.
-      group_sum: the algorithm.
-
-    Returns:
-      A `LaidOutTensor`.
+    once and share the sum. The member of the number `turn`, modulo the group's size, adds up.
     """
     slices = value.tensor_list
     result: list[Any] = [None] * len(slices)

@@ -18,20 +18,10 @@ def say_where_sums_overflow(
     groups: ProcessorGroups,
     in_parts: bool = False,
 ) -> list[Any]:
-    """Prints a message when sums of finite values are not finite.
+    """Returns results that, when used, print a message where sums of finite values are not finite.
 
-    The values are read only on steps with a sum that is not finite.
-
-    Args:
-      mesh_impl: a `PlacementMeshImpl`.
-      values: `LaidOutTensor`s before rounding.
-      sums: their sums, in the narrow dtype.
-      results: tensors computed from the sums; using any of them runs the check.
-      groups: the processors that summed with each other.
-      in_parts: whether each processor of a group has only a part of the sum.
-
-    Returns:
-      `results`, which depend on the check.
+    The values, before rounding, are read only on steps with a sum (in the narrow dtype) that is not
+    finite. `in_parts` says that each processor of a group has only a part of the sum.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]

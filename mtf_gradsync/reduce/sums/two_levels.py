@@ -17,20 +17,11 @@ from mtf_gradsync.reduce.sums.one_level import SumFn, simd_all_reduce
 def placement_two_levels(
     mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
 ) -> SumFn:
-    """Makes a function that sums within inner groups, then over them.
+    """Makes a function that sums within inner groups (`levels.inner_groups`), then over them.
 
     Only one member of each inner group takes part in the outer sum, and the others read the result
     from it. Groups with the same tensors in the same memories, as on a mesh that shares copies, sum
     them once.
-
-    Args:
-      mesh_impl: a `PlacementMeshImpl`.
-      inner_sum: sums an inner group.
-      outer_sum: sums over the inner groups.
-      outer_axes: as for `levels.inner_groups`.
-
-    Returns:
-      The function that sums a value.
     """
 
     def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -78,17 +69,9 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
 def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool) -> SumFn:
     """Makes a function that sums along the inner axes, then along the outer ones.
 
-    All cores run one program, so that each of them takes part in the outer sum. With `scatter`
-    each sends only a part of the tensor over the outer axes; one more sum along the inner axes
-    joins the parts.
-
-    Args:
-      mesh_impl: a `SimdMeshImpl`.
-      outer_axes: as for `levels.inner_groups`.
-      scatter: whether cores of an inner group share the outer sum.
-
-    Returns:
-      The function that sums a value.
+    All cores run one program, so that each of them takes part in the outer sum. With `scatter` each
+    sends only a part of the tensor over the outer axes; one more sum along the inner axes joins the
+    parts.
     """
 
     def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:

@@ -24,15 +24,8 @@ def choose_checkpoint(
 ) -> Start:
     """Finds the newest checkpoint of a directory, and reads all of it to see that it is intact.
 
-    Args:
-      model_dir: the directory.
-      skip_damaged: whether to go on from an older checkpoint where the newest is damaged, whose
-        files are put aside then.
-      say: called with each line about a problem.
-      skip_setting: name of the setting that sets `skip_damaged`, for the error.
-
-    Returns:
-      Where a run begins.
+    With `skip_damaged` the run goes on from an older checkpoint where the newest is damaged, whose
+    files are put aside then. `say` takes each line about a problem.
 
     Raises:
       ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older

@@ -39,9 +39,6 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
       path: the checkpoint.
       variables: tf variables that are to be restored.
 
-    Returns:
-      The differences.
-
     Raises:
       ConfigError: if the checkpoint cannot be read.
     """
@@ -75,13 +72,7 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:
     """Raises an error before anything is restored if a checkpoint is of another configuration.
 
-    Args:
-      path: the checkpoint to go on from.
-      variables: all tf variables of the graph.
-      accept: whether variables that only one of them has are accepted.
-
-    Returns:
-      The differences that were accepted.
+    Returns the differences that were accepted: with `accept`, variables that only one of both has.
 
     Raises:
       ConfigError: if there are others, such as a variable of another shape or type.
@@ -115,16 +106,7 @@ def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Di
 
 
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Raises an error if a checkpoint lacks variables, other than those that wrappers derive.
-
-    Args:
-      path: the checkpoint.
-      variables: tf variables.
-      model_dir: the run's directory, for the error.
-
-    Raises:
-      ConfigError: if it lacks one.
-    """
+    """Raises a ConfigError if a checkpoint lacks variables, but for those that wrappers derive."""
     found = differences(path, variables)
     missing = [
         f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted

@@ -20,14 +20,8 @@ COMPLETED_PREFIX = ".completed-"
 def initialize_from(init_checkpoint: str) -> int:
     """Replaces the initial values of the default graph by those of another run's checkpoint.
 
-    The step starts at 0. Variables that the other model did not have keep their own
-    initial values.
-
-    Args:
-      init_checkpoint: a checkpoint path, or a directory whose newest one is used.
-
-    Returns:
-      How many variables are taken from it.
+    The step starts at 0. Variables that the other model did not have keep their own initial values.
+    A directory stands for its newest checkpoint. Returns how many variables are taken.
 
     Raises:
       ConfigError: if there is no such checkpoint, or none of its variables is in the graph.

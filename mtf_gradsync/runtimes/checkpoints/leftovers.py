@@ -65,9 +65,6 @@ def _listed(model_dir: str) -> set[str] | None:
 def only_run_in(model_dir: str) -> Iterator[None]:
     """Locks a directory, so that no second run writes there; makes it first if it is missing.
 
-    Args:
-      model_dir: the directory.
-
     Raises:
       ConfigError: if another run holds it, or nothing can be written there.
     """

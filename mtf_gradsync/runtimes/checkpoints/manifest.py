@@ -48,9 +48,6 @@ def forget_checkpoint(path: str) -> None:
 def differs_from_manifest(path: str) -> str | None:
     """Returns how a checkpoint's files differ from those that the run wrote.
 
-    Args:
-      path: a checkpoint.
-
     Returns:
       The difference; None where there is none, or the manifest does not list the checkpoint.
     """

@@ -35,13 +35,7 @@ class Meeting(NamedTuple):
 def find_meetings(
     facts: GraphFacts, collectives: dict[str, Collective], effects: Effects
 ) -> list[Meeting]:
-    """Finds the operations that several cores of a graph's programs have to reach together.
-
-    Args:
-      facts: the graph's facts.
-      collectives: its collective operations.
-      effects: its effects.
-    """
+    """Finds the operations that several cores of a graph's programs have to reach together."""
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
         if name in effects.shared_writes:
@@ -87,15 +81,7 @@ class Agreement(NamedTuple):
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
-    """Finds what groups have to agree on.
-
-    Args:
-      facts: the graph's facts.
-      meetings: the operations that its cores reach together.
-
-    Returns:
-      predicate -> its `Agreement` per group of more than one core.
-    """
+    """Finds what groups of more than one core have to agree on, by predicate."""
     loop_predicate = {
         facts.context[name][-1]: facts.node[name].input[0]
         for name in facts.order

@@ -39,9 +39,6 @@ class Collective(NamedTuple):
 def find_collectives(facts: GraphFacts) -> dict[str, Collective]:
     """Reads every collective operation of every TPU program in a graph.
 
-    Args:
-      facts: the graph's facts.
-
     Returns:
       name -> `Collective`, in program order.
 

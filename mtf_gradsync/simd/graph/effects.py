@@ -40,23 +40,14 @@ class Effects(NamedTuple):
 
 
 def find_effects(facts: GraphFacts) -> Effects:
-    """Finds a graph's effects.
-
-    Args:
-      facts: the graph's facts.
-    """
+    """Finds a graph's effects."""
     return _Finder(facts).effects
 
 
 def variables_written(facts: GraphFacts) -> dict[str, list[str]]:
-    """Returns the variables that the operations of TPU programs write.
+    """Returns the names of variables that the operations of TPU programs write, by operation.
 
-    Args:
-      facts: the graph's facts.
-
-    Returns:
-      operation -> names of variables; a variable with a slice on every core appears once, under
-      the name that Mesh-TF gave it.
+    A variable with a slice on every core appears once, under the name that Mesh-TF gave it.
     """
     written = {}
     for name in facts.order:
@@ -84,10 +75,6 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
     """Returns the variables that a node reads or writes, as the nodes that name them.
-
-    Args:
-      facts: the graph's facts.
-      name: a node's name.
 
     Returns:
       Names of ``VarHandleOp`` nodes, or of ``TPUReplicatedInput`` nodes over one per core.

@@ -176,14 +176,9 @@ class GraphFacts:
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """Returns the context in which an output of a node is alive.
+        """Returns the context in which an output of a node, see `split_input`, is alive.
 
-        Args:
-          name: the node's name.
-          number: number of the output, see `split_input`.
-
-        Returns:
-          The node's own context, except behind the end of a loop and on the sides of a conditional.
+        It is the node's own, except behind the end of a loop and on the sides of a conditional.
         """
         node, context = self.node[name], self.context[name]
         if node.op in _EXIT:
@@ -236,9 +231,6 @@ class GraphFacts:
 
     def constant(self, name: str) -> np.ndarray | None:
         """Returns the value of a constant, also from inside loops and branches.
-
-        Args:
-          name: a node's name.
 
         Returns:
           The value, or None where the node is not a constant.

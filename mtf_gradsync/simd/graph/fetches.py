@@ -6,15 +6,9 @@ from mtf_gradsync.simd.graph.facts import GraphFacts
 
 
 def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
-    """Raises an error for what exists only inside a loop or conditional, and cannot be fetched.
+    """Raises a ValueError for what exists only in a loop or conditional, and cannot be fetched.
 
-    Args:
-      facts: the graph's facts.
-      name: a node's name.
-      number: number of its output, or `CONTROL` for the node itself.
-
-    Raises:
-      ValueError: when it stands in a loop or conditional.
+    `number` is that of an output of the node, or `CONTROL` for the node itself.
     """
     if facts.context_of_output(name, number):
         raise ValueError(

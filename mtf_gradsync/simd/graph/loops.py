@@ -11,12 +11,7 @@ from mtf_gradsync.simd.graph.facts import GraphFacts
 def loop_turns(facts: GraphFacts, frame: str) -> int | None:
     """Returns how often a loop runs, if it counts from one constant to another by a third.
 
-    Args:
-      facts: the graph's facts.
-      frame: the loop's frame name.
-
-    Returns:
-      The number of iterations, or None where the graph does not determine it that plainly.
+    None where the graph does not determine it that plainly.
     """
     condition = next(
         name

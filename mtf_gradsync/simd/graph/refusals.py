@@ -26,9 +26,6 @@ _REMEDIES = {
 def check_can_be_emulated(facts: GraphFacts) -> None:
     """Raises an error for a graph that the emulator would get wrong.
 
-    Args:
-      facts: the graph's facts.
-
     Raises:
       UnsupportedProgramError: names the operation, its type, and what to do.
     """
@@ -57,9 +54,6 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
 
 def check_functions_are_silent(facts: GraphFacts) -> None:
     """Raises an error for programs that call a function with a collective inside.
-
-    Args:
-      facts: the graph's facts.
 
     Raises:
       UnsupportedProgramError: names the operation that calls the function.

@@ -101,9 +101,6 @@ def _row(
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
     """Returns every way to group a mesh's cores by axes.
 
-    Args:
-      mesh_impl: the ``SimdMeshImpl``.
-
     Returns:
       Sets of physical core numbers -> the axes' names, joined by "+".
     """

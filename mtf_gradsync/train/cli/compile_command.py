@@ -82,17 +82,9 @@ def compile_config(
 ) -> Any:
     """Compiles the training step that gin's configuration describes.
 
-    The step counter and the learning rate that follows from it stay outside the program, on the
-    host, as with TPUEstimator.
-
-    Args:
-      topology: see `mtf_gradsync.xla.compile_for_tpu`.
-      save_hlo: see there.
-      compare_with_bare: whether to estimate the innermost optimizer alone, too.
-      update_not_split: see there.
-
-    Returns:
-      A `mtf_gradsync.xla.CompiledProgram`.
+    The arguments are those of `mtf_gradsync.xla.compile_for_tpu`; compare_with_bare estimates the
+    innermost optimizer alone, too. The step counter and the learning rate that follows from it stay
+    outside the program, on the host, as with TPUEstimator.
 
     Raises:
       ConfigError: if a binding or the topology cannot work.

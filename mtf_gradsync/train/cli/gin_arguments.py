@@ -56,14 +56,8 @@ def gin_file_names(args: argparse.Namespace) -> list[str]:
 def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
     """Prepares TensorFlow for a mesh program and loads gin's configuration.
 
-    Errors that come out of the config's own functions leave the block as a `ConfigError`.
-
-    Args:
-      args: parsed arguments of `add_gin_arguments`.
-      before: gin files that are read before those of the arguments.
-
-    Raises:
-      ConfigError: if a file or binding cannot be read, or the block failed over one.
+    The files of `before` are read first. Errors that come out of the config's own functions leave
+    the block as a `ConfigError`.
     """
     paths = _split_lists(args.gin_location_prefix)
     files = [*before, *gin_file_names(args)]

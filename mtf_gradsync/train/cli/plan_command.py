@@ -90,16 +90,10 @@ def plan_config(
     layouts: Sequence[str] | None = None,
     jobs: int = 1,
 ) -> Any:
-    """Plans the training step that gin's configuration describes.
+    """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
-    Args:
-      topologies: as for `mtf_gradsync.plan`.
-      mesh_shapes: as there; None for all factorizations over the axes of the config's mesh.
-      layouts: Mesh-TF's layout rules; None for the config's.
-      jobs: as for `mtf_gradsync.plan`.
-
-    Returns:
-      A `mtf_gradsync.planning.Plan`.
+    Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
+    layouts the config's.
 
     Raises:
       ConfigError: if a binding, a mesh or a topology cannot be.

@@ -29,15 +29,7 @@ _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
 def parts_of(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
-    """Returns the part of the training step that each collective belongs to.
-
-    Args:
-      graph: a training step on a SIMD mesh.
-      report: the list that `simd.list_collectives` returned for it.
-
-    Returns:
-      For each row's name one of `PARTS`.
-    """
+    """Returns one of `PARTS` for each row of the list of a training step's collectives, by name."""
     partial, reduced = [], []
     for grad in graph.gradients:
         lowered = graph.lowering.tensors[grad]

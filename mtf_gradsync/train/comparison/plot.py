@@ -29,11 +29,7 @@ class _Bar(NamedTuple):
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draws bytes per core and operations of both steps, by group and by part.
-
-    Args:
-      comparison: both steps.
-      path: the PNG file; replaced if it is there.
+    """Draws bytes per core and operations of both steps, by group and by part, into a PNG file.
 
     Raises:
       ConfigError: if matplotlib is not installed.

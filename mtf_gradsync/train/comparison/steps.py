@@ -72,16 +72,9 @@ def compare(
 ) -> Comparison:
     """Builds a training step with and without wrappers, and lists what it exchanges.
 
-    Nothing is trained and no data is read. Each program has a graph of its own.
-
-    Args:
-      job: the step to build.
-      with_transfers: whether to build for the placement mesh too, whose graphs grow with the
-        number of devices.
-      done: called after each of the two steps was built.
-
-    Returns:
-      Both steps.
+    Nothing is trained and no data is read. Each program has a graph of its own, that of the
+    placement mesh too (with_transfers), which grows with the number of devices. `done` is called
+    after each of the two steps was built.
 
     Raises:
       ConfigError: if the config cannot be built.

@@ -22,14 +22,9 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 
 
 def as_text(comparison: Comparison, rows: bool = False) -> str:
-    """Returns a comparison as text: totals of both steps, and the collectives that sum gradients.
+    """A comparison as lines of at most 120 characters: totals, and the gradients' collectives.
 
-    Args:
-      comparison: both steps.
-      rows: whether to list all other collectives and transfers, too, one a line.
-
-    Returns:
-      Lines of at most 120 characters.
+    With `rows` all other collectives and transfers are listed, too.
     """
     steps = (comparison.bare, comparison.wrapped)
     blocks = [_head(comparison)]

@@ -57,14 +57,7 @@ def resolve_mesh(
 ) -> MeshSettings:
     """Checks the mesh, the layout and the devices against each other.
 
-    Args:
-      mesh_shape: an input to mtf.convert_to_shape, for example "batch:4;model:2".
-      layout_rules: an input to mtf.convert_to_layout_rules, for example "batch:batch".
-      mesh_devices: one device string per processor; None for as many virtual CPU devices.
-      mesh_impl: makes a placement mesh of shape, layout and devices; None for Mesh-TF's.
-
-    Returns:
-      The settings in one form.
+    They are given as `RunConfig` describes.
 
     Raises:
       ConfigError: if one of them is malformed or they do not fit together.

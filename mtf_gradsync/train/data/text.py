@@ -51,17 +51,12 @@ def read_files(files: Sequence[str]) -> dict[str, str]:
 
 
 def split_documents(documents: dict[str, str], split: str, held_out_every: int) -> list[str]:
-    """Returns the documents of one split, in the order of their names.
+    """Returns the documents of the split "train" or "validation", in the order of their names.
 
-    Whether a document is held out depends on its name alone. Documents quote each other, so
-    paragraphs of held-out documents are removed from the training text: held-out text has not been
-    seen in training. A single document is split at a paragraph instead, its last
-    ``1 / held_out_every`` held out.
-
-    Args:
-      documents: text by name.
-      split: ``"train"`` or ``"validation"``.
-      held_out_every: about one in this many documents is held out.
+    Whether a document is held out, about one in held_out_every, depends on its name alone.
+    Documents quote each other, so paragraphs of held-out documents are removed from the training
+    text. A single document is split at a paragraph instead, its last ``1 / held_out_every`` held
+    out.
 
     Raises:
       ConfigError: if the split is unknown, or one of the splits would be empty.

@@ -27,15 +27,7 @@ class EvalGraph(NamedTuple):
 
 
 def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalGraph:
-    """Adds the model without dropout, auxiliary losses and update to the default graph.
-
-    Args:
-      settings: the model.
-      feature_names: which features batches will have.
-
-    Returns:
-      The graph's handles.
-    """
+    """Adds the model without dropout, auxiliary losses and update to the default graph."""
     features = {
         name: tf.placeholder(
             tf.int32, [settings.batch_size, settings.feature_length(name)], name=name

@@ -43,15 +43,7 @@ class HeldOut:
         say: Callable[[str], None],
         with_averages: bool = False,
     ):
-        """Begins without held-out data; see `prepare`.
-
-        Args:
-          model: the model.
-          directory: the run's directory.
-          config: the sessions' config.
-          say: called with each line of the report.
-          with_averages: whether to evaluate moving averages in place of the variables.
-        """
+        """Begins without held-out data; see `prepare`. `say` takes each line of the report."""
         self._with_averages = with_averages
         self._model = model
         self._directory = directory
@@ -67,12 +59,7 @@ class HeldOut:
     def prepare(
         self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
     ) -> None:
-        """Reads the held-out data and counts the baseline.
-
-        Args:
-          train_dataset_fn: see `train.run`.
-          eval_dataset_fn: see `train.run`.
-          steps: at most this many batches are read.
+        """Reads the held-out data, at most `steps` batches, and counts the baseline.
 
         Raises:
           ConfigError: if there is no held-out data, or data cannot be read.
@@ -145,14 +132,9 @@ class HeldOut:
         )
 
     def finish(self, path: str | None, **result: Any) -> Score | None:
-        """Evaluates the finished model, writes samples and the result file.
+        """Evaluates the finished model, writes samples and the result file, with more items in it.
 
-        Args:
-          path: the last checkpoint; None without any, where nothing is held out.
-          **result: more items of the result file.
-
-        Returns:
-          The held-out score, or None without held-out data.
+        Returns the held-out score, or None without held-out data, or without a checkpoint.
         """
         content: dict[str, Any] = dict(result)
         score = None

@@ -14,13 +14,7 @@ def plot_losses(
     unigram_nats: float | None = None,
     title: str = "",
 ) -> None:
-    """Draws training loss, held-out points and the unigram baseline into a PNG file.
-
-    Args:
-      rows: lines of the metrics file; "loss" and "held_out_nats" are drawn where they are.
-      path: the PNG file; replaced if it is there.
-      unigram_nats: nats per token of the baseline, a horizontal line.
-      title: above the picture.
+    """Draws the metrics file's training loss and held-out points into a PNG file.
 
     Raises:
       ConfigError: if matplotlib is not installed.

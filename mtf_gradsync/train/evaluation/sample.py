@@ -93,21 +93,10 @@ def sample_after(
     seed: int = 0,
     with_averages: bool = False,
 ) -> list[Sample]:
-    """Continues a text.
+    """Continues a text by the model of a checkpoint, of any runtime; the settings are `sample`'s.
 
-    Args:
-      model: a language model.
-      checkpoint: path of its checkpoint, of any runtime.
-      prompt: the text. Where it does not fit into the model's sequence, its end counts.
-      num_samples: how many continuations.
-      max_tokens: see `sample`.
-      temperature: see `sample`.
-      keep_top_k: see `sample`.
-      seed: see `sample`.
-      with_averages: whether the checkpoint's moving averages replace the variables.
-
-    Returns:
-      The prompt with each continuation.
+    Where the prompt does not fit into the model's sequence, its end counts. With with_averages the
+    checkpoint's moving averages replace the variables.
 
     Raises:
       ConfigError: if the model is no language model, or the checkpoint is not its own, or has no

@@ -90,10 +90,6 @@ class Evaluator:
     def restore(self, path: str, model_dir: str) -> None:
         """Restores the variables from a checkpoint.
 
-        Args:
-          path: the checkpoint.
-          model_dir: named in the error.
-
         Raises:
           ConfigError: if the checkpoint does not fit, or has no averages where they are to be
             restored.
@@ -121,14 +117,9 @@ class Evaluator:
         return Score(nats, tokens, self._num_bytes)
 
     def next_logits(self, batch: dict[str, np.ndarray], position: int) -> np.ndarray:
-        """Returns the logits of the targets at a position, given those before it.
+        """Returns float32 logits ``[batch_size, vocab_size]`` of the targets at a position.
 
-        Args:
-          batch: features; targets from `position` on have no influence.
-          position: index into the sequence.
-
-        Returns:
-          float32 array ``[batch_size, vocab_size]``, without the vocabulary's own padding.
+        Targets from the position on have no influence; the vocabulary's own padding has no logits.
         """
         logits = self._run(self._graph.next_logits, batch, {self._graph.position: position})
         vocabulary = self._settings.vocabulary
@@ -153,13 +144,8 @@ class Evaluator:
 def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
     """Scores held-out targets by how often each occurs in training targets, whatever its place.
 
-    Frequencies are add-one smoothed over the vocabulary, so that an id never seen has a
-    probability too.
-
-    Args:
-      train: batches that the frequencies are counted in.
-      held_out: batches to score.
-      vocabulary: a vocabulary or an (inputs, targets) pair.
+    Frequencies are add-one smoothed over the vocabulary, so that an id never seen has a probability
+    too.
     """
     targets_vocabulary = vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary
     size = targets_vocabulary.vocab_size

@@ -70,9 +70,6 @@ def write_page(
       config: the gin config as text.
       timeline: where the time of recorded steps went; None if none were recorded.
 
-    Returns:
-      The file.
-
     Raises:
       ConfigError: if jinja2 or matplotlib is not installed.
     """

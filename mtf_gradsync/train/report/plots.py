@@ -43,12 +43,7 @@ class _Line(NamedTuple):
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     """Draws the plots of a metrics file's lines, without plots that have no data.
 
-    Args:
-      rows: the lines.
-      unigram_nats: nats per token of the baseline, a horizontal line beside the losses.
-
-    Returns:
-      The plots.
+    unigram_nats is a horizontal line beside the losses.
 
     Raises:
       ConfigError: if matplotlib is not installed.

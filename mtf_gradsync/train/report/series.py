@@ -30,15 +30,10 @@ class Series(NamedTuple):
 
 
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
-    """Returns the values that lines of a metrics file have under a name.
+    """Returns the values that lines of a metrics file have under a name; None without a finite one.
 
-    Args:
-      rows: the lines.
-      name: name of a number, or of a list with one for each shard. Where the number of shards has
-        changed, lines with the newest number are used.
-
-    Returns:
-      The series; None where no line has a finite value.
+    The name is that of a number, or of a list with one for each shard. Where the number of shards
+    has changed, lines with the newest number are used.
     """
     found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
     found = [(step, value) for step, value in found if np.all(np.isfinite(value))]

@@ -54,14 +54,10 @@ class Traffic(NamedTuple):
 
 
 def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
-    """Lists the mesh traffic of a training step, without running it.
+    """Lists the mesh traffic of a training step in the default graph, without running it.
 
-    Args:
-      graph: the step, in the default graph.
-      program: the SIMD program that it was lowered into; None on a placement mesh.
-
-    Returns:
-      The totals; None where they cannot be known, as on a mesh whose processors share a device.
+    program is the SIMD program that it was lowered into; None on a placement mesh. Returns None
+    where totals cannot be known, as on a mesh whose processors share a device.
     """
     try:
         if program is not None:

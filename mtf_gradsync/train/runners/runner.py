@@ -159,15 +159,9 @@ class GraphRunner(Runner):
         keep_checkpoint_max: int | None,
         copies: bool,
     ):
-        """Adds what it needs to the default graph.
+        """Adds what it needs to the default graph, which `build_train_graph` has made.
 
-        Args:
-          graph: from `build_train_graph`, in the default graph.
-          batches: draws the batches that the graph is fed.
-          model_dir: directory of the checkpoints.
-          start: where the run begins.
-          keep_checkpoint_max: how many checkpoints to keep; None keeps all.
-          copies: whether the saver has to copy slices to masters.
+        keep_checkpoint_max of None keeps all. `copies`: the saver has to copy slices to masters.
         """
         self._start = start
         self._prefix = os.path.join(model_dir, "model.ckpt")

@@ -31,16 +31,7 @@ class SimdProgramRunner(GraphRunner):
         keep_checkpoint_max: int | None,
         place: OnCores,
     ):
-        """Adds what it needs to the default graph; see `GraphRunner`. `place` is the runtime.
-
-        Args:
-          graph: see `GraphRunner`.
-          batches: see `GraphRunner`.
-          model_dir: see `GraphRunner`.
-          start: see `GraphRunner`.
-          keep_checkpoint_max: see `GraphRunner`.
-          place: the runtime.
-        """
+        """Adds what it needs to the default graph; see `GraphRunner`. `place` is the runtime."""
         super().__init__(graph, batches, model_dir, start, keep_checkpoint_max, copies=False)
         scaffold = tf.train.Scaffold(local_init_op=tf.tables_initializer())
         self._sessions = place.sessions(graph.lowering, scaffold, lambda: start)

@@ -51,10 +51,6 @@ class Lowered(NamedTuple):
 def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
     """Turns a core's program into StableHLO.
 
-    Args:
-      replica: the program.
-      cache: read and written.
-
     Raises:
       UnsupportedProgramError: when XLA has no kernel for an operation.
     """
@@ -79,14 +75,6 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
 
 def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
     """Compiles StableHLO and loads it on devices, one core on each.
-
-    Args:
-      program: the StableHLO.
-      devices: one jax device for each core.
-      cache: read and written.
-
-    Returns:
-      The program, ready to run.
 
     Raises:
       UnsupportedProgramError: when XLA refuses it.

@@ -30,11 +30,7 @@ class DeviceInputs:
         self._kept: dict[tuple[str, ...], OnDevices] = {}
 
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
-        """Returns the names of the tensors to be fetched outside before a step.
-
-        Args:
-          inputs: the program's inputs.
-          fed: names of tensors that the step feeds.
+        """Returns the names of the tensors to be fetched outside before a step that feeds some.
 
         Raises:
           ValueError: when one of them needs the program.
@@ -52,16 +48,7 @@ class DeviceInputs:
     def put(
         self, inputs: Sequence[ReplicaInput], values: dict[str, Any], fed: Collection[str]
     ) -> list[OnDevices]:
-        """Puts a step's inputs on the devices.
-
-        Args:
-          inputs: the program's inputs.
-          values: values of `sources`, by name.
-          fed: names of tensors that the step feeds.
-
-        Returns:
-          For each input its values on the devices.
-        """
+        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed."""
         copies: dict[str, np.ndarray] = {}
 
         def given(name: str) -> Any:

@@ -58,10 +58,6 @@ class Parts(NamedTuple):
 def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
     """Splits a program's graph into parts, after adding the operations that variables need to it.
 
-    Args:
-      program: the program.
-      lowerings: its lowerings.
-
     Raises:
       UnsupportedProgramError: when the graph has something that cannot run; it is unchanged then.
     """
@@ -96,12 +92,6 @@ class PreparedProgram:
 
     def compiled(self, inside: tuple[str, ...]) -> Compiled:
         """Returns the program that fetches some tensors; compiles it at the first call.
-
-        Args:
-          inside: names of tensors of the program.
-
-        Returns:
-          The program, on the devices.
 
         Raises:
           UnsupportedProgramError: when XLA cannot run it.

@@ -222,13 +222,7 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, Any]:
         """Runs operations and tensors on the host, with the newest values of variables.
 
-        Args:
-          names: names of what this process runs.
-          feeds: fed values by name.
-          everywhere: names of what all processes together run, if these are more.
-
-        Returns:
-          Values by name.
+        `everywhere` are the names of what all processes together run, if these are more.
         """
         names = sorted(names)
         touched = self._outside.touched(names if everywhere is None else everywhere)

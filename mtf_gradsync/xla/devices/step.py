@@ -81,14 +81,7 @@ class StepPlan(NamedTuple):
 
 
 def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
-    """Returns the source of a fetch.
-
-    Args:
-      facts: facts of the user's graph.
-      program: the program's name.
-      name: name of an operation or tensor.
-      per_replica: whether tensors of the program are fetched from each core.
-      cores: the program's cores.
+    """Returns the source of a fetch, of an operation or tensor of the user's graph.
 
     Raises:
       ValueError: when it is in a loop or branch of the program.

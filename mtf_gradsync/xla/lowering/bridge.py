@@ -35,9 +35,6 @@ class Hlo(NamedTuple):
 def to_hlo(replica: ReplicaProgram) -> Hlo:
     """Turns a core's program into HLO.
 
-    Args:
-      replica: the core's program.
-
     Returns:
       The HLO, before any optimization by XLA.
 

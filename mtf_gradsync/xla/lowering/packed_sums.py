@@ -53,9 +53,6 @@ class Member(NamedTuple):
 def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
     """Returns a core's program in which each group of collectives is one of a packed tensor.
 
-    Args:
-      replica: the program.
-
     Returns:
       A program with the same results. Packs are no larger than those of `FusedAllReduce`.
     """

@@ -22,9 +22,6 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 def with_packs_by_piece(module: str) -> str:
     """Returns a module of `to_stablehlo` in which large concatenations are made piece by piece.
 
-    Args:
-      module: its text.
-
     Returns:
       The text of a module that computes the same bits.
     """

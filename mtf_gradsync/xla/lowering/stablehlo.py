@@ -30,16 +30,11 @@ _INTEGERS = (
 
 
 def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
-    """Turns a core's program into StableHLO.
+    """Turns a core's program into the text of an MLIR module of StableHLO.
 
-    Args:
-      hlo: the program.
-      with_names: whether the text says which operation of the graph each of its own is of, which
-        profiles of the compiled program then tell.
-
-    Returns:
-      The text of an MLIR module. Its function ``main`` takes and returns what the HLO does; new
-      values of variables are marked as written over the old ones.
+    Its function ``main`` takes and returns what the HLO does; new values of variables are marked as
+    written over the old ones. With with_names the text says which operation of the graph each of
+    its own is of, which profiles of the compiled program then tell.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -66,11 +61,7 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
 
 
 def without_overwriting(module: str) -> str:
-    """Returns a module of `to_stablehlo` that writes no results over parameters.
-
-    Args:
-      module: the module's text.
-    """
+    """Returns a module of `to_stablehlo` that writes no results over parameters."""
     return re.sub(r" \{tf\.aliasing_output = \d+ : i32\}", "", module)
 
 

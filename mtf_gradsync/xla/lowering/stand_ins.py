@@ -40,13 +40,8 @@ _MASK = (1 << 64) - 1
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns a custom call in place of a collective.
 
-    Args:
-      node: the collective.
-      data: the operand, and the groups of cores, a constant; for a reduce-scatter also the
-        dimension, likewise.
-
-    Returns:
-      The result of the collective.
+    `data` are the operand and the groups of cores, a constant; for a reduce-scatter also the
+    dimension, likewise.
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
@@ -157,15 +152,9 @@ class Randomness:
 
 
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
-    """Returns the state that a core begins with.
+    """Returns the state, int64 ``[STATE_WORDS]``, that a core begins with after `step` steps.
 
-    Args:
-      core: physical core number.
-      step: steps made before.
-      entropy: a number that operations without a seed follow.
-
-    Returns:
-      int64 ``[STATE_WORDS]``.
+    Operations without a seed follow `entropy`.
     """
     run = entropy % (1 << _RUN_BITS)
     return np.array([0, step | run << _STEP_BITS, _combined(core, 1)], np.int64)

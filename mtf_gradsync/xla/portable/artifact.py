@@ -4,14 +4,9 @@ from __future__ import annotations
 
 
 def to_artifact(module: str) -> tuple[bytes, str]:
-    """Serializes a program.
+    """Serializes StableHLO: a portable artifact, and the oldest version that reads it.
 
-    Args:
-      module: text of an MLIR module of StableHLO.
-
-    Returns:
-      A portable artifact, and the oldest version of StableHLO that reads it. If the program has
-      operations that portable artifacts lack, its text in place of an artifact.
+    If the program has operations that portable artifacts lack, its text in place of an artifact.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

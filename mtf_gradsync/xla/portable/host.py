@@ -31,10 +31,6 @@ class Host:
     def __init__(self, program: Program, lowering: Any):
         """Splits the program's graph; needs no devices.
 
-        Args:
-          program: the program.
-          lowering: see `Program.session`.
-
         Raises:
           UnsupportedProgramError: when the graph has something that cannot run.
           TypeError: when lowering is of no known kind.
@@ -49,13 +45,7 @@ class Host:
 
     @contextlib.contextmanager
     def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
-        """Makes a session, with variables initialized and copied into slices.
-
-        Args:
-          checkpoint: path of a checkpoint to restore; None for the initializers.
-
-        Yields:
-          The session.
+        """Makes a session, with variables initialized, or restored, and copied into slices.
 
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
@@ -70,14 +60,9 @@ class Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Returns values of variables.
+        """Returns values of variables, by the names of their ``VarHandleOp``.
 
-        Args:
-          names: names of the variables' ``VarHandleOp``.
-          session: one that `session` made, or on the cores of the program.
-
-        Returns:
-          name -> value.
+        The session is one that `session` made, or on the cores of the program.
 
         Raises:
           ValueError: when the session is of another program.

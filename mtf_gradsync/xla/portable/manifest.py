@@ -113,15 +113,9 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of a variable.
+    """Returns the manifest's entry of a variable, with each core's row among the different values.
 
-    Args:
-      given: the variable.
-      mesh_variables: the result of `mesh_variables`.
-      rows: for each core the row of its value among the different values.
-
-    Returns:
-      The entry. A Mesh-TensorFlow variable has its own name, others have their operation's.
+    A Mesh-TensorFlow variable has its own name, others have their operation's.
     """
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
@@ -169,17 +163,9 @@ def describe_results(
     names: Mapping[str, int],
     graph: tf.Graph,
 ) -> list[dict[str, Any]]:
-    """Returns the manifest's entries of what a program returns.
+    """Returns the manifest's entries of what a program returns, in order.
 
-    Args:
-      replica: the program.
-      lowered: the program as StableHLO.
-      parameters: the entries of its parameters.
-      names: name of a fetch -> its number among the program's fetches.
-      graph: the user's graph.
-
-    Returns:
-      The entries, in order.
+    `parameters` are the entries of its parameters; `names` maps a fetch to its number.
     """
     results = []
     for position, tensor in enumerate(replica.fetches):

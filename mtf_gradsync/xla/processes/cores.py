@@ -28,9 +28,6 @@ class Cores:
     def __init__(self, devices: Sequence[Any]):
         """Finds out which process each device belongs to.
 
-        Args:
-          devices: jax devices.
-
         Raises:
           ProcessesError: when processes have different numbers of them, or jaxlib is too old.
         """
@@ -55,15 +52,9 @@ class Cores:
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns values on all cores, from those that each process has.
+        """Returns values on all cores, value by value, from those that each process has.
 
         All processes have to call it with the same number and shapes of values.
-
-        Args:
-          local: for each value, for each of this process's cores: an array.
-
-        Returns:
-          For each value, for each core: an array.
 
         Raises:
           ProcessesError: when they call it with other values.
@@ -83,39 +74,17 @@ class Cores:
 
         All processes have to call it with the same number and shapes of values.
 
-        Args:
-          values: this process's values.
-
         Raises:
           ProcessesError: when they call it with other values.
         """
         return list(values) if self.is_alone else gathering.from_first(values)
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """Calls a function on every process, and waits until all have done so.
-
-        Args:
-          work: the function.
-
-        Returns:
-          Its result here.
-
-        Raises:
-          ProcessesError: when it failed on another process. If it failed here, its own error is
-            raised.
-        """
+        """See `gathering.together`."""
         return work() if self.is_alone else gathering.together(work)
 
     def check_same(self, what: str, content: bytes) -> None:
-        """Raises an error unless all processes have the same content.
-
-        Args:
-          what: name of the content, for the error.
-          content: this process's content.
-
-        Raises:
-          ProcessesError: names the processes whose content differs from process 0's.
-        """
+        """See `gathering.check_same`."""
         if not self.is_alone:
             gathering.check_same(what, content)
 

@@ -24,13 +24,7 @@ _TEXT_BYTES = 600
 
 
 def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of all processes.
-
-    Args:
-      values: this process's values; the others' have the same shapes and dtypes.
-
-    Returns:
-      For each value: array ``[processes, ...]``.
+    """Returns the values of all processes: for each value an array ``[processes, ...]``.
 
     Raises:
       ProcessesError: when the others' have other shapes or dtypes.
@@ -64,12 +58,6 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 def together(work: Callable[[], _Result]) -> _Result:
     """Calls a function on every process, and waits until all have done so.
 
-    Args:
-      work: the function.
-
-    Returns:
-      Its result here.
-
     Raises:
       ProcessesError: when it failed on another process. If it failed here, its own error is raised.
     """
@@ -85,11 +73,7 @@ def together(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Raises an error unless all processes have the same content.
-
-    Args:
-      what: name of the content, for the error.
-      content: this process's content.
+    """Raises an error unless all processes have the same content, which `what` names.
 
     Raises:
       ProcessesError: names the processes whose content differs from process 0's.

@@ -68,14 +68,9 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """Returns the first devices that jax has.
+    """Returns the first devices of all processes that jax has, of a platform or of its choice.
 
-    Args:
-      count: how many.
-      platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice.
-
-    Returns:
-      Devices of all processes.
+    Platforms are "cpu", "gpu" ("cuda", "rocm") and "tpu".
 
     Raises:
       StepError: when there is no jax.
@@ -119,15 +114,10 @@ def check_count(devices: Sequence[Any], count: int) -> list[Any]:
 
 
 def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> OnDevices:
-    """Copies one value to each device.
+    """Copies one value to each of this process's devices; 64-bit numbers keep their types.
 
-    Args:
-      per_core: a value for each device. A CPU device may use an array's memory as its own: nobody
-        else may write there, and two arrays that a step writes over may not share it.
-      devices: this process's devices.
-
-    Returns:
-      The values on the devices; 64-bit numbers keep their types.
+    A CPU device may use an array's memory as its own: nobody else may write there, and two arrays
+    that a step writes over may not share it.
     """
     import jax
 
@@ -155,15 +145,7 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 
 
 def on_all_cores(value: OnDevices, devices: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the values of the cores of all processes, which all have to call this.
-
-    Args:
-      value: the values of this process's cores.
-      devices: devices of all cores.
-
-    Returns:
-      For each core: an array.
-    """
+    """Returns the values of the cores of all processes, which all have to call this."""
     with devices_errors():
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):

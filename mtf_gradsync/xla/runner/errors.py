@@ -18,14 +18,9 @@ class DevicesError(StepError, RuntimeError):
 
 @contextlib.contextmanager
 def devices_errors(in_step: bool = True) -> Iterator[None]:
-    """Turns XLA's errors in the block into `DevicesError`.
+    """Turns XLA's errors in the block into `DevicesError`, with its message and what to do.
 
-    Args:
-      in_step: False while a program is compiled. XLA's errors are then not changed, except those
-        about too little memory.
-
-    Raises:
-      DevicesError: has XLA's message, and what to do.
+    With in_step=False, while a program is compiled, only errors about too little memory.
     """
     try:
         yield

@@ -22,9 +22,6 @@ MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns a folder's manifest, after checking all files that are needed to run the step.
 
-    Args:
-      folder: the folder.
-
     Raises:
       StepError: when a file is missing or damaged, or the format is another.
     """
@@ -71,14 +68,7 @@ def write_folder(
     others: Mapping[str, bytes],
     replace: bool,
 ) -> None:
-    """Writes a folder, all of it or nothing.
-
-    Args:
-      folder: the folder.
-      manifest: content of the manifest.
-      values: arrays for `VALUES`, by name.
-      others: contents of the other files, by path in the folder.
-      replace: whether it may replace an exported step that is there.
+    """Writes a folder, all of it or nothing: the manifest, `VALUES`, and others by their paths.
 
     Raises:
       StepError: when something is there that may not be replaced.
@@ -153,15 +143,7 @@ def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]
 
 
 def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Assembles a variable from its cores' slices.
-
-    Args:
-      parameter: its entry in the manifest.
-      per_core: its value on each core.
-
-    Returns:
-      name -> value: one variable, or all that Mesh-TensorFlow stacked in one.
-    """
+    """Assembles a variable, or all that Mesh-TensorFlow stacked in one, from its cores' slices."""
     layout = parameter["whole"]
     if layout is None:
         return {parameter["name"]: per_core[0]}

@@ -25,13 +25,8 @@ def compiled(
 ) -> Any:
     """Compiles and loads a program that jax did not make, one replica of it for each device.
 
-    Args:
-      program: StableHLO, as text or as a portable artifact.
-      devices: a jax device for each core.
-      options: options of XLA's compiler by name, beyond its defaults.
-
-    Returns:
-      The executable, for `LoadedProgram`.
+    The program is StableHLO, as text or as a portable artifact; options are those of XLA's compiler
+    by name, beyond its defaults.
 
     Raises:
       RefusedError: when this jax cannot compile the program.
@@ -126,12 +121,7 @@ class LoadedProgram:
     def run(self, arguments: Sequence[OnDevices]) -> list[OnDevices]:
         """Runs the program once, and may return before the results are there.
 
-        Args:
-          arguments: a value for each parameter. Those that results are written over cannot be used
-            again.
-
-        Returns:
-          A value for each result.
+        Arguments that results are written over cannot be used again.
         """
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 

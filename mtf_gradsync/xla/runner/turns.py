@@ -26,10 +26,6 @@ def run_in_turn(
 
     A program that takes results of the last one waits for them by itself, on the devices.
 
-    Args:
-      run: runs the program.
-      arguments: the program's arguments.
-
     Returns:
       Its results, which may not be there yet.
 

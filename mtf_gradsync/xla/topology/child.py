@@ -17,15 +17,9 @@ _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
 
 
 def main(private: Any, folder: str) -> dict[str, Any]:
-    """Compiles ``module.mlir`` as ``request.json`` asks.
+    """Compiles ``module.mlir`` of the folder as its ``request.json`` asks.
 
-    Args:
-      private: the module `mtf_gradsync._private.jax`.
-      folder: the folder of both files; programs are written to it as ``*.hlo.pb`` and
-        ``*.hlo.txt``.
-
-    Returns:
-      What `own_process.ask` returns.
+    Returns what `own_process.ask` does. `private` is the module `mtf_gradsync._private.jax`.
     """
     from jax.experimental import topologies
     from runner.program import compile_options  # type: ignore[import-not-found]  # by its path

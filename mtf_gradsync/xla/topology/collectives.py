@@ -122,9 +122,6 @@ def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:
 def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
     """Counts collectives and their bytes, by operation.
 
-    Args:
-      collectives: what `find_hlo_collectives` returned.
-
     Returns:
       operation -> (number of collectives, bytes per core). A collective in a loop counts once,
       however often the loop runs it.

@@ -85,10 +85,6 @@ class Lowered(NamedTuple):
 def lower(program: Program, fetches: Sequence[Any] = ()) -> Lowered:
     """A core's program as StableHLO, for `compile_lowered`; needs no TPU compiler.
 
-    Args:
-      program: as for `compile_for_tpu`.
-      fetches: as for `compile_for_tpu`.
-
     Returns:
       The program of a core, or why there is none.
 
@@ -111,19 +107,11 @@ def compile_lowered(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> CompiledProgram:
-    """The TPU compiler's answer for a program of `lower`.
+    """The TPU compiler's answer for a program of `lower`; a refusal is an answer too.
 
-    Args:
-      lowered: the program.
-      topology: as for `compile_for_tpu`.
-      save_hlo: as for `compile_for_tpu`.
-      others: StableHLO of further programs to estimate, by the name of the estimate; None for the
-        program itself with its conditions true and false, where it has conditionals.
-      update_not_split: as for `compile_for_tpu`.
-      begun: called with the compiler's process once it runs.
-
-    Returns:
-      The answer; a refusal is an answer too.
+    The other arguments are those of `compile_for_tpu`. `others` is StableHLO of further programs to
+    estimate, by name; None estimates the program itself with its conditions true and false. `begun`
+    is called with the compiler's process once it runs.
 
     Raises:
       CompilerDiedError: when the compiler's process crashed.
@@ -174,14 +162,9 @@ def compile_lowered(
 
 
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
-    """Coordinates of every core of a topology.
+    """For each core of a topology, the coordinates of its chip and then its number on the chip.
 
-    Args:
-      topology: as for `compile_for_tpu`.
-
-    Returns:
-      For each core, in the order of a program's cores, the coordinates of its chip and then its
-      number on the chip.
+    Cores are in the order of a program's.
 
     Raises:
       XlaMissingError: when jax or libtpu are not installed.

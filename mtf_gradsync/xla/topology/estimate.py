@@ -48,9 +48,6 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
       numbers: "flops", "bytes accessed" and "optimal_seconds". The last has -1 in it for each
         operation that the compiler cannot estimate (libtpu 0.0.42).
       compiled: the compiled program, a serialized ``HloModuleProto``.
-
-    Returns:
-      The estimate.
     """
     seconds, unknown = numbers["optimal_seconds"], 0
     while seconds < 0:
@@ -67,17 +64,11 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
 
 
 def with_conditions(module: str, value: bool) -> str | None:
-    """A program in which every condition has one value, so that the compiler estimates branches.
+    """The text of a program in which every condition has one value, so that branches count.
 
-    The compiler's estimate does not count what is inside a conditional.
-
-    Args:
-      module: the text of an MLIR module of StableHLO.
-      value: the value of all conditions, except those that are the opposite of another one: of
-        "update if finite" and "report if not finite" a step has one.
-
-    Returns:
-      The text of that program's module; None where the program has no conditional.
+    The compiler's estimate does not count what is inside a conditional. Of two opposite conditions,
+    as "update if finite" and "report if not finite", the second has the other value, as in a step.
+    None where there is no conditional.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -30,16 +30,10 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """The compiler's answer for a program, as the JSON that `child` writes.
+    """The compiler's answer for a program, as the JSON that `child` writes into the folder.
 
-    Args:
-      folder: an existing folder that `child` writes compiled programs to.
-      module: the program's StableHLO text; None to ask for the topology only.
-      topology: as in "v3:2x2".
-      num_cores: the number of cores of the program's mesh.
-      estimate: StableHLO of further programs, by name, to be estimated.
-      update_not_split: whether to compile the program again without splitting the weight update.
-      begun: called with the compiler's process once it runs, so that the caller can end it.
+    Without a module it is about the topology only. `estimate` has StableHLO of further programs, by
+    name; `begun` is called with the compiler's process once it runs, so that the caller can end it.
 
     Returns:
       "no_topology" with libtpu's message; else "device_kind", "num_cores", "places", and for a

@@ -42,9 +42,6 @@ def generation_of(topology: str) -> Generation:
     Args:
       topology: as in "v3:2x2": the generation, then the chips along each direction.
 
-    Returns:
-      The generation.
-
     Raises:
       ValueError: when the name has no generation that is known, or no chips.
     """

@@ -51,7 +51,7 @@ def check_foreseen(lowering):
                 assert lowered.flow.axes.get(tensor, frozenset()) == set(met), operation
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**31), st.sampled_from(["simd", "placement"]))
 def test_foreseen_is_met_and_right(seed, kind):
     choices = np.random.RandomState(seed).randint(10**4, size=8 * STEPS)

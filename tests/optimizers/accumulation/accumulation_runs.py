@@ -29,11 +29,11 @@ def run(kind, mesh, make, feeds, **kwargs):
     return harness.run(kind, shape, layout, models.train(make, batch_dims), feeds, **kwargs)
 
 
-def built(kind, mesh, make):
+def built(kind, mesh, make, autostack=True):
     """The model's training step, for several runs."""
     shape, layout, batch_dims = harness.MESHES[mesh]
     (feed,) = models.mlp_batches(1)
-    return harness.built(kind, shape, layout, models.train(make, batch_dims), feed)
+    return harness.built(kind, shape, layout, models.train(make, batch_dims), feed, autostack)
 
 
 def joined(feeds, size=K):

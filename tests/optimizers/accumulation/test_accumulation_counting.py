@@ -47,9 +47,9 @@ def test_schedules_equal_horovods_and_optaxs_rules(kind, schedule, average):
     feeds = models.mlp_batches(9)
     result = run(
         kind,
-        "2x2",
+        "2",
         lambda: accumulate(
-            models.OPTIMIZERS["momentum"](), "2x2", passes, average_aggregated_gradients=average
+            models.OPTIMIZERS["momentum"](), "2", passes, average_aggregated_gradients=average
         ),
         feeds,
     )
@@ -73,9 +73,9 @@ def with_bad_steps(feeds, value):
 def test_a_microbatch_step_that_is_not_finite_is_skipped(mesh_kind, place):
     program = built(
         mesh_kind,
-        "2x2",
+        "2",
         lambda: accumulate(
-            models.OPTIMIZERS["sgd"](), "2x2", place=place,
+            models.OPTIMIZERS["sgd"](), "2", place=place,
             should_skip_update_fn=gs.skip_not_finite,
         ),
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_microbatch_step_that_is_not_finite_is_skipped(mesh_kind, place):
 
 def test_without_a_skip_function_a_nan_stays_until_the_update():
     feeds = with_bad_steps(models.mlp_batches(STEPS), np.nan)[:K]
-    program = built("placement", "2x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "2x2"))
+    program = built("placement", "2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "2"))
     assert np.isnan(program.run(feeds).variables["w1"]).any()
     half = program.run(feeds[:2])
     np.testing.assert_array_equal(half.variables["w1"], models.mlp_values()["w1"])
@@ -107,9 +107,9 @@ def test_large_updates_are_skipped(mesh_kind):
     feeds[1] = {k: 100 * v for k, v in feeds[1].items()}
     result = run(
         mesh_kind,
-        "2x2",
+        "2",
         lambda: accumulate(
-            models.OPTIMIZERS["sgd"](), "2x2", should_skip_update_fn=gs.skip_large_updates(10.0)
+            models.OPTIMIZERS["sgd"](), "2", should_skip_update_fn=gs.skip_large_updates(10.0)
         ),
         feeds,
     )
@@ -132,10 +132,10 @@ def test_global_step_advances_on_every_microbatch_step(mesh_kind, kind_of_step):
                 mesh, "global_step", mtf.Shape([]), tf.int32, trainable=False,
                 initializer=tf.zeros_initializer(),
             )  # fmt: skip
-        optimizer = accumulate(models.OPTIMIZERS["sgd"](), "2x2")
+        optimizer = accumulate(models.OPTIMIZERS["sgd"](), "2")
         return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
 
-    shape, layout, _ = harness.MESHES["2x2"]
+    shape, layout, _ = harness.MESHES["2"]
     result = harness.run(mesh_kind, shape, layout, build, models.mlp_batches(4))
     assert result.variables["global_step"] == 4
 
@@ -148,12 +148,12 @@ def test_a_learning_rate_can_follow_the_update_step(mesh_kind):
         loss = models.mlp_loss(mesh, inputs)
         step = gs.get_update_step(mesh)
         lr = 0.1 / (1.0 + mtf.cast(step, tf.float32))
-        optimizer = accumulate(mtf.optimize.SgdOptimizer(lr), "2x2")
+        optimizer = accumulate(mtf.optimize.SgdOptimizer(lr), "2")
         operations = optimizer.minimize(loss)
         assert optimizer.update_step.value is step
         return operations, {}
 
-    shape, layout, _ = harness.MESHES["2x2"]
+    shape, layout, _ = harness.MESHES["2"]
     result = harness.run(mesh_kind, shape, layout, build, feeds)
 
     class Decaying(reference.Sgd):
@@ -176,21 +176,21 @@ def test_bad_norm_to_skip(norm):
 def test_a_hint_when_the_inner_optimizer_counts_microbatch_steps(caplog):
     tf.train.get_or_create_global_step()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):
-        accumulate(mtf.optimize.AdafactorOptimizer(learning_rate=0.1), "2x2")
+        accumulate(mtf.optimize.AdafactorOptimizer(learning_rate=0.1), "2")
     (message,) = [r.getMessage() for r in caplog.records if "microbatch steps" in r.getMessage()]
     assert "decay_rate" in message
     caplog.clear()
     with caplog.at_level(logging.INFO, "mtf_gradsync"):
-        accumulate(models.OPTIMIZERS["adafactor"](), "2x2")
-        accumulate(models.OPTIMIZERS["sgd"](), "2x2")
+        accumulate(models.OPTIMIZERS["adafactor"](), "2")
+        accumulate(models.OPTIMIZERS["sgd"](), "2")
     assert not caplog.records
 
 
 def test_counters_are_readable():
-    optimizer = accumulate(models.OPTIMIZERS["sgd"](), "2x2")
+    optimizer = accumulate(models.OPTIMIZERS["sgd"](), "2")
     assert optimizer.mini_step is optimizer.update_step is optimizer.skipped is None
     assert optimizer.progress_fields() == {}
-    run("placement", "2x2", lambda: optimizer, models.mlp_batches(1))
+    built("placement", "2", lambda: optimizer)
     names = {v.name.split("/")[-1] for v in optimizer.variables()}
     assert {"mini_step", "update_step", "skipped"} <= names
     assert sorted(optimizer.progress_fields()) == ["micro step", "update step"]
@@ -198,11 +198,8 @@ def test_counters_are_readable():
 
 def test_counters_go_to_summaries():
     key = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
-    result = run(
-        "placement", "2x2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "2x2"),
-        models.mlp_batches(1),
-    )  # fmt: skip
-    names = {name for name, _ in result.graph.get_collection(key)}
+    made = built("placement", "2", lambda: accumulate(models.OPTIMIZERS["sgd"](), "2"))
+    names = {name for name, _ in made.graph.get_collection(key)}
     prefix = "summary/GradientAccumulationOptimizer/"
     assert names == {prefix + n for n in ("mini_step", "update_step", "skipped")}
 
@@ -230,7 +227,7 @@ def test_the_update_step_is_one_counter_in_any_scope():
 def test_schedules_that_cannot_work_are_refused(passes):
     mesh, weights, grads = two_parameter_model()
     before = list(mesh.graph.operations), list(mesh.graph.all_variables)
-    optimizer = accumulate(mtf.optimize.SgdOptimizer(1.0), "4", passes)
+    optimizer = accumulate(mtf.optimize.SgdOptimizer(1.0), "2", passes)
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         optimizer.apply_grads(grads, weights)
     assert (list(mesh.graph.operations), list(mesh.graph.all_variables)) == before
@@ -243,9 +240,9 @@ def test_a_restored_sum_larger_than_asked_for_waits_for_a_step_that_counts():
     passes = lambda step: 4 - 2 * step  # noqa: E731, 4, then 2, then 0, which counts as 1
     result = run(
         "placement",
-        "2x2",
+        "2",
         lambda: accumulate(
-            models.OPTIMIZERS["sgd"](), "2x2", passes, should_skip_update_fn=gs.skip_not_finite
+            models.OPTIMIZERS["sgd"](), "2", passes, should_skip_update_fn=gs.skip_not_finite
         ),
         feeds,
     )

@@ -104,7 +104,7 @@ def floor():
     return found
 
 
-@pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", ["adafactor", "adam"])
 def test_placement_update_stands_in_the_branch(optimizer, floor):
     """Assignments, sums over devices and the update's arithmetic have a conditional context."""
     make = models.OPTIMIZERS[optimizer]

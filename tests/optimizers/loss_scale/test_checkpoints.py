@@ -1,5 +1,7 @@
 """The scale in checkpoints: kept, begun after a run without it, left behind by a run without it."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -25,8 +27,9 @@ def fixed():
 STATE = [f"LossScaleOptimizer/{name}" for name in ("scale", "good_steps", "skipped")]
 
 
-def run(make, mesh, feeds, restore=None, save=None):
-    """Makes steps on a mesh of CPU replicas; returns the variables."""
+@functools.lru_cache(maxsize=None)
+def built(make, mesh):
+    """A program on a mesh of CPU replicas, for several sessions."""
 
     def build(mesh, inputs):
         dims = mtf.Shape([mtf.Dimension("batch", 4), mtf.Dimension("d", 2)])
@@ -34,12 +37,17 @@ def run(make, mesh, feeds, restore=None, save=None):
         w = mtf.get_variable(mesh, "w", dims[1:])
         return make().minimize(mtf.reduce_sum(x * w)), {}
 
-    built = harness.built("simd", mesh, "batch:all", build, feeds[0])
-    with built.graph.as_default(), built._session() as session:
+    return harness.built("simd", mesh, "batch:all", build, feed())
+
+
+def run(make, mesh, feeds, restore=None, save=None):
+    """Makes steps; returns the variables."""
+    made = built(make, mesh)
+    with made.graph.as_default(), made._session() as session:
         if restore:
             session.restore(restore)
-        for feed in feeds:
-            session.run(built.updates, {built.inputs["x"]: feed["x"]})
+        for given in feeds:
+            session.run(made.updates, {made.inputs["x"]: given["x"]})
         if save:
             session.save(save)
         return session.variables()

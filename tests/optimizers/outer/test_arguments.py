@@ -68,11 +68,11 @@ def model():
         (
             {"fragments": 8},
             lambda grads: grads,
-            "fragments=8 variables with gradients, but got 4",
+            "fragments=8 variables with gradients, but got 3",
         ),
         (
             {"fragments": 2},
-            lambda grads: [*grads[:1], None, None, None],
+            lambda grads: [*grads[:1], None, None],
             "at least fragments=2 variables with gradients, but got 1",
         ),
         ({}, lambda grads: gs.clip_by_global_norm(grads, 1.0)[0], "NEEDS_SUM|needs the sum over"),

@@ -89,7 +89,7 @@ def sharded(opt, mesh):
 
 STACKS = {
     "plain": {},
-    "fragments": {"mesh": "4", "inner_steps": 4, "fragments": 4},
+    "fragments": {"mesh": "2", "inner_steps": 3, "fragments": 3},
     "accumulation": {
         "mesh": "2x2",
         "inside": lambda opt, mesh: gs.GradientAccumulationOptimizer(
@@ -102,7 +102,7 @@ STACKS = {
 
 @pytest.mark.parametrize(
     ("kind", "stack"),
-    [*(("simd", stack) for stack in STACKS), ("placement", "plain"), ("placement", "accumulation")],
+    [*(("simd", stack) for stack in STACKS), ("placement", "accumulation")],
 )
 def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp_path):
     made = built(kind, **STACKS[stack]) if STACKS[stack] else plain(kind)
@@ -195,7 +195,7 @@ def test_evaluation_reads_the_outer_values(tmp_path):
     with session_of(evaluation) as session:
         session.restore(path)
         found = session.variables()
-    assert sorted(found) == ["b1", "one", "scale", "w1"]
+    assert sorted(found) == ["b1", "scale", "w1"]
     for name, value in found.items():
         np.testing.assert_array_equal(value, saved[name])
         assert np.abs(saved[f"{name}/island"] - value).max() > 0

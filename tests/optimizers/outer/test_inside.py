@@ -12,7 +12,7 @@ from tests.optimizers.outer.test_outer_steps import ALL, assert_as_reference, ba
 from tests.optimizers.pipeline.rounded_programs import rounding
 
 ROUND = 2
-CLIP = 1.9
+CLIP = 1.5
 
 
 def trained(kind, mesh, feeds, inside=lambda opt, mesh: opt, opt="sgd", **arguments):
@@ -52,8 +52,8 @@ def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
 @pytest.mark.parametrize(
     ("mesh_kind", "mesh", "accumulate"),
     [
-        ("simd", "4", "local"),
-        ("simd", "4", "synced"),
+        ("simd", "2", "local"),
+        ("simd", "2", "synced"),
         ("simd", "2x2", "local"),
         ("placement", "2x2", "local"),
     ],
@@ -64,7 +64,7 @@ def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, m
         local = where(mesh) if accumulate == "local" else {}
         return gs.GradientAccumulationOptimizer(opt, 2, average_aggregated_gradients=True, **local)
 
-    feeds, islands = batches(8), 2 if mesh == "2x2" else 4
+    feeds, islands = batches(8), 2
     merged = [
         {
             k: np.concatenate(
@@ -95,9 +95,9 @@ def test_all_islands_skip_a_step_that_overflows_on_one(mesh_kind):
     feeds = batches(5)
     feeds[1]["x"][-1] = np.inf  # of the last island
     found = trained(
-        mesh_kind, "4", feeds, lambda opt, mesh: gs.LossScaleOptimizer(opt, initial_scale=16.0)
+        mesh_kind, "2", feeds, lambda opt, mesh: gs.LossScaleOptimizer(opt, initial_scale=16.0)
     )
-    expected = expected_of("4", feeds[:1] + feeds[2:])
+    expected = expected_of("2", feeds[:1] + feeds[2:])
     assert_as_reference(found, expected, 5)
     assert found["LossScaleOptimizer/skipped"] == 1
     assert found["LossScaleOptimizer/scale"] == 8.0
@@ -105,17 +105,17 @@ def test_all_islands_skip_a_step_that_overflows_on_one(mesh_kind):
 
 
 def test_averages_around_are_of_the_outer_values(mesh_kind):
-    shape, layout, _ = MESHES["4"]
+    shape, layout, _ = MESHES["2"]
 
     def make():
         inner = models.OPTIMIZERS["sgd"]()
-        outer = gs.OuterOptimizer(inner, ROUND, outer_momentum=0.5, **where("4"))
+        outer = gs.OuterOptimizer(inner, ROUND, outer_momentum=0.5, **where("2"))
         return gs.AverageOptimizer(outer, 0.5)
 
     feeds = batches(3)
     found = harness.run(mesh_kind, shape, layout, models.train(make), feeds).variables
     start = models.mlp_values()
-    for name, value in expected_of("4", feeds).outer.items():
+    for name, value in expected_of("2", feeds).outer.items():
         # Of two steps with an outer step behind them, and one before.
         average = value - (value - start[name]) / 4
         np.testing.assert_allclose(
@@ -135,16 +135,16 @@ def test_the_reducer_is_for_outer_gradients_alone():
     assert changed
     for (axis, dtype, shape), (_, narrow_dtype, _) in changed:
         assert (axis, dtype, narrow_dtype) == ("a", "float32", "bfloat16")
-        assert shape in [(6, 8), (8,), (), (1,)]
+        assert shape in [(6, 8), (8,), ()]
     assert {shape for axis, _, shape in plain if axis == "b"} >= {(6, 8), (8,)}
 
 
 def test_a_strategy_with_state_is_used_for_outer_gradients(mesh_kind):
     """Differences are rounded to eighths; what was not sent is kept for the next round."""
     feeds = batches(ROUND)
-    found = built(mesh_kind, "4", ROUND, "sgd", reducer=rounding(), outer_learning_rate=1.0)
+    found = built(mesh_kind, "2", ROUND, "sgd", reducer=rounding(), outer_learning_rate=1.0)
     found = found.run(feeds).variables
-    expected = outer_reference.train("sgd", feeds[:ROUND], 4, 9, 0.7, 0.5, True, ALL)
+    expected = outer_reference.train("sgd", feeds[:ROUND], 2, 9, 0.7, 0.5, True, ALL)
     start = models.mlp_values()
     for name, value in start.items():
         away = np.stack([value - island[name] for island in expected.islands])

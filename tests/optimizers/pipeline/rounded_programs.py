@@ -11,9 +11,10 @@ MESHES = {
     "4": ("all:4", "batch:all"),
     "2x2": ("rows:2;cols:2", "batch:rows;hidden:cols"),
     "8": ("all:8", "batch:all"),
+    "2": ("all:2", "batch:all"),
     "one": harness.ONE,
 }
-SHARDS = {"4": 4, "2x2": 2, "8": 8, "one": 1}
+SHARDS = {"4": 4, "2x2": 2, "8": 8, "2": 2, "one": 1}
 STEPS = 50
 FEEDS = rounded.batches(STEPS)
 

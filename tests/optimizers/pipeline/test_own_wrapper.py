@@ -85,8 +85,8 @@ def test_the_strategy_notes_what_is_reduced(kind, names, without_the_spike):
     found = harness.run(kind, SHAPE, LAYOUT, make, feeds()).variables
     expected = harness.run(kind, SHAPE, LAYOUT, plain, feeds()).variables
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    # All four gradients cross, float32: w1 and b1 are split over the model axis, the others not.
-    gradients = models.INPUTS * models.HIDDEN // 2 + models.HIDDEN // 2 + 1 + 1
+    # All three are reduced in float32: w1 and b1 are split over the model axis, the scalar is not.
+    gradients = models.INPUTS * models.HIDDEN // 2 + models.HIDDEN // 2 + 1
     assert sum(size for _, size, _ in strategy.noted) == 4 * gradients
 
 

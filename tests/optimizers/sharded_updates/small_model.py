@@ -27,6 +27,8 @@ SHAPES = {
     "odd": [("odd", 7)],  # not divisible
     "scale": [],
 }
+# One variable for each way, where stacked variables and scalars are not the point.
+FEW = ("w1", "w2", "b2", "odd")
 EXPERTS = {
     "gate": [("in", INPUTS), ("choices", 4)],
     "experts": [("experts", 4), ("in", INPUTS), ("hidden", HIDDEN)],  # split over the replicas
@@ -55,17 +57,21 @@ def initial_values(shapes, seed=0):
     }
 
 
-def loss_of(mesh, inputs, batch_dims=("batch",), dtype=tf.float32, with_experts=False):
+def loss_of(
+    mesh, inputs, batch_dims=("batch",), dtype=tf.float32, with_experts=False, names=tuple(SHAPES)
+):
     dims = (
         [mtf.Dimension(batch_dims[0], BATCH)]
         if len(batch_dims) == 1
         else [mtf.Dimension(batch_dims[0], 2), mtf.Dimension(batch_dims[1], BATCH // 2)]
     )
-    shapes = {**SHAPES, **(EXPERTS if with_experts else {})}
+    shapes = {**{name: SHAPES[name] for name in names}, **(EXPERTS if with_experts else {})}
     values = initial_values(shapes)
     at = {name: mtf.Dimension(name, size) for dims_ in shapes.values() for name, size in dims_}
 
     def variable(name):
+        if name not in shapes:
+            return 0.0 if name.startswith("b") else 1.0
         shape = mtf.Shape([mtf.Dimension(*dim) for dim in shapes[name]])
         initializer = tf.constant_initializer(values[name])
         return mtf.get_variable(mesh, name, shape, dtype, initializer=initializer)
@@ -96,11 +102,11 @@ def loss_of(mesh, inputs, batch_dims=("batch",), dtype=tf.float32, with_experts=
     return mtf.cast(mtf.reduce_mean(mtf.square(out - y)), tf.float32)
 
 
-def train(make, batch_dims=("batch",), dtype=tf.float32, with_experts=False):
+def train(make, batch_dims=("batch",), dtype=tf.float32, with_experts=False, names=tuple(SHAPES)):
     """A `harness.Build` that takes a step with the optimizer that `make` makes."""
 
     def build(mesh, inputs):
-        loss = loss_of(mesh, inputs, batch_dims, dtype, with_experts)
+        loss = loss_of(mesh, inputs, batch_dims, dtype, with_experts, names)
         variables = mesh.graph.trainable_variables
         grads = mtf.gradients([loss], [v.value for v in variables])
         return make().apply_grads(grads, variables), {"loss": loss}
@@ -129,10 +135,10 @@ def memories_of(kind):
         yield "placement"
 
 
-def built(kind, mesh, make, feed, dtype=tf.float32, **kwargs):
+def built(kind, mesh, make, feed, dtype=tf.float32, names=tuple(SHAPES), **kwargs):
     """The program of a step, as `harness.built`."""
     shape, layout, batch_dims = MESHES[mesh]
-    build = train(make, batch_dims, dtype, mesh == "experts")
+    build = train(make, batch_dims, dtype, mesh == "experts", names)
     with memories_of(kind) as kind:
         return harness.built(kind, shape, layout, build, feed, **kwargs)
 
@@ -149,10 +155,10 @@ OPTIMIZERS = {
 
 
 @functools.lru_cache(maxsize=None)
-def on_one(optimizer):
+def on_one(optimizer, names=tuple(SHAPES)):
     """The program of one processor, whose runs those of meshes are compared with."""
-    make = OPTIMIZERS[optimizer]
-    return built("placement", "one", lambda: gs.CrossShardOptimizer(make()), batches(1)[0])
+    make = lambda: gs.CrossShardOptimizer(OPTIMIZERS[optimizer]())  # noqa: E731
+    return built("placement", "one", make, batches(1)[0], names=names)
 
 
 def assert_close(actual, expected, tolerance):

@@ -27,7 +27,7 @@ def built(kind, mesh, is_sharded):
         opt = OPTIMIZERS[OPTIMIZER]()
         return sharded(opt, mesh) if is_sharded else gs.CrossShardOptimizer(opt)
 
-    return small_model.built(kind, mesh, make, batches(1)[0])
+    return small_model.built(kind, mesh, make, batches(1)[0], names=small_model.FEW)
 
 
 class OfPlacement:
@@ -91,5 +91,5 @@ def test_exactly_what_was_saved_is_restored_and_training_goes_on(
             session.run(made.updates, feed)
             saved = session.variables()
             path = session.save(str(tmp_path / f"step_{number}"))
-    expected = small_model.on_one(OPTIMIZER).run(feeds).variables
+    expected = small_model.on_one(OPTIMIZER, small_model.FEW).run(feeds).variables
     assert_close(saved, expected, len(runs) * ULPS)

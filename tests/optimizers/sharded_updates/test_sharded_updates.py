@@ -145,11 +145,14 @@ def test_partitioned_statistics_are_gathered_in_a_group(small_slots_in_parts):
 
 def slots_of_a_core(wrap):
     """Returns how many numbers of each slot of w1, w2, b2 and gain a core holds, by name."""
-    made = program("4x2", lambda: wrap(OPTIMIZERS["adafactor"]()), autostack=False)
-    (mesh_impl,) = made.lowering.mesh_to_impl.values()
+    shape, layout, batch_dims = small_model.MESHES["4x2"]
+    train = small_model.train(lambda: wrap(OPTIMIZERS["adafactor"]()), batch_dims)
+    with tf.Graph().as_default(), simd.tpu_program(shape, layout) as made:
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        train(mesh, {name: tf.constant(value) for name, value in batches(1)[0].items()})
     return {
-        v.name: mesh_impl.slice_size(v.shape)
-        for v in made.lowering.graph.all_variables
+        v.name: made.mesh_impl.slice_size(v.shape)
+        for v in mesh.graph.all_variables
         # The others cannot be split.
         if not v.trainable and v.name.startswith(("w1", "w2", "b2", "gain"))
     }
@@ -173,7 +176,7 @@ def test_changes_are_sent_where_a_variable_has_several():
     """Two updates in one graph add up: neither may write a new value over the other's."""
 
     def make():
-        opt = sharded(mtf.optimize.SgdOptimizer(0.1), "4x2")
+        opt = sharded(mtf.optimize.SgdOptimizer(0.1), "2x2")
         apply = opt.apply_grads
 
         class Twice:
@@ -182,9 +185,10 @@ def test_changes_are_sent_where_a_variable_has_several():
 
         return Twice()
 
-    feeds = batches(1)
-    twice = run("simd", "4x2", make, feeds).variables
-    once = run("simd", "4x2", lambda: sharded(mtf.optimize.SgdOptimizer(0.2), "4x2"), feeds)
+    feeds, few = batches(1), {"names": small_model.FEW}
+    twice = run("simd", "2x2", make, feeds, **few).variables
+    make_one = lambda: sharded(mtf.optimize.SgdOptimizer(0.2), "2x2")  # noqa: E731
+    once = run("simd", "2x2", make_one, feeds, **few)
     assert_close(twice, once.variables, 4 * EPS)
 
 

@@ -60,9 +60,10 @@ def test_among_other_wrappers(kind, outer, clipped, optimizer):
     other = MESH if outer == "sync_replicas" else "one"
     axes, axes_of_other = (gs.ReplicaAxes(*small_model.MESHES[mesh]) for mesh in (MESH, other))
     wrap, feeds = WRAPPED[outer], batches(STEPS)
-    parts = run(kind, MESH, lambda: wrap(CLIPPED[clipped](optimizer), axes), feeds)
+    few = {"names": small_model.FEW}
+    parts = run(kind, MESH, lambda: wrap(CLIPPED[clipped](optimizer), axes), feeds, **few)
     where = "simd" if other == MESH else "placement"
-    expected = run(where, other, lambda: wrap(unsharded(optimizer), axes_of_other), feeds)
+    expected = run(where, other, lambda: wrap(unsharded(optimizer), axes_of_other), feeds, **few)
     assert_close(trained(parts), trained(expected), TOLERANCE)
 
 
@@ -82,8 +83,9 @@ def test_clipping_around_parts_is_clipping_inside(outer):
     for name, make in CLIPPED.items():
         wrap = WRAPPED[outer]
         made[name] = small_model.built(
-            "simd", MESH, lambda make=make, wrap=wrap: wrap(make(), axes), batches(1)[0]
-        )
+            "simd", MESH, lambda make=make, wrap=wrap: wrap(make(), axes), batches(1)[0],
+            names=small_model.FEW,
+        )  # fmt: skip
     rows = {
         name: [
             (row.operation, row.bytes_per_core)

@@ -100,7 +100,7 @@ def test_the_hint_about_microbatch_steps_goes_away(caplog):
 
 def test_update_step_drives_the_rate_where_microbatch_steps_change(mesh_kind):
     """K goes from 1 to 3, and the rate is halved with each update."""
-    shape, layout, batch_dims = harness.MESHES["4x2"]
+    shape, layout, batch_dims = harness.MESHES["2"]
     feeds = models.mlp_batches(7)
 
     def build(mesh, inputs):

@@ -2,13 +2,13 @@
 
 import collections
 import contextlib
+import functools
 import pickle
 
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.sync_replicas import NoUpdateError
 from mtf_gradsync.optimizers.sync_replicas.replica_state import ReplicaState
@@ -25,52 +25,51 @@ RunContext = collections.namedtuple("RunContext", ["session"])
 Built = collections.namedtuple("Built", ["session", "step", "values", "watch", "hook"])
 
 
-@contextlib.contextmanager
-def opened(kind):
-    """A session whose `step` is called with a mask of the replicas that contribute."""
-    feed = models.mlp_batches(1)[0]
-    inputs = {k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()}
-    contributes = tf.placeholder(tf.bool, [SHARDS])
-    with simd.tpu_program(MESH, LAYOUT) if kind == "simd" else contextlib.nullcontext() as program:
-        graph = mtf.Graph()
-        mesh = mtf.Mesh(graph, "mesh")
+@functools.lru_cache(maxsize=None)
+def made(kind):
+    """The program, for the sessions of several tests; its optimizer, and what it exports."""
+    optimizers = []
+
+    def build(mesh, inputs):
         opt = gs.SyncReplicasOptimizer(
             models.OPTIMIZERS["momentum"](),
             2 * SHARDS,
-            contributes=contributes,
+            contributes=inputs["contributes"],
             max_steps_without_update=LIMIT,
             axes=gs.ReplicaAxes(MESH, LAYOUT, BATCH_DIMS),
         )
+        optimizers.append(opt)
         loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
-        variables = list(graph.trainable_variables)
+        variables = list(mesh.graph.trainable_variables)
         grads = mtf.gradients([loss], [v.value for v in variables])
         operations = opt.apply_grads(grads, variables)
-        mesh_impl = program.mesh_impl if program else harness.placement(MESH, LAYOUT)
-        lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-        update = [lowering.lowered_operation(op) for op in operations]
-    # Only tensors that are not split can leave a SIMD program.
-    exported = {} if program else {v.name: v.value for v in [*variables, *opt.state]}
-    values = {name: lowering.export_to_tf_tensor(x) for name, x in exported.items()}
-    watch = opt.steps_without_update.watch()
-    hook = opt.make_session_run_hook(True)
-    hook.begin()
+        # Only tensors that are not split can leave a SIMD program.
+        exported = [] if kind == "simd" else [*variables, *opt.state]
+        return operations, {v.name: v.value for v in exported}
 
-    @contextlib.contextmanager
-    def placement_session():
-        copy = lowering.copy_masters_to_slices()
-        initialize = tf.global_variables_initializer()
-        with tf.Session(config=harness.placement_config(4)) as session:
-            session.run(initialize)
-            session.run(copy)
-            yield session
+    feed = {**models.mlp_batches(1)[0], "contributes": MASKS[0]}
+    return harness.built(kind, MESH, LAYOUT, build, feed), optimizers[0]
 
-    with program.session(lowering) if program else placement_session() as session:
 
-        def step(mask, **changed):
-            fed = {inputs[k]: changed.get(k, v) for k, v in feed.items()}
-            session.run(update, {**fed, contributes: mask})
+@contextlib.contextmanager
+def opened(kind):
+    """A session whose `step` is called with a mask of the replicas that contribute."""
+    program, opt = made(kind)
+    (feed,) = models.mlp_batches(1)
+    with program.graph.as_default():
+        watch = opt.steps_without_update.watch()
+        hook = opt.make_session_run_hook(True)
+        hook.begin()
+        with program._session() as session:
+            if program.program is None:
+                session.run(program.init[0])
+                session.run(program.restore)
 
-        yield Built(session, step, values, watch, hook)
+            def step(mask, **changed):
+                fed = {**feed, **changed, "contributes": mask}
+                session.run(program.updates, {program.inputs[k]: v for k, v in fed.items()})
+
+            yield Built(session, step, program.fetched, watch, hook)
 
 
 def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
@@ -92,12 +91,14 @@ def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
 
 def test_the_hook_raises_it_on_a_simd_mesh():
     with opened("simd") as built:
+        built.hook.after_create_session(built.session, None)
         for mask in MASKS[:2]:
             built.step(mask)
             built.hook.after_run(RunContext(built.session), None)
         built.step(MASKS[2])
         with pytest.raises(NoUpdateError) as raised:
             built.hook.after_run(RunContext(built.session), None)
+    assert isinstance(raised.value, RuntimeError)
     assert raised.value.replicas == [0, 2]
 
 

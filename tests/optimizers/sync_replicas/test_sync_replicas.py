@@ -81,8 +81,8 @@ def feeds(schedule, states):
     return [{**feed, "local_steps": s.steps} for feed, s in zip(schedule.feeds(), states)]
 
 
-# Devices of a placement mesh along the model axis make its operations once more each.
-SHAPES = {"simd": MESH, "placement": "rows:4;cols:1"}
+# Without a model axis, whose cores take as long to build again; random schedules have one.
+SHAPE = "rows:4;cols:1"
 
 
 @functools.lru_cache(maxsize=None)
@@ -90,8 +90,8 @@ def program(kind, to_aggregate):
     """A step, for the runs of several schedules."""
     feed = {**SCHEDULES["stale"].feeds()[0], "local_steps": np.zeros(4, np.int64)}
     # Not Adam, which makes whole steps of gradients that are all rounding.
-    build = step(to_aggregate, "momentum", SHAPES[kind])
-    return harness.built(kind, SHAPES[kind], LAYOUT, build, feed)
+    build = step(to_aggregate, "momentum", SHAPE)
+    return harness.built(kind, SHAPE, LAYOUT, build, feed)
 
 
 # Those of few programs; random schedules have more (tests/properties).
@@ -112,10 +112,9 @@ def test_equals_the_model(kind, name):
 def test_too_many_steps_without_update_name_the_replicas():
     schedule = schedules.Schedule((4,), 8, 3, sits_out=((0, 2), (1, 2), (2, 2), (2, 1)))
     states = list(schedules.replay(schedule, reference.OPTIMIZERS["sgd"]()))
-    mesh_shape = SHAPES["placement"]
-    build = step(8, "sgd", mesh_shape, max_steps_without_update=1)
+    build = step(8, "sgd", SHAPE, max_steps_without_update=1)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"max_steps_without_update=1.*\[2\]"):
-        harness.run("placement", mesh_shape, LAYOUT, build, feeds(schedule, states))
+        harness.run("placement", SHAPE, LAYOUT, build, feeds(schedule, states))
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
 """SyncReplicasOptimizer and what surrounds a step: hooks, tokens, global steps, summaries."""
 
-import collections
-
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from tests import harness, models
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
 SHARDS = 4
-RunContext = collections.namedtuple("RunContext", ["session"])
 
 
 def make(replicas_to_aggregate=SHARDS, optimizer="sgd", **kwargs):
@@ -310,38 +306,6 @@ def test_moving_average_wants_a_mesh_variable():
 
 
 # The limit.
-
-
-def test_the_hook_raises_on_a_simd_mesh():
-    masks = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]], bool)
-    with tf.Graph().as_default():
-        feed = batches(1)[0]
-        inputs = {k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()}
-        with simd.tpu_program(MESH, LAYOUT) as program:
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
-            opt = masked(inputs, replicas_to_aggregate=8, max_steps_without_update=2)
-            operations = opt.apply_grads(
-                mtf.gradients([loss], [v.value for v in graph.trainable_variables]),
-                graph.trainable_variables,
-            )
-            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
-            update = [lowering.lowered_operation(op) for op in operations]
-        hook = opt.make_session_run_hook(True)
-        hook.begin()
-        with program.session(lowering) as session:
-            hook.after_create_session(session, None)
-            for mask in masks[1:3]:
-                session.run(
-                    update, {inputs[k]: v for k, v in {**feed, "contributes": mask}.items()}
-                )
-                hook.after_run(RunContext(session), None)
-            session.run(
-                update, {inputs[k]: v for k, v in {**feed, "contributes": masks[3]}.items()}
-            )
-            with pytest.raises(RuntimeError, match=r"max_steps_without_update=2 .*: \[0, 2\]"):
-                hook.after_run(RunContext(session), None)
 
 
 def test_the_hook_wants_initialized_variables(applied):

@@ -203,7 +203,7 @@ def test_steps_leave_no_threads_behind(merge_scope):
 @one_scope
 def test_update_in_a_branch(merge_scope, mesh_kind, place):
     """On one process the branch is a function, which no collective can run in."""
-    mesh_shape, layout, _ = harness.MESHES["2x2"]
+    mesh_shape, layout, _ = harness.MESHES["2"]
     where = {"mesh_shape": mesh_shape, "layout": layout} if place == "local" else {}
     feeds = models.mlp_batches(4)
 

@@ -63,7 +63,7 @@ def adversarial():
 def test_adversarial_numbers_stay_within_the_bound(wire, prescale, strategy):
     data = adversarial() + [adversarial()[0].astype(np.float64)]
     make_reducer, levels = STRATEGIES[strategy]
-    subsets = on_mesh.subsets(MESH)
+    subsets = [(1,), (0, 1)]  # the smallest groups, and the largest, which levels cut
 
     def make(impl, values):
         compressed = reduce.CompressedAllReduce(make_reducer(), wire, prescale)

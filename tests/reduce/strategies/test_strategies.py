@@ -174,3 +174,16 @@ def test_what_has_no_sum_is_refused_before_anything_is_built(strategy):
             with pytest.raises(ValueError, match=message):
                 STRATEGIES[strategy]().all_reduce(impl, [values[0], value], groups)
         assert len(graph.get_operations()) == before
+
+
+def test_the_old_name_of_has_gradient_reduction_warns():
+    for strategy in (reduce.FusedAllReduce(), reduce.QuantizedAllReduce()):
+        with pytest.warns(DeprecationWarning, match="has_gradient_reduction"):
+            assert strategy.reduces_gradients_apart == strategy.has_gradient_reduction
+
+    with pytest.warns(DeprecationWarning, match="has_gradient_reduction"):
+
+        class Old(reduce.FusedAllReduce):
+            reduces_gradients_apart = True
+
+    assert Old().has_gradient_reduction

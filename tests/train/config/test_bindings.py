@@ -35,8 +35,8 @@ def test_the_guide_lists_every_binding_with_its_default():
 
 
 def test_the_docstring_lists_every_binding():
-    told = re.findall(r"^  (\w+): ", inspect.getdoc(RunConfig), re.MULTILINE)
-    assert told == [field.name for field in FIELDS]
+    listed = re.findall(r"^  (\w+): ", inspect.getdoc(RunConfig), re.MULTILINE)
+    assert listed == [field.name for field in FIELDS]
 
 
 def test_gin_fills_it():
