@@ -31,6 +31,19 @@ def cost(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
       "cost": the compiler's numbers; "memory": bytes as `CoreMemory` takes them; "hlo": the
       compiled program's text.
     """
+    return ask("benchmarks.lm_by_hand", topology, layers, d_model, batch, length)
+
+
+def ask(module: str, *arguments: Any) -> dict[str, Any]:
+    """What a module of the benchmarks prints last, a line of JSON, as a process of its own.
+
+    Args:
+      module: its name.
+      *arguments: its command line.
+
+    Returns:
+      The JSON.
+    """
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -38,8 +51,7 @@ def cost(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    sizes = map(str, (layers, d_model, batch, length))
-    command = [sys.executable, "-m", "benchmarks.lm_by_hand", topology, *sizes]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, errors="replace"
     )
@@ -48,17 +60,22 @@ def cost(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(topology: str, layers: int, d_model: int, batch: int, length: int) -> dict[str, Any]:
-    """Compiles the step; see `cost`."""
+def language_model(layers: int, d_model: int, length: int) -> tuple[dict[str, Any], Any]:
+    """A language model of the shapes of `models.lm`.
+
+    Args:
+      layers: as for `cost`.
+      d_model: as for `cost`.
+      length: as for `cost`.
+
+    Returns:
+      For each parameter its shape and the mesh axis of each dimension, and the loss: a function of
+      parameters and tokens.
+    """
     import jax
     import jax.numpy as jnp
-    import numpy as np
     import optax
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = Mesh(np.array(devices).reshape(4, 2), ("batch", "model"))
     width = d_model // HEADS
     # Parameter -> its shape, and the mesh axis of each dimension, as the layout of `models.lm`.
     layer = {
@@ -99,6 +116,32 @@ def main(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
         logits = normalized(x, p["norm"]) * d_model**-0.5 @ p["embedding"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
+    return parameters, loss
+
+
+def answer(compiled: Any) -> dict[str, Any]:
+    """What `cost` returns, of a program that jax has compiled."""
+    memory, numbers = compiled.memory_analysis(), compiled.cost_analysis()
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    return {
+        "cost": dict(numbers[0] if isinstance(numbers, list) else numbers),
+        "memory": [getattr(memory, f"{name}_size_in_bytes") for name in names],
+        "hlo": compiled.as_text(),
+    }
+
+
+def main(topology: str, layers: int, d_model: int, batch: int, length: int) -> dict[str, Any]:
+    """Compiles the step; see `cost`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices).reshape(4, 2), ("batch", "model"))
+    parameters, loss = language_model(layers, d_model, length)
     optimizer = optax.adafactor(0.01)
 
     def step(p: dict[str, Any], state: Any, tokens: Any) -> tuple[Any, Any]:
@@ -118,18 +161,11 @@ def main(topology: str, layers: int, d_model: int, batch: int, length: int) -> d
     state = jax.tree.map(placed, jax.eval_shape(optimizer.init, given))
     tokens = placed(jax.ShapeDtypeStruct((batch, length), jnp.int32), "batch")
     outputs = jax.tree.map(lambda x: x.sharding, (given, state))
-    compiled = (
+    return answer(
         jax.jit(step, out_shardings=outputs, donate_argnums=(0, 1))
         .lower(given, state, tokens)
         .compile()
     )
-    memory, numbers = compiled.memory_analysis(), compiled.cost_analysis()
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    return {
-        "cost": dict(numbers[0] if isinstance(numbers, list) else numbers),
-        "memory": [getattr(memory, f"{name}_size_in_bytes") for name in names],
-        "hlo": compiled.as_text(),
-    }
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ ORDER = (
     "less_communication_mesh_tf_defaults",
     "less_communication_link",
 )
+# Tables that stand in a page of their own: the page, its part, and what writes it.
+ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py")}
 # Tables that the program of another one measures, too.
 MEASURED_BY = {
     "less_communication_mesh_tf_defaults": "less_communication --mesh_tf_defaults=1",
@@ -70,6 +72,9 @@ def _section(name: str, table: dict[str, Any]) -> str:
         f"`python -m benchmarks.{program}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
         f"Python {machine['python']}, TensorFlow {machine['tensorflow']}, {machine['time'][:10]}."
     )
+    if name in ELSEWHERE:
+        where, part, program = ELSEWHERE[name]
+        return f"## {heading}\n\n{about} `{program}` writes [its tables]({where}#{part}).\n"
     columns = list(table["rows"][0])
     lines = [f"## {heading}", "", about, "", _line(columns), _line(["---"] * len(columns))]
     lines += [_line([_cell(row.get(column)) for column in columns]) for row in table["rows"]]

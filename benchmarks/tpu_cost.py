@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import math
 import re
 import sys
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import mtf_gradsync as gs
-from benchmarks import lm_by_hand, models, report
+from benchmarks import lm_by_hand, models, report, wrappers_by_hand
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import hlo_from_text
 from mtf_gradsync._private.libraries import mtf, tf
@@ -21,6 +22,14 @@ TOPOLOGIES = ("v3:2x2", "v5e:2x4", "v5p:2x2x2")
 LMS = {"small lm": (4, 128, 16, 64), "larger lm": (6, 512, 64, 256)}
 MODELS = ("dense", *LMS)
 BARE, CLIPPED, BY_HAND = "bare", "bare, clipping by hand", "JAX by hand"
+# What `wrappers_by_hand` has of a step, and its sizes of the models.
+HANDS = {
+    BARE: wrappers_by_hand.BARE,
+    "LossScale": wrappers_by_hand.LOSS_SCALE,
+    "Accumulation": wrappers_by_hand.ACCUMULATION,
+    "SyncReplicas": wrappers_by_hand.SYNC_REPLICAS,
+}
+SIZES = {"dense": (40, 64, 64), **LMS}
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter)(?:-start)?\(")
 CLIP_NORM, MICROBATCHES = 1.0, 8
 # Bytes that an estimate counts for a byte that is copied to the core's fast memory: read and
@@ -100,8 +109,10 @@ def measure(options: report.Options) -> report.Table:
         for name in options.only["models"]:
             chosen = [s for s in STEPS if s in (BARE, CLIPPED, *options.only["steps"])]
             of_model = [row for step in chosen for row in _compiled(name, step, topology, options)]
-            if by_hand and name in LMS and not options.quick and BY_HAND in options.only["steps"]:
-                of_model.append(_compiled_by_hand(name, topology))
+            if by_hand and not options.quick and BY_HAND in options.only["steps"]:
+                if name in LMS:
+                    of_model.append(_by_hand(name, topology, BY_HAND))
+                of_model += [row for s in chosen for row in _wrapper_by_hand(name, s, topology)]
             seen = {row["step"]: row for row in of_model}
             for row in of_model:
                 against = STEPS[row["step"]].against if row["step"] in STEPS else BARE
@@ -109,6 +120,7 @@ def measure(options: report.Options) -> report.Table:
                 row["MB/bare"] = row["MB touched"] / seen[against]["MB touched"]
                 row["core/bare"] = row["MB a core"] / seen[against]["MB a core"]
                 _compare_with_necessary(row, seen[against], seen[BARE])
+                _compare_with_hand(row, seen)
             if not options.quick:
                 targets += _targets(f"{name} on {topology}", seen)
             rows += of_model
@@ -123,6 +135,8 @@ def measure(options: report.Options) -> report.Table:
         "/necessary: over the bare step and what the wrapper's state makes necessary: accumulators "
         "read and written once, sums read once more; seconds by the bare step's rate. no copies: "
         "bytes, without the compiler's own copies to fast memory on both sides.",
+        "/by hand: over the bare step and what the same algorithm by hand in JAX adds to its own "
+        "bare step; skipped steps over that of the algorithm by hand.",
     )
     if not by_hand:
         notes += ("JAX by hand is not in it: optax is not installed.",)
@@ -139,12 +153,29 @@ def _compare_with_necessary(row: report.Row, against: report.Row, bare: report.R
     row["no copies"] = ours / (theirs + necessary)
 
 
+def _compare_with_hand(row: report.Row, seen: dict[str, report.Row]) -> None:
+    """Adds how a step compares with the bare one and what the algorithm adds to it by hand."""
+    hand, bare = seen.get(f"{BY_HAND}, {row['step']}"), seen.get(f"{BY_HAND}, {BARE}")
+    for unit, column in (("us", "us/by hand"), ("MB touched", "MB/by hand")):
+        row[column] = None
+        if hand is None or bare is None or row["step"] == BARE:
+            continue
+        # A step without an update has nothing of the bare step's update.
+        own = hand[unit] - bare[unit] if row["step"].endswith(", update") else None
+        row[column] = row[unit] / (hand[unit] if own is None else seen[BARE][unit] + own)
+
+
 def _targets(where: str, seen: dict[str, report.Row]) -> list[report.Target]:
     targets = []
     for step in sorted(set(seen) & {"CrossShard", "CrossShard, reports", "ClipByGlobalNorm"}):
         row = seen[step]
         targets.append(report.Target(f"{step}, {where}, us", row["us/bare"], SAME))
         targets.append(report.Target(f"{step}, {where}, bytes touched", row["MB/bare"], SAME))
+    targets += [
+        report.Target(f"{step}, {where}, us/by hand", row["us/by hand"], SAME)
+        for step, row in seen.items()
+        if row["us/by hand"] is not None
+    ]
     if "ShardedUpdate" not in seen:
         return targets
     row = seen["ShardedUpdate"]
@@ -234,18 +265,45 @@ def _program(model: models.Model, step: _Step) -> tuple[simd.Program, list[tf.Te
             fetches = [lowering.export_to_tf_tensor(t) for t in tensors]
             for operation in operations:
                 lowering.lowered_operation(operation)
-            size = program.mesh_impl.slice_size
-            sums = sum(size(v.shape) * v.activation_dtype.size for v in variables)
+            shape = program.mesh_impl.slice_shape
+            sums = sum(_padded(shape(v.shape)) * v.activation_dtype.size for v in variables)
     return program, fetches, sums
 
 
-def _compiled_by_hand(name: str, topology: str) -> report.Row:
-    answer = lm_by_hand.cost(topology, *LMS[name])
+def _padded(shape: Sequence[int]) -> int:
+    """The numbers of a slice as a TPU stores it, in rows of 128 and tiles of 8 x 128."""
+    if len(shape) < 2:
+        return 128 * math.ceil(math.prod(shape) / 128)
+    *others, rows, columns = shape
+    orders = ((rows, columns), (columns, rows))
+    tiles = min(math.ceil(r / 8) * math.ceil(c / 128) for r, c in orders)
+    return math.prod(others) * tiles * 8 * 128
+
+
+def _by_hand(
+    name: str, topology: str, label: str, kind: str | None = None, condition: bool = True
+) -> report.Row:
+    if kind is None:
+        answer = lm_by_hand.cost(topology, *LMS[name])
+    else:
+        answer = wrappers_by_hand.cost(topology, kind, condition, *SIZES[name])
     # By the text: newer compilers name groups of cores by the axes of a mesh.
     found = collections.Counter(_COLLECTIVE.findall(answer["hlo"]))
     cost = read_estimate(answer["cost"], hlo_from_text(answer["hlo"]))
-    row = _row(name, topology, BY_HAND, cost, CoreMemory(*answer["memory"]), found, 0)
+    row = _row(name, topology, label, cost, CoreMemory(*answer["memory"]), found, 0)
     return {**row, "passes": 0, "sums": 0.0}
+
+
+def _wrapper_by_hand(name: str, step: str, topology: str) -> list[report.Row]:
+    if step not in HANDS:
+        return []
+    if step == BARE:
+        return [_by_hand(name, topology, f"{BY_HAND}, {BARE}", HANDS[step])]
+    ends = {"update": True, "skipped": False}
+    return [
+        _by_hand(name, topology, f"{BY_HAND}, {step}, {end}", HANDS[step], condition)
+        for end, condition in ends.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Writes the tables in docs/tpu.md of what the TPU compiler expects of a step.
 
-usage: python docs/write_tpu_cost_table.py FILE..., the JSON of `python -m benchmarks.tpu_cost`.
+usage: python docs/write_tpu_cost_table.py [FILE...]
+
+FILE: what `python -m benchmarks.tpu_cost` wrote; benchmarks/results/tpu_cost.json if none is given.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from typing import Any, Callable, Sequence
 
 OUT = pathlib.Path(__file__).parent / "tpu.md"
+RESULTS = OUT.parent.parent / "benchmarks" / "results" / "tpu_cost.json"
 BEGIN, END = "<!-- tpu_cost: begin -->\n", "<!-- tpu_cost: end -->\n"
 
 
@@ -29,9 +32,15 @@ def _necessary(row: dict[str, Any]) -> str:
     return "" if None in found else "{:.3f} ({:.3f})".format(*found)
 
 
+def _by_hand(row: dict[str, Any]) -> str:
+    found = row.get("us/by hand")
+    return "" if found is None else f"{found:.3f}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "us (us/bare)": _time,
     "us/necessary (no copies)": _necessary,
+    "us/by hand": _by_hand,
     "MB a core; all-reduces, reduce-scatters, all-gathers": _memory,
 }
 
@@ -47,13 +56,15 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         lines += [f"| {title} | {' | '.join(names)} |", "|---|" + "--:|" * len(columns)]
         for step in steps:
             found = [by_place.get((*column, step)) for column in columns]
-            lines.append(f"| {step} | {' | '.join(cell(r) if r else '' for r in found)} |")
+            cells = [cell(r) if r else "" for r in found]
+            if any(cells):
+                lines.append(f"| {step} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    files = [json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:]]
+    files = [json.loads(pathlib.Path(name).read_text()) for name in sys.argv[1:] or [RESULTS]]
     text = OUT.read_text()
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     rows = [row for file in files for row in file["rows"]]

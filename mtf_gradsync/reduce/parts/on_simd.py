@@ -21,8 +21,16 @@ from mtf_gradsync.reduce.parts import by_part
 from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, part_shape
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
-# A tile of a TPU's memory: 8 sublanes of 128 lanes. Parts smaller than a tile share a collective.
+# A tile of a TPU's memory: 8 sublanes of 128 lanes. Smaller parts share an all-gather.
 _TILE = 8 * 128
+# Smaller parts share a reduce-scatter. The compiler merges neighbouring ones of small tensors by
+# itself, and a packed one holds all gradients twice.
+_SCATTERED_ALONE = _TILE // 2
+# The TPU compiler gives a gathered tensor no variable's memory: where it is a variable's new value,
+# the variable is copied when the step begins, and the new value when it ends. An operation between
+# the two writes into the variable's memory. For tensors of fewer numbers it takes more time than
+# the copies.
+_WRITTEN_IN_PLACE = 64 * 1024
 
 
 def scatter_together(
@@ -35,7 +43,7 @@ def scatter_together(
     results: list[Any] = [None] * len(values)
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
     with summed_together():
-        for members in _sharing(values, shapes, cuts):
+        for members in _sharing(values, shapes, cuts, _SCATTERED_ALONE):
             parts = _scattered(mesh_impl, [values[i] for i in members], groups, cuts[members[0]])
             for index, part in zip(members, parts):
                 results[index] = part
@@ -46,7 +54,7 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
     """Full slices on each core, from the parts that belong to its coordinates (an all-gather)."""
     results: list[Any] = [None] * len(parts)
     with summed_together():
-        for members in _sharing(parts, [p.slice_shape for p in parts], cuts):
+        for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
             slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
             for index, full in zip(members, slices):
                 results[index] = full
@@ -54,12 +62,15 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
 
 
 def _sharing(
-    tensors: Sequence[Any], part_shapes: Sequence[Sequence[int]], cuts: Sequence[Cuts]
+    tensors: Sequence[Any],
+    part_shapes: Sequence[Sequence[int]],
+    cuts: Sequence[Cuts],
+    least: int,
 ) -> list[list[int]]:
     """Positions of tensors, in one list for each collective."""
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
-        alone = index if mtf.list_product(shape) >= _TILE else -1
+        alone = index if mtf.list_product(shape) >= least else -1
         dtype = tensor.tensor_list[0].dtype.base_dtype
         sharing[alone, tuple(shape), tuple(cuts[index]), dtype].append(index)
     return list(sharing.values())
@@ -105,7 +116,7 @@ def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]
     for cut in cuts:
         shape[cut.tensor_axis] *= mesh_impl.shape.dims[cut.mesh_axis].size
 
-    def gather(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def gather(number: tf.Tensor, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
         if by_rows:
             xs = tuple(tf.reshape(x, [1, -1]) for x in xs)
         x = tf.stack(xs) if len(xs) > 1 else xs[0]
@@ -114,9 +125,13 @@ def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]
         pieces = tf.unstack(full) if len(xs) > 1 else [full]
         if by_rows:
             pieces = [by_part.from_rows(mesh_impl, p, shape, cuts) for p in pieces]
+        if mtf.list_product(shape) >= _WRITTEN_IN_PLACE:
+            # Always so, but the compiler does not know it.
+            is_processor = number >= 0
+            pieces = [tf.where_v2(is_processor, p, tf.zeros_like(p)) for p in pieces]
         return tuple(pieces)
 
-    return list(mesh_impl.slicewise(gather, *parts))
+    return list(mesh_impl.slicewise(gather, mesh_impl.laid_out_pnum(), *parts))
 
 
 def _physical(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:

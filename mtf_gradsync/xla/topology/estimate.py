@@ -11,7 +11,9 @@ from mtf_gradsync.xla.lowering.operations import walk
 # Custom calls that take no time: they name a piece of memory.
 _FREE = frozenset({"AllocateBuffer"})
 # What TensorFlow's conditionals become; its first branch is the one for true.
-_IF = "stablehlo.if"
+_IF, _NOT = "stablehlo.if", "stablehlo.not"
+# Marks a conditional on the opposite of another one's condition.
+_OPPOSITE = "mtf_gradsync.opposite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +66,31 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
 def with_conditions(module: str, value: bool) -> str | None:
     """The text of a program in which every condition has one value, so that branches count.
 
-    The compiler's estimate does not count what is inside a conditional. None where there is none.
+    The compiler's estimate does not count what is inside a conditional. Of two opposite conditions,
+    as "update if finite" and "report if not finite", the second has the other value, as in a step.
+    None where there is no conditional.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
+        conditionals = [op for op in walk(parsed.operation) if op.name == _IF]
+        conditions = [op.operands[0] for op in conditionals]
+        for conditional, condition in zip(conditionals, conditions):
+            # The owner may be a view of the operation, or the block that has the value as argument.
+            made_by = getattr(condition.owner, "operation", None)
+            if made_by is None or made_by.name != _NOT:
+                continue
+            if made_by.operands[0] in conditions:
+                conditional.attributes[_OPPOSITE] = ir.UnitAttr.get()
         found = 0
         while True:
             conditional = next((op for op in walk(parsed.operation) if op.name == _IF), None)
             if conditional is None:
                 return str(parsed) if found else None
-            _put_in_line(conditional, 0 if value else 1)
+            is_true = value is not (_OPPOSITE in conditional.attributes)
+            _put_in_line(conditional, 0 if is_true else 1)
             found += 1
 
 

@@ -39,6 +39,44 @@ def test_branches_stand_in_line_where_conditions_are_known(value, has):
     assert with_conditions(text, value) is None
 
 
+OPPOSITE = """
+module @step {
+  func.func @main(%a: tensor<i1>, %x: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) {
+    %0 = stablehlo.not %a : tensor<i1>
+    %1 = "stablehlo.if"(%0) ({
+      %2 = stablehlo.sine %x : tensor<4xf32>
+      stablehlo.return %2 : tensor<4xf32>
+    }, {
+      stablehlo.return %x : tensor<4xf32>
+    }) : (tensor<i1>) -> tensor<4xf32>
+    OTHER
+    return %1, %3 : tensor<4xf32>, tensor<4xf32>
+  }
+}
+"""
+UPDATE = """%3 = "stablehlo.if"(%a) ({
+      %4 = stablehlo.add %x, %x : tensor<4xf32>
+      stablehlo.return %4 : tensor<4xf32>
+    }, {
+      stablehlo.return %x : tensor<4xf32>
+    }) : (tensor<i1>) -> tensor<4xf32>"""
+
+
+@pytest.mark.parametrize(
+    ("other", "value", "has"),
+    [
+        (UPDATE, True, {"add"}),
+        (UPDATE, False, {"sine"}),
+        # Alone, it is a condition like any other.
+        ("%3 = stablehlo.add %x, %x : tensor<4xf32>", True, {"add", "sine"}),
+        ("%3 = stablehlo.add %x, %x : tensor<4xf32>", False, {"add"}),
+    ],
+)
+def test_a_step_has_one_of_two_opposite_branches(other, value, has):
+    text = with_conditions(OPPOSITE.replace("OTHER", other), value)
+    assert {name for name in ("add", "sine") if f"stablehlo.{name}" in text} == has
+
+
 def test_operations_without_an_estimate_are_counted():
     compiled = stablehlo_to_hlo(with_conditions(MODULE, True))
     numbers = {"flops": 8.0, "bytes accessed": 64.0, "optimal_seconds": 3e-6 - 2.0}
