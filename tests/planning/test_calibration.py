@@ -72,7 +72,7 @@ def test_a_mesh_is_corrected_by_what_its_steps_took_longer():
     works = [Work(cores, 1e6, 0.0, 0, 0.0, group) for cores, group in ((4, 2), (4, 2), (4, 4))]
     # By the rates each takes 4 ms.
     found = corrections(works, [4e-3 * 2, 4e-3 * 4, 4e-3 / 9], rates)
-    # Means of logarithms, one error of 0 with them: the cube root of 2 * 4, the square root of 1 / 9.
+    # Means of logarithms, an error of 0 with them: cube root of 2 * 4, square root of 1 / 9.
     assert found == pytest.approx({(4, 2): 2.0, (4, 4): 1 / 3})
     calibration = Calibration(rates, found)
     assert calibration.seconds(works[0]) == pytest.approx(8e-3)
