@@ -68,12 +68,15 @@ def _measure(rounds: int, quick: bool) -> tuple[list[report.Row], tuple[str, ...
         calibrated = time.monotonic() - start
         for name, make in sizes.items():
             rows += _rows(name, make, shapes, machines, cache_dir, rounds)
-    rates = machines[counts[-1]].rates
+    calibration = machines[counts[-1]].calibration
+    rates = calibration.rates
     return rows, (
         f"rates: {1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
         f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
         f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores",
+        "corrections by cores and cores that meet: "
+        + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items()),
         f"calibration: {calibrated:.0f} s",
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import functools
 import tempfile
 import time
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -21,7 +23,11 @@ from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_ROUNDS = 6
+_ROUNDS = 8
+# Cores that meet in fewer of their operations than this share have their work for themselves.
+_SELDOM = 0.02
+# A correction is a mean of few errors: it counts with as many that are none.
+_STEPS_WITHOUT_ERROR = 1
 # They name values and run nothing.
 _NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
 
@@ -36,6 +42,7 @@ class Work(NamedTuple):
       operations: that one core starts.
       meetings: collectives in which a core waits for others, each counted as its members' share of
         all cores: where there are more groups than one, others work while one waits.
+      group: cores in a group of most of these; 1 where they are few.
     """
 
     cores: int
@@ -43,6 +50,7 @@ class Work(NamedTuple):
     bytes: float
     operations: int
     meetings: float
+    group: int = 1
 
     def terms(self) -> tuple[float, ...]:
         """What each of `Rates` is multiplied with, in its order."""
@@ -77,6 +85,23 @@ class Rates(NamedTuple):
         return float(np.dot(self, work.terms()))
 
 
+class Calibration(NamedTuple):
+    """What steps take on the devices of this machine.
+
+    Attributes:
+      rates: of the parts of a step's work.
+      corrections: by number of cores and `Work.group`: how much longer than by `rates` small steps
+        took that are so divided.
+    """
+
+    rates: Rates
+    corrections: Mapping[tuple[int, int], float]
+
+    def seconds(self, work: Work) -> float:
+        """Predicted time of a step."""
+        return self.rates.seconds(work) * self.corrections.get((work.cores, work.group), 1.0)
+
+
 def work_of(executable: Any, cores: int) -> Work:
     """Counts what a compiled program does in a step.
 
@@ -90,13 +115,17 @@ def work_of(executable: Any, cores: int) -> Work:
     hlo, cost = compiled_hlo(executable), cost_numbers(executable)
     module: Any = read_module(hlo)
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
-    groups = [c.groups for c in find_hlo_collectives(hlo)]
+    operations = sum(i.opcode not in _NAMES for i in entry.instructions)
+    shares = [meetings(c.groups, cores) for c in find_hlo_collectives(hlo)]
+    met = sorted(share for share in shares if share)
+    often = len(met) > _SELDOM * operations
     return Work(
         cores,
         cost.get("flops", 0.0),
         cost.get("bytes accessed", 0.0),
-        sum(i.opcode not in _NAMES for i in entry.instructions),
-        sum(meetings(g, cores) for g in groups),
+        operations,
+        sum(shares),
+        round(met[len(met) // 2] * cores) if often else 1,
     )
 
 
@@ -133,40 +162,70 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Rates:
     return Rates(*map(float, rates / sizes))
 
 
+def corrections(
+    works: Sequence[Work], seconds: Sequence[float], rates: Rates
+) -> dict[tuple[int, int], float]:
+    """How far rates are off for each way to divide work among cores.
+
+    Args:
+      works: of the steps.
+      seconds: measured, for each.
+      rates: fitted to them.
+
+    Returns:
+      As `Calibration.corrections`.
+    """
+    errors = collections.defaultdict(list)
+    for work, measured in zip(works, seconds):
+        errors[work.cores, work.group].append(np.log(measured / rates.seconds(work)))
+    return {
+        mesh: float(np.exp(sum(mine) / (len(mine) + _STEPS_WITHOUT_ERROR)))
+        for mesh, mine in errors.items()
+    }
+
+
 @functools.lru_cache(maxsize=None)
-def measure(devices: tuple[Any, ...]) -> Rates:
-    """Runs small training steps on devices and fits the rates to them.
+def measure(devices: tuple[Any, ...]) -> Calibration:
+    """Runs small training steps on devices and fits rates and corrections to them.
 
     Args:
       devices: jax CPU devices; the steps run on all of them and on the first ones.
 
     Returns:
-      The rates. They are measured once in a process.
+      The calibration. It is made once in a process.
     """
     works, steps = [], []
-    with tempfile.TemporaryDirectory() as cache_dir, contextlib.ExitStack() as sessions:
+    with contextlib.ExitStack() as stack:
+        cache_dir = stack.enter_context(tempfile.TemporaryDirectory())
         cache = Cache(cache_dir)
+        # One step is compiled while the next is built.
+        compiler = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        begun = []
         chosen = small_steps.choose(len(devices))
         for mesh, size in tqdm(chosen, "steps to measure with", leave=False, disable=None):
-            cores = mesh[0] * mesh[1]
-            with small_steps.built(mesh, size) as step:
+            step = small_steps.build(mesh, size)
+            with step.loss.graph.as_default():
                 replica = with_packed_sums(replica_program(step.program, [step.loss]))
                 program = Lowered(lowered(replica, cache).module, 0, (), False)
-                executable = loaded(program, devices[:cores], cache).executable
-                works.append(work_of(executable, cores))
+            mine = devices[: mesh[0] * mesh[1]]
+            begun.append((step, mine, compiler.submit(loaded, program, mine, cache)))
+        for step, mine, compiled in begun:
+            works.append(work_of(compiled.result().executable, len(mine)))
+            with step.loss.graph.as_default():
                 # It finds the compiled program in the cache.
-                opened = session(
-                    step.program, step.lowering, devices=devices[:cores], cache_dir=cache_dir
-                )
-            run = sessions.enter_context(opened).run
+                opened = session(step.program, step.lowering, devices=mine, cache_dir=cache_dir)
+            run = stack.enter_context(opened).run
             steps.append(functools.partial(run, [step.loss], step.feed))
-        return fit(works, _timed(steps))
+        seconds = _timed(steps)
+    rates = fit(works, seconds)
+    return Calibration(rates, corrections(works, seconds, rates))
 
 
 def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
-    """Least seconds of each; a round runs all of them, every other in reverse.
+    """Lower quartile of each one's seconds; a round runs all of them, every other in reverse.
 
-    What else runs on the machine only makes a step slower, so medians of a busy one say little.
+    What else runs on the machine only makes a step slower, so medians of a busy one say little,
+    and the least is what one step had by luck.
     """
     seconds = np.zeros((_ROUNDS, len(steps)))
     for number in range(_ROUNDS):
@@ -175,4 +234,4 @@ def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
             start = time.perf_counter()
             steps[place]()
             seconds[number, place] = time.perf_counter() - start
-    return [float(least) for least in seconds.min(axis=0)]
+    return [float(quartile) for quartile in np.percentile(seconds, 25, axis=0)]

@@ -56,7 +56,9 @@ class Chip(NamedTuple):
 
 #: Cloud's tables give the links of v5e, v5p, v6e and tpu7x as one figure for all links of a chip in
 #: both directions (400, 1200, 800 and 1200 GB/s): a link in one direction has that by twice the
-#: number of links. The papers of v2, v3 and v4 give links (496 and 656 Gbit/s, 50 GB/s).
+#: number of links. The papers of v2, v3 and v4 give links (496 and 656 Gbit/s, 50 GB/s). Cloud's
+#: pages of v3 and v4 have the all-reduce of a pod, 340 TB/s of 1,024 chips and 1.1 PB/s of 4,096:
+#: 83 and 45 GB/s over each link.
 CHIPS = (
     Chip("v2", 46e12, 16 * _GIB, 700e9, 4, 62e9, 16, (_V2_V3, _V2_V3)),
     Chip("v3", 123e12, 32 * _GIB, 900e9, 4, 82e9, 32, (f"{_CLOUD}/v3", _V2_V3)),

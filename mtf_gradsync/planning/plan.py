@@ -65,9 +65,11 @@ def plan(
         raise ValueError(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
-    axes = list(axes) if axes is not None else _axes_of(layouts[0])
+    for layout in layouts:
+        _read("layout", layout, mtf.convert_to_layout_rules, "batch:batch;heads:model")
     for shape in mesh_shapes or ():
-        mtf.convert_to_shape(shape)
+        _read("mesh shape", shape, mtf.convert_to_shape, "batch:4;model:2")
+    axes = list(axes) if axes is not None else _axes_of(layouts[0])
     machines = _machines(names)
     candidates, refused = [], []
     for layout in layouts:
@@ -89,6 +91,14 @@ def plan(
     with _bar(len(candidates), progress) as bar:
         found = search(built, candidates, jobs, (ValueError, *refusals), bar.update)
     return Plan(found.rows, (*refused, *found.refused), found.is_partial, found.not_reached)
+
+
+def _read(kind: str, text: str, read: Callable[[str], Any], example: str) -> None:
+    """Raises a ValueError that says how to write what Mesh-TF cannot read."""
+    try:
+        read(text)
+    except ValueError:
+        raise ValueError(f'The {kind} {text!r} cannot be read; write it like "{example}"') from None
 
 
 def _split(topologies: str | Sequence[str]) -> list[str]:

@@ -117,8 +117,10 @@ class Plan:
     not_reached: int = 0
 
     def __str__(self) -> str:
-        lines = _table(self.rows) if self.rows else ["no mesh can be planned"]
-        lines += ["", _UNKNOWN]
+        if self.rows:
+            lines = [*_table(self.rows), "", _UNKNOWN]
+        else:
+            lines = ["no mesh was planned" if self.is_partial else "no mesh can be planned"]
         unknown = [row for row in self.rows if row.unknown_operations]
         if unknown:
             most = max(row.unknown_operations for row in unknown)

@@ -176,6 +176,9 @@ class _Search:
             compiled = future.result()
         except CompilerDiedError as error:
             compiled = Compiled(error=str(error))
+            if self._stopped:  # a terminal's Ctrl-C ends compilers, too
+                self._pending.remove(ready)
+                return
         self._pending.remove(ready)
         if compiled.error:
             self._refuse(work.candidate, compiled.error)

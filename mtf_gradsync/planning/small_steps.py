@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,27 +56,25 @@ def choose(count: int) -> list[tuple[Mesh, Size]]:
     """Which steps to run on up to a number of devices.
 
     Args:
-      count: how many devices there are.
+      count: how many there are.
 
     Returns:
-      Meshes of batch and model with sizes: along the batch on few cores and on all, along the model
-      on few, and both on all.
+      Meshes of batch and model with sizes: on few cores, on half of all and on all, each divided
+      in every way that heads allow.
     """
-    meshes = [(1, 1), (2, 1), (1, 2), (4, 1), (1, _HEADS), (count, 1)]
-    meshes += [(count // model, model) for model in (2, _HEADS) if count % model == 0]
-    fitting = dict.fromkeys(mesh for mesh in meshes if count % (mesh[0] * mesh[1]) == 0)
-    return [(mesh, size) for size in _SIZES for mesh in fitting]
+    cores = sorted({n for n in (1, 2, 4, count // 2, count) if n and count % n == 0})
+    meshes = [(n // model, model) for n in cores for model in (1, 2, _HEADS) if n % model == 0]
+    return [(mesh, size) for size in _SIZES for mesh in meshes]
 
 
-@contextlib.contextmanager
-def built(mesh: Mesh, size: Size) -> Iterator[Step]:
-    """Builds a step in a graph of its own, which is the default one inside of the block.
+def build(mesh: Mesh, size: Size) -> Step:
+    """Builds a step in a graph of its own.
 
     Args:
       mesh: cores along the batch, and along the model.
       size: how large the step is. A batch that the mesh does not divide is made larger.
 
-    Yields:
+    Returns:
       The step.
     """
     # Every core has the same number of sequences.
@@ -94,8 +91,8 @@ def built(mesh: Mesh, size: Size) -> Iterator[Step]:
             loss = tf.cast(lowering.export_to_tf_tensor(loss), tf.float32)
             with tf.control_dependencies([lowering.lowered_operation(op) for op in updates]):
                 loss = tf.identity(loss)
-        batch = np.random.RandomState(0).randint(0, _VOCAB, shape)
-        yield Step(program, lowering, loss, {tokens: batch.astype("i")})
+    batch = np.random.RandomState(0).randint(0, _VOCAB, shape)
+    return Step(program, lowering, loss, {tokens: batch.astype("i")})
 
 
 def _loss(mesh: mtf.Mesh, tokens: tf.Tensor, size: Size) -> mtf.Tensor:

@@ -6,7 +6,7 @@ import time
 from typing import Sequence
 
 from mtf_gradsync._private.jax import compiled_hlo, memory_bytes
-from mtf_gradsync.planning.calibration import Rates, measure, meetings, work_of
+from mtf_gradsync.planning.calibration import Calibration, measure, meetings, work_of
 from mtf_gradsync.planning.machines import Begun, Compiled
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
@@ -39,7 +39,7 @@ class CpuMachine:
     def __init__(
         self, name: str, cores: int, most: int | None = None, cache_dir: str | None = None
     ):
-        """Measures the rates of the devices, once in a process; it takes one or two minutes.
+        """Calibrates the devices, once in a process; it takes about two minutes.
 
         Args:
           name: as it was asked for.
@@ -57,7 +57,7 @@ class CpuMachine:
         devices = devices_for(max(cores, most or 0), "cpu")
         self._devices = devices[:cores]
         self._cache = Cache(cache_dir)
-        self.rates: Rates = measure(tuple(devices))
+        self.calibration: Calibration = measure(tuple(devices))
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """See `Machine`. Sums that go together are packed, as sessions do it on CPU devices."""
@@ -84,7 +84,7 @@ class CpuMachine:
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
             flops=work.flops,
             bytes_accessed=work.bytes,
-            estimate_seconds=self.rates.seconds(work._replace(meetings=0.0)),
+            estimate_seconds=self.calibration.seconds(work) - self._waiting * work.meetings,
             collectives=tuple(find_hlo_collectives(compiled_hlo(executable))),
             seconds=time.monotonic() - start,
         )
@@ -95,4 +95,8 @@ class CpuMachine:
         The bytes that it reads and writes are in the estimate.
         """
         del operation, size
-        return self.rates.meeting * meetings(groups, self.cores)
+        return self._waiting * meetings(groups, self.cores)
+
+    @property
+    def _waiting(self) -> float:
+        return self.calibration.rates.meeting

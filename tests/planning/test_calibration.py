@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from mtf_gradsync.planning import small_steps
-from mtf_gradsync.planning.calibration import Rates, Work, fit, meetings
+from mtf_gradsync.planning.calibration import (
+    Calibration,
+    Rates,
+    Work,
+    corrections,
+    fit,
+    meetings,
+)
 
 
 def made_up(count):
@@ -60,6 +67,18 @@ def test_errors_count_relative_to_the_time():
     assert fit(works, [1e-3, 2e-3, 1.0]).flop == pytest.approx(1e-9 * 2.5 / 2.25)
 
 
+def test_a_mesh_is_corrected_by_what_its_steps_took_longer():
+    rates = Rates(1e-9, 0.0, 0.0, 0.0, 0.0)
+    works = [Work(cores, 1e6, 0.0, 0, 0.0, group) for cores, group in ((4, 2), (4, 2), (4, 4))]
+    # By the rates each takes 4 ms.
+    found = corrections(works, [4e-3 * 2, 4e-3 * 4, 4e-3 / 9], rates)
+    # Means of logarithms, an error of 0 with them: cube root of 2 * 4, square root of 1 / 9.
+    assert found == pytest.approx({(4, 2): 2.0, (4, 4): 1 / 3})
+    calibration = Calibration(rates, found)
+    assert calibration.seconds(works[0]) == pytest.approx(8e-3)
+    assert calibration.seconds(works[0]._replace(group=1)) == pytest.approx(4e-3)
+
+
 def test_meetings_are_shares_of_all_cores():
     assert meetings([[0, 1], [2, 3]], 4) == 0.5
     assert meetings([[0, 1, 2, 3]], 4) == 1
@@ -73,3 +92,8 @@ def test_steps_to_measure_run_on_all_devices_and_on_parts_of_them(count):
     meshes = {mesh for mesh, _ in small_steps.choose(count)}
     assert {(1, 1), (count, 1)} <= meshes
     assert all(count % (batch * model) == 0 for batch, model in meshes)
+
+
+def test_each_way_to_divide_sixteen_has_its_steps():
+    meshes = {mesh for mesh, _ in small_steps.choose(16)}
+    assert meshes == {(n // m, m) for n in (1, 2, 4, 8, 16) for m in (1, 2, 4) if n >= m}

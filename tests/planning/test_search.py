@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mtf_gradsync import planning
 from mtf_gradsync.planning.machines import Compiled
 from mtf_gradsync.planning.search import Candidate, search
+from mtf_gradsync.xla.topology.own_process import CompilerDiedError
 from tests.planning.machines import LAYOUT, Counting, build
 
 
@@ -114,6 +116,29 @@ def test_stopped_it_returns_what_it_has_and_ends_its_compilers():
     assert '"is_partial": true' in plan.to_json()
 
 
+def test_a_compiler_that_the_interruption_ends_is_not_a_reason():
+    # A terminal sends Ctrl-C to the compilers, too.
+    class Interrupted(Counting):
+        def compile(self, lowered, begun):
+            if "batch=2" in lowered.module:
+                died.set()
+                raise CompilerDiedError("status -2")
+            return super().compile(lowered, begun)
+
+    died = threading.Event()
+
+    def interrupted(shape, layout):
+        if shape == "batch:1;model:4":
+            assert died.wait(60)
+            raise KeyboardInterrupt
+        return build(shape, layout)
+
+    shapes = ("batch:2;model:2", "batch:1;model:4")
+    plan = search(interrupted, candidates(Interrupted(), *shapes))
+    assert (plan.rows, plan.refused, plan.not_reached) == ((), (), 2)
+    assert str(plan) == "no mesh was planned\n\nstopped: 2 not looked at; the plan lacks them"
+
+
 class TestPlan:
     def test_jobs_must_be_positive(self):
         with pytest.raises(ValueError, match="jobs must be a positive integer; got 0"):
@@ -127,6 +152,12 @@ class TestPlan:
     def test_cpu_devices_are_named_by_number(self, name):
         with pytest.raises(ValueError, match='as in "cpu:8"'):
             planning.plan(build, name, LAYOUT)
+
+    def test_what_cannot_be_read_is_an_error_that_says_how_to_write_it(self):
+        with pytest.raises(ValueError, match=r"mesh shape 'batch' .* like \"batch:4;model:2\""):
+            planning.plan(build, "v5e:2x2", LAYOUT, ["batch"])
+        with pytest.raises(ValueError, match=r"layout 'batch' .* like \"batch:batch;heads"):
+            planning.plan(build, "v5e:2x2", "batch")
 
     def test_an_unknown_generation_is_an_error(self):
         with pytest.raises(ValueError, match="topology must name a TPU generation"):

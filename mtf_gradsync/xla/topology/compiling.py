@@ -191,7 +191,7 @@ def _check_known(topology: str, answer: dict[str, Any]) -> None:
     if "no_topology" in answer:
         raise ValueError(
             f"topology {topology!r} is one that libtpu does not know: "
-            f"{_short(answer['no_topology'])} "
+            f"{_short(answer['no_topology']).rstrip('.')}. "
             f"Topologies of 8 cores are {_EXAMPLES}."
         )
 
