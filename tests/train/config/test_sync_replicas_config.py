@@ -36,9 +36,7 @@ def train(tmp_path):
     return call
 
 
-def test_one_of_four_may_be_missing_and_two_make_an_update_of_two_steps(
-    train, tmp_path, capsys
-):
+def test_one_of_four_may_be_missing_and_two_make_an_update_of_two_steps(train, tmp_path, capsys):
     absent = [(), (), (1,), (1,), (1,), *[(0, 3)] * 4]
     values = train(9, REPORTS, "train.run.save_checkpoints_steps = 5", absent=absent)
     error = capsys.readouterr().err
