@@ -131,7 +131,7 @@ def main(spec: dict[str, list[str]], job: str, task: int) -> None:
             time.sleep(3600)
     worked = []
     for number, case in enumerate(CASES):
-        with tf.Graph().as_default() as graph, graph.container(f"case_{number}"):
+        with tf.Graph().as_default() as graph, graph.container(f"case{number}"):
             worked.append(work(spec, server, task, *case))
     print("saw", json.dumps([seen for _, seen in worked]), flush=True)
     # Closing the chief's sessions would wait for gradients that nobody sends.
