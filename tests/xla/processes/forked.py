@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 
-# Read when jax and TensorFlow begin.
+# Read when jax and TensorFlow are imported.
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPOOL="1")
 
 from mtf_gradsync.simd.lowerings import lowerings_in

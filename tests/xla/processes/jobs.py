@@ -87,7 +87,7 @@ class Jobs:
         self._count = 0
 
     def __enter__(self):
-        self._processes.fork("-m", "tests.xla.processes.forked", self._plans)
+        self._processes.start("tests.xla.processes.forked", self._plans)
         return self
 
     def __exit__(self, *exception):
