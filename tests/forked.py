@@ -8,6 +8,7 @@ nothing else (no session, no device, and nothing of this package).
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,6 +31,9 @@ def _end_with_parent() -> None:
 def _run(command: list[str], cwd: str, environment: dict[str, str], outputs: list[str]) -> None:
     """The life of a forked process."""
     os.setsid()
+    # As for the tests themselves. A collection would also copy the pages of all that is imported.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     for descriptor, path in enumerate(outputs, 1):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)

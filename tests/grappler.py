@@ -1,19 +1,24 @@
-"""Grappler in the sessions of tests.
+"""Grappler in the sessions of tests, and LLVM's optimizations in what XLA compiles for them.
 
-Grappler rewrites a session's graph before its first step, which takes longer than the steps of
-most tests. What a wrapper promises does not hang on it. So the sessions of tests go without, but
-for tests that are marked ``grappler``: those about the bits of whole sessions, and some of each
-way to train, which have it as a user's sessions do.
+Grappler rewrites a session's graph before its first step, and LLVM goes over the machine code of
+each program of XLA, which both take longer than the steps of most tests. What a wrapper promises
+does not hang on them. So the sessions of tests go without, but for tests that are marked
+``grappler``: those about the bits of whole sessions, and some of each way to train, which have both
+as a user's sessions do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.xla.devices import executable
+from mtf_gradsync.xla.runner import program
 
+# As a flag of XLA's, for programs that have no `turn_off`.
+XLA_FLAG = "--xla_backend_optimization_level=0"
 _wanted = False
 
 
@@ -33,6 +38,18 @@ def turn_off() -> None:
         original(self, target, graph, config)
 
     tf.Session.__init__ = without
+
+    options_of, machine = program.compile_options, executable._machine
+
+    @functools.wraps(options_of)
+    def with_quick_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
+        if not _wanted and devices[0].platform == "cpu":
+            options = {"xla_backend_optimization_level": 0, **(options or {})}
+        return options_of(devices, options)
+
+    program.compile_options = with_quick_options
+    # What was compiled so is not taken from a cache by sessions that want it otherwise.
+    executable._machine = lambda devices: f"{machine(devices)} {_wanted}"
 
 
 @contextlib.contextmanager

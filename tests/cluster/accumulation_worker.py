@@ -1,7 +1,8 @@
 """Accumulation for an optimizer of tf.compat.v1 on a parameter server and workers: one task.
 
 Worker k's gradient of micro step i is (k + 1) * 10**i, whatever the variable is, so that the order
-of updates does not matter and every wrong number of micro steps shows.
+of updates does not matter and every wrong number of micro steps shows. There are two variables, of
+both kinds, with an optimizer and a step counter each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ WORKERS = 2
 PASSES = 3
 # The last micro step's sum never becomes an update.
 MICRO_STEPS = 2 * PASSES + 1
+KINDS = "resource", "ref"
 
 
 def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
@@ -27,14 +29,22 @@ def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
     device = tf.train.replica_device_setter(
         cluster=tf.train.ClusterSpec(spec), worker_device=f"/job:worker/task:{task}"
     )
+    values, steps, placed = {}, [], {}
     with tf.device(device):
-        global_step = tf.train.get_or_create_global_step()
-        x = tf.get_variable("x", [], tf.float32, tf.zeros_initializer())
         grad = tf.placeholder(tf.float32, [])
-        optimizer = gs.GradientAccumulationOptimizer(tf.train.GradientDescentOptimizer(1.0), PASSES)
-        step = optimizer.minimize(x * grad, global_step)
-    state = [v for v in optimizer.variables() if v is not x]
-    print("placed", json.dumps(sorted({v.device for v in [*state, x]})), flush=True)
+        for kind in KINDS:
+            with tf.variable_scope(kind, use_resource=kind == "resource"):
+                zeros = tf.zeros_initializer()
+                made = tf.get_variable("made", [], tf.int64, zeros, trainable=False)
+                x = tf.get_variable("x", [], tf.float32, zeros)
+            optimizer = gs.GradientAccumulationOptimizer(
+                tf.train.GradientDescentOptimizer(1.0), PASSES
+            )
+            steps.append(optimizer.minimize(x * grad, made, [x]))
+            values[kind] = [x, made]
+            state = [v for v in optimizer.variables() if v is not x]
+            placed[kind] = sorted({v.device for v in [*state, x]})
+    print("placed", json.dumps(placed), flush=True)
     initialized, *finished = map(
         signal, ["initialized", *(f"finished_{worker}" for worker in range(WORKERS))]
     )
@@ -51,18 +61,17 @@ def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
         if not task:
             session.run(tell_initialized)
         for micro_step in range(MICRO_STEPS):
-            session.run(step, {grad: (task + 1) * 10.0**micro_step})
+            session.run(steps, {grad: (task + 1) * 10.0**micro_step})
         session.run(tell_finished)
         session.run(wait_finished)
-        print("saw", json.dumps([float(v) for v in session.run([x, global_step])]), flush=True)
+        seen = {kind: [float(v) for v in found] for kind, found in session.run(values).items()}
+        print("saw", json.dumps(seen), flush=True)
 
 
-def main(spec: dict[str, list[str]], job: str, task: int, kind: str) -> None:
+def main(spec: dict[str, list[str]], job: str, task: int) -> None:
     """Runs a task; the parameter server until it is killed."""
     tf.disable_v2_behavior()
     grappler.turn_off()
-    if kind == "resource":
-        tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.ERROR)
     server = tf.train.Server(spec, job_name=job, task_index=task)
     if job == "ps":
@@ -72,4 +81,4 @@ def main(spec: dict[str, list[str]], job: str, task: int, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -3,6 +3,8 @@
 Worker k's loss is |x - [k + 1, -2k]|^2 / 2. There are no initial tokens and a worker takes a token
 for every gradient, so that workers go in step. A slow worker delivers each gradient after the
 update that it was computed for: order, not sleep, makes it slow.
+
+All cases run on the same processes, one after the other, in a container of their own each.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ START = (10.0, -10.0)
 LEARNING_RATE = 0.5
 WORKERS = 3
 UPDATES = 5
+# How many gradients an update needs: all of the workers that are not slow, or the order of arrival
+# decides what the variable becomes; and the worker, not the first, whose every gradient comes too
+# late, or -1.
+CASES = (3, -1), (2, 2)
 
 Trajectory = Tuple[Tuple[float, ...], ...]
 
@@ -31,27 +37,29 @@ def center(worker: int) -> tuple[float, float]:
     return (worker + 1.0, -2.0 * worker)
 
 
-@functools.lru_cache(maxsize=None)
 def original_trajectory(replicas_to_aggregate: int, slow_worker: int | None = None) -> Trajectory:
     """Runs the original on one parameter server and three workers.
 
     Args:
-      replicas_to_aggregate: gradients that an update needs; all of the workers that are not slow,
-        or the order of arrival decides what the variable becomes.
-      slow_worker: the worker, not the first, whose every gradient comes too late.
+      replicas_to_aggregate: as in one of `CASES`.
+      slow_worker: likewise; None for none.
 
     Returns:
       The variable at the start and after each of `UPDATES` updates, as all workers saw it.
     """
     slow = -1 if slow_worker is None else slow_worker
+    return _original_trajectories()[replicas_to_aggregate, slow]
+
+
+@functools.lru_cache(maxsize=None)
+def _original_trajectories() -> dict[tuple[int, int], Trajectory]:
     with Processes() as processes:
-        tasks = processes.start_cluster(
-            __name__, {"ps": 1, "worker": WORKERS}, replicas_to_aggregate, slow
-        )
+        tasks = processes.start_cluster(__name__, {"ps": 1, "worker": WORKERS})
         outputs = [processes.wait(tasks["worker", task]) for task in range(WORKERS)]
     seen = {output.split("saw ")[1].splitlines()[0] for output in outputs}
     assert len(seen) == 1, f"workers saw different values: {seen}"
-    return tuple(tuple(x) for x in json.loads(seen.pop()))
+    found = json.loads(seen.pop())
+    return {case: tuple(tuple(x) for x in one) for case, one in zip(CASES, found)}
 
 
 def signal(name: str) -> Any:
@@ -60,8 +68,10 @@ def signal(name: str) -> Any:
         return tf.FIFOQueue(2 * WORKERS, tf.int32, shapes=(), shared_name=name)
 
 
-def work(spec: dict[str, list[str]], server: Any, task: int, aggregate: int, slow: int) -> None:
-    """Takes part in all updates and prints the variable after each."""
+def work(
+    spec: dict[str, list[str]], server: Any, task: int, aggregate: int, slow: int
+) -> tuple[Any, list[list[float]]]:
+    """Takes part in all updates; returns the session, and the variable after each."""
     device = tf.train.replica_device_setter(
         cluster=tf.train.ClusterSpec(spec), worker_device=f"/job:worker/task:{task}"
     )
@@ -106,12 +116,10 @@ def work(spec: dict[str, list[str]], server: Any, task: int, aggregate: int, slo
             session.run(tell_late)
         elif slow >= 0:
             session.run(tell_on_time)
-    print("saw", json.dumps([value.tolist() for value in seen]), flush=True)
-    # Closing the chief's session would wait for gradients that nobody sends.
-    os._exit(0)
+    return session, [value.tolist() for value in seen]
 
 
-def main(spec: dict[str, list[str]], job: str, task: int, aggregate: int, slow: int) -> None:
+def main(spec: dict[str, list[str]], job: str, task: int) -> None:
     """Runs a task; the parameter server until it is killed."""
     tf.disable_v2_behavior()
     tf.enable_resource_variables()
@@ -121,8 +129,14 @@ def main(spec: dict[str, list[str]], job: str, task: int, aggregate: int, slow: 
     if job == "ps":
         while True:
             time.sleep(3600)
-    work(spec, server, task, aggregate, slow)
+    worked = []
+    for number, case in enumerate(CASES):
+        with tf.Graph().as_default() as graph, graph.container(f"case{number}"):
+            worked.append(work(spec, server, task, *case))
+    print("saw", json.dumps([seen for _, seen in worked]), flush=True)
+    # Closing the chief's sessions would wait for gradients that nobody sends.
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -7,6 +7,7 @@ import time
 import gin
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.train.cli import gin_arguments
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation import held_out
 from tests import grappler
@@ -34,7 +35,8 @@ def pace(seconds=gin.REQUIRED, quick=gin.REQUIRED):
 if __name__ == "__main__":
     # The tests hold the ports until the servers come to them.
     os.environ["TF_GRPC_REUSE_PORT"] = "1"
-    # Both take longer than the steps, and are the same where one process trains.
+    # All take longer than the steps, and are the same where one process trains.
     grappler.turn_off()
+    gin_arguments.check_spelling = lambda *unused_args: None
     held_out.plot_losses = lambda *unused_args, **unused_kwargs: None
     sys.exit(cli.main(sys.argv[1:]))

@@ -20,6 +20,7 @@ from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.session import enable_mesh_defaults
 from tests.cluster import compressed_program
+from tests.cluster.forked_servers import fork_servers
 
 # Tensors that the ring cuts into parts, and some that it sends whole: too small, not divisible.
 SHAPES = [[32, 64], [], [3], [41, 33]]
@@ -126,6 +127,7 @@ def main(path: str) -> None:
     enable_mesh_defaults()
     tf.logging.set_verbosity(tf.logging.ERROR)
     absl.flags.FLAGS.mark_as_parsed()
+    fork_servers()
     options = report.Options(rounds=1, quick=True)
     found: dict[str, Any] = {"sums": {}}
     with LocalCluster(two_processes.TASKS, two_processes.EACH) as cluster:

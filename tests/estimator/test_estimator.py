@@ -58,10 +58,12 @@ def ours(
     optimizer="cross_shard",
     runtime="placement_mesh",
     fn=digits.with_loss_seen,
+    keep=5,
     **settings,
 ):
+    config = digits.config(keep_checkpoint_max=keep)
     return estimator.Estimator(
-        fn, str(directory), digits.config(), {"optimizer": optimizer},
+        fn, str(directory), config, {"optimizer": optimizer},
         runtime=runtime, num_cores=digits.CORES, **settings,
     )  # fmt: skip
 
@@ -201,9 +203,10 @@ def test_a_restarted_run_keeps_what_was_not_sent(optimizer, kept, tmp_path):
 def in_two_pieces(optimizer, runtime, tmp_path):
     """A whole run, and one that is restarted, end alike; returns the variables."""
     whole = train(ours(tmp_path / "whole", optimizer, runtime))
-    pieces = train(ours(tmp_path / "pieces", optimizer, runtime), 3)
-    pieces += train(ours(tmp_path / "pieces", optimizer, runtime), 3, digits.skipping(3))
+    pieces = train(ours(tmp_path / "pieces", optimizer, runtime, keep=2), 3)
+    pieces += train(ours(tmp_path / "pieces", optimizer, runtime, keep=2), 3, digits.skipping(3))
     assert pieces == whole
+    check_kept(tmp_path / "pieces", {3, 6})
     one, two = variables(tmp_path / "whole"), variables(tmp_path / "pieces")
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -211,9 +214,15 @@ def in_two_pieces(optimizer, runtime, tmp_path):
     return one
 
 
+def check_kept(directory, steps):
+    """A second training deletes the checkpoints of the first that are too many."""
+    kept = {path.name for path in directory.glob("model.ckpt-*.index")}
+    assert kept == {f"model.ckpt-{step}.index" for step in steps}
+
+
 def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_path):
     whole = train(ours(tmp_path / "whole", "outer"), 4)
-    runs = ours(tmp_path / "pieces", "outer")
+    runs = ours(tmp_path / "pieces", "outer", keep=2)
     pieces = train(runs, 3)
     values = variables(tmp_path / "pieces")
     images, labels = zip(*batches(digits.input_fn("eval")))
@@ -222,6 +231,7 @@ def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_p
     np.testing.assert_allclose(found, np.mean(losses), rtol=TOLERANCE)
     assert np.abs(values["logits/kernel/island"] - values["logits/kernel"]).max() > 0
     assert pieces + train(runs, 1, digits.skipping(3)) == whole
+    check_kept(tmp_path / "pieces", {3, 4})
     one, two = variables(tmp_path / "whole"), variables(tmp_path / "pieces")
     assert one.keys() == two.keys()
     for name, value in one.items():

@@ -11,7 +11,6 @@ import shutil
 import numpy as np
 import pytest
 
-from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd import UnsupportedProgramError
 from tests import harness
@@ -94,18 +93,6 @@ def test_a_session_made_anew_goes_on_from_the_newest_checkpoint(runtime, tmp_pat
     loses = LosesTheSession(5)
     ours(tmp_path, runtime=runtime).train(digits.input_fn, hooks=[loses], steps=7)
     assert loses.steps == [1, 2, 3, 4, 5, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
-def test_a_second_training_deletes_the_checkpoints_of_the_first(runtime, tmp_path):
-    runs = estimator.Estimator(
-        digits.model_fn, str(tmp_path), digits.config(keep_checkpoint_max=2),
-        {"optimizer": "cross_shard"}, runtime=runtime, num_cores=digits.CORES,
-    )  # fmt: skip
-    for _ in range(2):
-        runs.train(digits.input_fn, steps=3)
-    kept = {path.name for path in tmp_path.glob("model.ckpt-*.index")}
-    assert kept == {"model.ckpt-3.index", "model.ckpt-6.index"}
 
 
 def test_a_damaged_checkpoint_ends_the_training_or_is_skipped(copied):

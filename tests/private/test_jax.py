@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from mtf_gradsync import xla
 from mtf_gradsync._private import jax as private
 from mtf_gradsync._private.tensorflow import hlo_module, profile_space
+from tests.forked import Forked
 
 pytestmark = [
     pytest.mark.tpu,
@@ -40,7 +39,7 @@ def run_fresh(code):
         import jax
         import importlib.util
         import sys
-        # By their paths, because the package brings TensorFlow, which takes seconds.
+        # By their paths: the package itself imports more than what is tested here.
         sys.path.insert(0, {os.path.dirname(xla.__file__)!r})
         from runner.devices import put
         from runner.program import (
@@ -60,23 +59,20 @@ def run_fresh(code):
         out = {{}}
     """
     code = "\n".join([textwrap.dedent(before), textwrap.dedent(code), "print(json.dumps(out))"])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    process = Forked(["-c", code], environment=environment)
+    try:
+        assert process.wait(300) == 0, process.errors()
+        return json.loads(process.output().splitlines()[-1])
+    finally:
+        process.kill()
 
 
 def test_a_program_runs_on_its_devices():

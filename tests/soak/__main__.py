@@ -87,6 +87,8 @@ def _soak(args: argparse.Namespace, directory: Path) -> list[str]:
     from tests.soak.prebuilt import import_all, prebuilt
 
     import_all()
+    # Building a graph makes many objects and no garbage.
+    gc.set_threshold(100_000, 20, 20)
     if args.without_grappler:
         grappler.turn_off()
     runtimes = args.runtime or list(settings.RUNTIMES)

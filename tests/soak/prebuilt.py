@@ -19,6 +19,7 @@ from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
+from mtf_gradsync.train.cli.spelling import known_configurables
 from mtf_gradsync.train.job import resolve_job
 from mtf_gradsync.train.runtime import choose_runtime
 from mtf_gradsync.train.transformer import transformer_utils
@@ -26,8 +27,9 @@ from tests.soak import settings
 
 
 def import_all() -> None:
-    """Imports what a program needs before it is forked."""
+    """Imports, and reads, what a program needs before it is forked."""
     transformer_utils()
+    known_configurables()
     import jinja2  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import tensorflow_datasets  # noqa: F401

@@ -7,6 +7,7 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync.train.cli import main as cli
+from tests.train.conftest import NO_ATTENTION
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
 
@@ -64,5 +65,6 @@ def test_compiles_the_transformer_of_a_config(capsys, tmp_path):
 @pytest.mark.skipif(bool(missing), reason=missing)
 def test_a_topology_of_another_size_is_a_bad_config(capsys):
     arguments = ["compile", f"--gin_file={TINY}", "--topology=v3:2x2"]
+    arguments.append(f"--gin_param={NO_ATTENTION}")
     assert cli.main(arguments) == cli.EXIT_BAD_CONFIG
     assert "has 8 cores and the program's mesh 4" in capsys.readouterr().err

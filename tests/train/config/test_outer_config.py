@@ -15,9 +15,9 @@ ROUNDS = [
 
 def test_goes_on_in_the_middle_of_a_round_and_keeps_outer_values(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    small_lm.train("lm_outer.gin", straight, "batch:2;model:2", 5, REPORTS, *ROUNDS)
+    small_lm.train("lm_outer.gin", straight, "batch:2;model:1", 5, REPORTS, *ROUNDS)
     for steps in (3, 5):
-        small_lm.train("lm_outer.gin", killed, "batch:2;model:2", steps, REPORTS, *ROUNDS)
+        small_lm.train("lm_outer.gin", killed, "batch:2;model:1", steps, REPORTS, *ROUNDS)
     found, expected = (small_lm.variables(d) for d in (killed, straight))
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():

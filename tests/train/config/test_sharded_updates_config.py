@@ -10,7 +10,7 @@ def test_trains_as_without_parts(tmp_path):
     runs = {}
     for config in ("lm_sharded_updates.gin", "lm_cpu_mesh.gin"):
         directory = tmp_path / config
-        small_lm.train(config, directory, "batch:2;model:2", 4, REPORTS)
+        small_lm.train(config, directory, "batch:2;model:1", 4, REPORTS)
         runs[config] = small_lm.losses(directory)
     parts, whole = runs.values()
     assert len(parts) == 4

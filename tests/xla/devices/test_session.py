@@ -1,5 +1,6 @@
 """Where variables are, what is compiled when, what stands outside, and what is refused."""
 
+import functools
 import shutil
 from types import SimpleNamespace
 
@@ -356,14 +357,12 @@ def test_checkpoints_cross_between_runtimes(tmp_path):
             )
 
 
-@pytest.mark.parametrize(
-    ("first", "then"), [("xla", "xla"), ("placement", "xla"), ("xla", "placement")]
-)
-def test_accumulated_sums_go_on_on_another_mesh(tmp_path, first, then):
+def test_accumulated_sums_go_on_on_another_mesh(tmp_path):
     """Saved in the middle of an update, with the sums of each shard; placement meshes included."""
+    batches = models.mlp_batches(4)
 
-    def steps(kind, mesh, batches, restore=None, save=None):
-        """Trains on some batches; returns the variables."""
+    @functools.lru_cache(maxsize=None)
+    def built(kind, mesh):
         shape, layout, batch_dims = harness.MESHES[mesh]
 
         def optimizer():
@@ -375,36 +374,47 @@ def test_accumulated_sums_go_on_on_another_mesh(tmp_path, first, then):
                 batch_dims=batch_dims,
             )
 
-        built = harness.built(kind, shape, layout, models.train(optimizer, batch_dims), batches[0])
-        with built.graph.as_default():
+        build = models.train(optimizer, batch_dims)
+        return harness.built(kind, shape, layout, build, batches[0])
+
+    def steps(kind, mesh, batches, restore=None, save=None):
+        """Trains on some batches; returns the variables."""
+        one = built(kind, mesh)
+        with one.graph.as_default():
             if kind == "xla":
-                with session(built.program, built.lowering) as devices:
+                cache = str(tmp_path / "cache")
+                with session(one.program, one.lowering, cache_dir=cache) as devices:
                     if restore:
                         devices.restore(restore)
                     for batch in batches:
-                        feed = {built.inputs[k]: v for k, v in batch.items()}
-                        devices.run([built.fetched, built.updates], feed)
+                        feed = {one.inputs[k]: v for k, v in batch.items()}
+                        devices.run([one.fetched, one.updates], feed)
                     return devices.save(save) if save else devices.variables()
             saver = gs.ReshardingSaver(tf.global_variables())
-            size = mtf.convert_to_shape(shape).size
+            size = mtf.convert_to_shape(harness.MESHES[mesh][0]).size
             with tf.Session(config=harness.placement_config(size)) as placement:
-                placement.run(built.init)
+                placement.run(one.init)
                 if restore:
                     saver.restore(placement, restore)
-                placement.run(built.restore)
+                placement.run(one.restore)
                 for batch in batches:
-                    feed = {built.inputs[k]: v for k, v in batch.items()}
-                    placement.run([built.fetched, built.updates], feed)
-                placement.run(built.collect)
+                    feed = {one.inputs[k]: v for k, v in batch.items()}
+                    placement.run([one.fetched, one.updates], feed)
+                placement.run(one.collect)
                 if save:
                     return saver.save(placement, save, write_meta_graph=False)
                 return {v.op.name: placement.run(v) for v in tf.global_variables()}
 
-    batches = models.mlp_batches(4)
     expected = reference.train(
         reference.Accumulation(reference.OPTIMIZERS["adam"](), passes=2), batches
     )
-    path = steps(first, "4", batches[:1], save=str(tmp_path / "model"))
-    found = steps(then, "2x2", batches[1:], restore=path)
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=3e-6, atol=3e-7, err_msg=name)
+    saved = {
+        kind: steps(kind, "4", batches[:1], save=str(tmp_path / kind))
+        for kind in ("xla", "placement")
+    }
+    for first, then in (("xla", "xla"), ("placement", "xla"), ("xla", "placement")):
+        found = steps(then, "2x2", batches[1:], restore=saved[first])
+        for name, value in expected.items():
+            np.testing.assert_allclose(
+                found[name], value, rtol=3e-6, atol=3e-7, err_msg=f"{first}, {then}: {name}"
+            )

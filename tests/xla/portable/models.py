@@ -10,6 +10,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import grappler
 
 STEPS, BATCH, WIDTH = 5, 8, 4
 # Imports that fail, and a program to run after that as its own command line says.
@@ -152,5 +153,5 @@ def command(folder, *args):
 
 
 def environment():
-    """What `run_alone` runs in: nothing of the tests' own settings."""
-    return {**{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}, "JAX_PLATFORMS": "cpu"}
+    """What `run_alone` runs in: of the tests' own settings only how sessions here compile."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": grappler.XLA_FLAG}

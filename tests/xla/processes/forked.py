@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -57,6 +58,7 @@ def run(folder, name, plan):
 def main(folder):
     job.prepare()
     grappler.turn_off()
+    gc.set_threshold(100_000, 20, 20)
     children = {}
     known = set()
     while True:
@@ -67,6 +69,8 @@ def main(folder):
             plan = json.loads(path.read_text())
             if "script" not in plan:
                 model_with_parts(plan.get("odd") == "islands")
+            # A collection in a fork would copy the pages of all that is built.
+            gc.freeze()
             pid = os.fork()
             if pid == 0:
                 # As the interpreter does it for a program.

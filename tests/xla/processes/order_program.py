@@ -72,7 +72,7 @@ def _collective(kind: str, name: str, operand: str, length: int) -> str:
 
 def _late(name: str, turns: str, value: str, length: int) -> str:
     """%name: a value, as often as asked, that is there when a loop has made its turns."""
-    square, many = "tensor<64x64xf32>", f"tensor<{length}xf32>"
+    square, many = "tensor<32x32xf32>", f"tensor<{length}xf32>"
     return f"""
   %{name}_half = stablehlo.constant dense<0.5> : {square}
   %{name}_loop:2 = stablehlo.while(%{name}_i = %zero, %{name}_x = %{name}_half)
@@ -137,7 +137,7 @@ def module(first: tuple[str, str], second: tuple[str, str]) -> str:
     """
     body = _late("a", "n0", "value", LENGTHS[0]) + _placed(*first, "A", "a", LENGTHS[0])
     body += _late("b", "n1", "value", LENGTHS[1]) + _placed(*second, "B", "b", LENGTHS[1])
-    square = "tensor<64x64xf32>"
+    square = "tensor<32x32xf32>"
     others = []
     for i in range(16):
         body += f"""
