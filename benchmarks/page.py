@@ -21,6 +21,7 @@ ORDER = (
     "runtimes",
     "simd_collectives",
     "tpu_cost",
+    "plan",
     "accumulation",
     "sync_replicas",
     "sharded_updates",
