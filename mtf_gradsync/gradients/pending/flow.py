@@ -248,7 +248,9 @@ class Flow:
             for source in dict.fromkeys(todo.pop().operation.inputs):
                 if self.axes.get(source, self.axes[target]) != self.axes[target]:
                     return False
-                if source not in self.axes or used[source] > 1:
+                # Another result of its operation may be used as well.
+                is_shared = used[source] > 1 or len(source.operation.outputs) > 1
+                if source not in self.axes or is_shared:
                     continue
                 if source.operation in self.uses and self.is_derived(source):
                     todo.append(source)
