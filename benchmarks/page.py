@@ -28,14 +28,12 @@ ORDER = (
     "reductions",
     "two_processes",
     "less_communication",
-    "less_communication_mesh_tf_defaults",
     "less_communication_link",
 )
 # Tables that stand in a page of their own: the page, its part, and what writes it.
 ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py")}
 # Tables that the program of another one measures, too.
 MEASURED_BY = {
-    "less_communication_mesh_tf_defaults": "less_communication --mesh_tf_defaults=1",
     "less_communication_link": "less_communication",
 }
 HEAD = """\

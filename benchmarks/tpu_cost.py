@@ -102,7 +102,9 @@ def measure(options: report.Options) -> report.Table:
     missing = xla.why_no_tpu_compiler()
     if missing:
         raise SystemExit(f"There is no compiler for TPUs here: {missing}")
-    by_hand = importlib.util.find_spec("optax") is not None
+    import jax
+
+    by_hand = importlib.util.find_spec("optax") is not None and hasattr(jax, "shard_map")
     rows: list[report.Row] = []
     targets: list[report.Target] = []
     for topology in options.only["topologies"]:
@@ -129,8 +131,8 @@ def measure(options: report.Options) -> report.Table:
         "MB a core: arguments, temporaries and code.",
         "/bare: over the bare optimizer; ClipByGlobalNorm and reports, which make a norm, "
         "over a program that clips by hand.",
-        "update and micro step, skipped: programs with conditionals, of which the estimate leaves "
-        "branches out, compiled with all conditions true and false put in line.",
+        "update and skipped: programs with conditionals, whose branches the estimate does not "
+        "count, compiled with all conditions true and false put in line.",
         f"Accumulation: of {MICROBATCHES} micro steps.",
         "/necessary: over the bare step and what the wrapper's state makes necessary: accumulators "
         "read and written once, sums read once more; seconds by the bare step's rate. no copies: "
@@ -139,7 +141,7 @@ def measure(options: report.Options) -> report.Table:
         "bare step; skipped steps over that of the algorithm by hand.",
     )
     if not by_hand:
-        notes += ("JAX by hand is not in it: optax is not installed.",)
+        notes += ("JAX by hand is not in it, for which optax and jax 0.6.1 or newer are needed.",)
     return report.Table("tpu_cost", "What the TPU compiler expects of a step", rows, notes, targets)
 
 

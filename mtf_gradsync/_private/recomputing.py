@@ -47,16 +47,19 @@ def _recompute(
 
 
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
-    """Makes those tensors wait for a gradient that have most dimensions in common with it.
+    """Makes those tensors wait for a gradient that have its first dimension, the examples.
 
-    The others would wait for a sum over examples; so would variables, as long as there are others.
+    The others would wait for a sum over examples. Where none has it, those wait that have most
+    dimensions in common with the gradient, and variables only if there are no others.
     """
+    first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
     made = [t for t in tensors if not isinstance(t.operation, mtf.Variable)] or tensors
     most = max((len(shared[t]) for t in made), default=0)
+    waiting = [t for t in made if first and first[0] in shared[t]]
+    waiting = waiting or [t for t in made if len(shared[t]) == most]
     nothing = grad * _NOTHING
     return {
         t: t + mtf.cast(mtf.reduce_sum(nothing, output_shape=mtf.Shape(shared[t])), t.dtype)
-        for t in made
-        if len(shared[t]) == most
+        for t in waiting
     }

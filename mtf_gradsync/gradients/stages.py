@@ -17,6 +17,7 @@ from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.gradients.stage import StageOperation, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import OwnWrites
 
 
@@ -208,7 +209,7 @@ def sum_shards(
     if axes is not None:
         check_axes(axes)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
-    if getattr(strategy, "has_gradient_reduction", False):
+    if has_gradient_reduction(strategy):
         warn_once(
             f"sum_shards {type(strategy).__name__}",
             "sum_shards does not compress gradients by %s, whose state belongs to the variables of "

@@ -29,6 +29,7 @@ from mtf_gradsync.optimizers.shard_shapes import ShardShapes
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Plan
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
@@ -112,17 +113,14 @@ class Wrapper(
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
         self._gradient_reducer = self.reducer
         if not isinstance(name, str) or not _NAME.match(name):
-            raise ValueError(
-                "name must be a name for TensorFlow variables, of letters, digits and any of "
-                f". _ / -, got {name!r}."
-            )
+            raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
         self.name = name
         self._slots = SlotBook()
         self._graph: weakref.ref[mtf.Graph] | None = None
 
     def _reduce_as(self, reduce_dtype: WireDtype | None) -> None:
         """Sets the dtype that gradients are sent in; None for their own."""
-        if reduce_dtype is not None and getattr(self.reducer, "has_gradient_reduction", False):
+        if reduce_dtype is not None and has_gradient_reduction(self.reducer):
             raise ValueError(
                 f"{self.reducer!r} chooses itself how gradients are sent; got it with "
                 f"reduce_dtype={reduce_dtype!r}. Give one of them."

@@ -84,7 +84,9 @@ class CpuMachine:
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
             flops=work.flops,
             bytes_accessed=work.bytes,
-            estimate_seconds=self.calibration.seconds(work) - self._waiting * work.meetings,
+            estimate_seconds=max(
+                0.0, self.calibration.seconds(work) - self._waiting * work.meetings
+            ),
             collectives=tuple(find_hlo_collectives(compiled_hlo(executable))),
             seconds=time.monotonic() - start,
         )

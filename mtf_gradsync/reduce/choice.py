@@ -15,7 +15,7 @@ from mtf_gradsync.reduce.parts.cuts import Cuts
 from mtf_gradsync.reduce.strategies.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.strategies.fused import PLACEMENT_PACKED_BYTES, FusedAllReduce
 from mtf_gradsync.reduce.strategies.hierarchical import HierarchicalAllReduce
-from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.strategy import Strategy, has_gradient_reduction
 
 _logger = logging.getLogger("mtf_gradsync")
 
@@ -106,7 +106,7 @@ class BestAllReduce(Strategy):
     def _chosen(self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups) -> Strategy:
         self.check(mesh_impl, groups)
         choice, text = _choose(mesh_impl, values, groups)
-        if getattr(choice.strategy, "has_gradient_reduction", False):
+        if has_gradient_reduction(choice.strategy):
             name = type(choice.strategy).__name__
             raise TypeError(
                 f"BestAllReduce cannot reduce by {choice.strategy!r}: its state is made when a "

@@ -100,7 +100,8 @@ class Strategy(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if "reduces_gradients_apart" in vars(cls):
+        own = vars(cls)
+        if "reduces_gradients_apart" in own and "has_gradient_reduction" not in own:
             warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
             cls.has_gradient_reduction = vars(cls)[  # type: ignore[method-assign]
                 "reduces_gradients_apart"
@@ -288,6 +289,15 @@ def reduce_scatter_by(
         return scatter(mesh_impl, values, groups, cuts)
     sums = strategy.all_reduce(mesh_impl, values, groups)
     return [take_parts(mesh_impl, x, cut) for x, cut in zip(sums, cuts)]
+
+
+def has_gradient_reduction(strategy: Any) -> bool:
+    """Whether a strategy, which need not be a `Strategy`, has a `reduce_gradients` of its own."""
+    found = getattr(strategy, "has_gradient_reduction", None)
+    if found is None and hasattr(strategy, "reduces_gradients_apart"):
+        warnings.warn(_OLD_NAME, DeprecationWarning, stacklevel=2)
+        found = strategy.reduces_gradients_apart
+    return bool(found)
 
 
 def check_strategy(reducer: Any) -> Any:

@@ -341,12 +341,22 @@ def test_masks_stay_finite(dtype, scalar, expected):
         assert session.run(value).tolist() == [0.0, expected]
 
 
-def test_recomputation_waits_for_gradients_of_the_same_examples():
+def scaled(x, w):
+    """Squares in two more dimensions, both of which a weight has."""
+    return mtf.einsum([x, x, w], mtf.Shape([x.shape.dims[0], *w.shape.dims]))
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_recomputation_waits_for_gradients_of_the_same_examples(weight):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     dims = [mtf.Dimension("batch", 2), mtf.Dimension("d", 2)]
     x = mtf.import_tf_tensor(mesh, tf.constant([[1.0, 2.0], [3.0, 4.0]]), dims)
     weights = mtf.import_tf_tensor(mesh, tf.constant([1.0, np.nan]), dims[:1])
-    y = mtf.recompute_grad(mtf.square, [x])
+    if weight:
+        heads = mtf.Shape([mtf.Dimension("heads", 1), mtf.Dimension("size", 1)])
+        y = mtf.recompute_grad(scaled, [x, 1.0 * mtf.ones(mesh, heads)])
+    else:
+        y = mtf.recompute_grad(mtf.square, [x])
     before = len(mesh.graph.operations)
     (grad,) = mtf.gradients([mtf.reduce_sum(y * weights)], [x])
     waits = mesh.graph.operations[before:]

@@ -237,18 +237,17 @@ class Flow:
         return Use(positions, axes - first, first, own)
 
     def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
-        """Whether a target has fewer bytes than the pending sums that only it is made of.
-
-        So has the gradient of a variable that is used twice, once in a product with a number.
-        """
+        """Whether a target has fewer bytes than the pending sums that only it is made of."""
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
         todo = [] if is_sum or len(operation.outputs) > 1 else [target]
         while todo:
-            for source in dict.fromkeys(todo.pop().operation.inputs):
-                if self.axes.get(source, self.axes[target]) != self.axes[target]:
+            tensor = todo.pop()
+            for source in dict.fromkeys(tensor.operation.inputs):
+                # The sums of what is cast to fewer bytes keep their precision.
+                is_rounded = source in self.axes and source.dtype.size > tensor.dtype.size
+                if is_rounded or self.axes.get(source, self.axes[target]) != self.axes[target]:
                     return False
-                # Another result of its operation may be used as well.
                 is_shared = used[source] > 1 or len(source.operation.outputs) > 1
                 if source not in self.axes or is_shared:
                     continue

@@ -23,6 +23,7 @@ from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import Reduction, Stage, Traits
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Islands, Plan
 
 
@@ -153,7 +154,7 @@ class OuterOptimizer(ReportsSkips):
     @property
     def plain_reducer(self) -> Strategy:
         """The strategy for flags and counts, without compression."""
-        apart = getattr(self.reducer, "has_gradient_reduction", False)
+        apart = has_gradient_reduction(self.reducer)
         return FusedAllReduce() if apart else self.reducer
 
     def stages(self) -> list[Stage]:

@@ -18,6 +18,7 @@ from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Reduction, Stage
 from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere
 from mtf_gradsync.optimizers.pipeline.pieces import CutOut, Owner, Piece, PutBack, variable_of
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import values_after
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class OuterSteps(Stage):
         gate = step.gate(step.passed_on[-1].present)
         step.write([mtf.assign(self._state.inner_step, count)], gate)
         period, fragments = wrapper.inner_steps, wrapper.fragments
-        by_rows = getattr(wrapper.reducer, "has_gradient_reduction", False)
+        by_rows = has_gradient_reduction(wrapper.reducer)
         parts = fragments_of(self._variables, fragments, self._islands, by_rows)
         writes: list[mtf.Operation] = []
         for number, owners in enumerate(parts, 1):

@@ -7,6 +7,7 @@ from typing import Callable, NamedTuple
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Branch
 
 
@@ -31,7 +32,7 @@ class Reduction(NamedTuple):
     @property
     def reduces_gradients(self) -> bool:
         """Whether the strategy reduces gradients by `reduce_gradients`."""
-        return bool(getattr(self.strategy, "has_gradient_reduction", False))
+        return has_gradient_reduction(self.strategy)
 
 
 class Partition(NamedTuple):

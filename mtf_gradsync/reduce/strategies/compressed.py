@@ -14,7 +14,12 @@ from mtf_gradsync.reduce.checks import check_values
 from mtf_gradsync.reduce.parts.cuts import Cuts
 from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
 from mtf_gradsync.reduce.strategies.fused import FusedAllReduce
-from mtf_gradsync.reduce.strategy import Strategy, check_strategy, reduce_scatter_by
+from mtf_gradsync.reduce.strategy import (
+    Strategy,
+    check_strategy,
+    has_gradient_reduction,
+    reduce_scatter_by,
+)
 from mtf_gradsync.reduce.sums.overflow import say_where_sums_overflow
 
 
@@ -118,7 +123,7 @@ class CompressedAllReduce(Strategy):
     @property
     def has_gradient_reduction(self) -> bool:
         """See `Strategy.has_gradient_reduction`; as the inner strategy."""
-        return bool(getattr(self.reducer, "has_gradient_reduction", False))
+        return has_gradient_reduction(self.reducer)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         """See `Strategy.gradient_state`; the inner strategy's."""

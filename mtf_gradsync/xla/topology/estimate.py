@@ -67,8 +67,8 @@ def with_conditions(module: str, value: bool) -> str | None:
     """The text of a program in which every condition has one value, so that branches count.
 
     The compiler's estimate does not count what is inside a conditional. Of two opposite conditions,
-    as "update if finite" and "report if not finite", the second has the other value, as in a step.
-    None where there is no conditional.
+    as "update if finite" and "report if not finite", the one that is made by negation has the other
+    value, as in a step. None where there is no conditional.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -119,6 +119,14 @@ def test_two_uses_of_a_variable_are_added_before_the_sum(change, expected):
     assert len(rows) == expected, rows
 
 
+def test_sums_of_what_is_cast_to_fewer_bytes_keep_their_dtype():
+    def change(grads):
+        a, b, c, d = grads
+        return [mtf.cast(g, tf.bfloat16) for g in (a + 0.5 * c, b, 0.5 * c, d)]
+
+    assert set(gradient_sums(change)) == {"float32"}
+
+
 def test_sums_that_only_gradients_of_others_need_are_not_made():
     """Mesh-TF makes the gradient of a constant factor too; nobody asked for it."""
 

@@ -5,6 +5,7 @@ import pytest
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from tests import harness
 from tests.reduce import on_mesh
 
@@ -187,3 +188,10 @@ def test_the_old_name_of_has_gradient_reduction_warns():
             reduces_gradients_apart = True
 
     assert Old().has_gradient_reduction
+
+    class NoSubclass:
+        reduces_gradients_apart = True
+
+    with pytest.warns(DeprecationWarning, match="has_gradient_reduction"):
+        assert has_gradient_reduction(NoSubclass())
+    assert not has_gradient_reduction(object())
