@@ -29,7 +29,8 @@ def _memory(row: dict[str, Any]) -> str:
 
 def _necessary(row: dict[str, Any]) -> str:
     found = [row.get(name) for name in ("us/necessary", "no copies")]
-    return "" if None in found else "{:.3f} ({:.3f})".format(*found)
+    keeps_state = row["step"].count(",") == 1 and row["step"].endswith((", update", ", skipped"))
+    return "{:.3f} ({:.3f})".format(*found) if keeps_state and None not in found else ""
 
 
 def _by_hand(row: dict[str, Any]) -> str:
