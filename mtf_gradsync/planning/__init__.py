@@ -1,7 +1,4 @@
-"""Predicts what a training step costs on TPU chips, on each mesh, without the chips.
-
-See ``docs/plan.md``.
-"""
+"""Predicts what a training step costs on TPU chips, on each mesh, without the chips."""
 
 from mtf_gradsync.planning.chips import CHIPS, Chip
 from mtf_gradsync.planning.meshes import factorizations

@@ -33,24 +33,16 @@ _NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitc
 
 
 class Work(NamedTuple):
-    """What a step's time is predicted from. What a loop repeats counts once.
-
-    Attributes:
-      cores: how many run the program.
-      flops: floating-point operations of one core, by the compiler's count.
-      bytes: that one core's operations read and write, by the compiler's count.
-      operations: that one core starts.
-      meetings: collectives in which a core waits for others, each counted as its members' share of
-        all cores: where there are more groups than one, others work while one waits.
-      group: cores in a group of most of these; 1 where they are few.
-    """
+    """What a step's time is predicted from; what a loop repeats counts once."""
 
     cores: int
-    flops: float
-    bytes: float
-    operations: int
+    flops: float  # of one core, by the compiler's count
+    bytes: float  # that one core's operations read and write, by the compiler's count
+    operations: int  # that one core starts
+    # Collectives in which a core waits for others, each counted as its members' share of all cores:
+    # where there are more groups than one, others work while one waits.
     meetings: float
-    group: int = 1
+    group: int = 1  # cores in a group of most of these collectives; 1 where they are few
 
     def terms(self) -> tuple[float, ...]:
         """What each of `Rates` is multiplied with, in its order."""
@@ -62,23 +54,17 @@ class Rates(NamedTuple):
     """Seconds on the clock of each part of a step's work.
 
     The cores share the machine's processors. So a step takes the work of all cores together, and
-    what processors stand idle: because a core's operations follow each other, which counts where
-    there are few cores, and because cores wait for each other.
-
-    Attributes:
-      flop: of a floating-point operation of any core.
-      byte: of a byte that any core reads or writes.
-      operation: of an operation of any core, however small.
-      core_byte: what a byte of one core takes more, as its operations follow each other. Products
-        of matrices have no such part, because all processors compute a large one.
-      meeting: that processors are idle when all cores meet in a collective.
+    the time in which processors are idle, because a core's operations follow each other (which
+    counts where there are few cores), and because cores wait for each other.
     """
 
-    flop: float
-    byte: float
-    operation: float
+    flop: float  # of any core
+    byte: float  # that any core reads or writes
+    operation: float  # of any core, however small
+    # What a byte of one core takes more, as its operations follow each other. Products of matrices
+    # have no such part, because all processors compute a large one.
     core_byte: float
-    meeting: float
+    meeting: float  # in which processors are idle when all cores meet in a collective
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a step."""
@@ -86,15 +72,10 @@ class Rates(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What steps take on the devices of this machine.
-
-    Attributes:
-      rates: of the parts of a step's work.
-      corrections: by number of cores and `Work.group`: how much longer than by `rates` small steps
-        took that are so divided.
-    """
+    """What steps take on the devices of this machine."""
 
     rates: Rates
+    # By cores and `Work.group`: how many times as long as `rates` say small steps of these took.
     corrections: Mapping[tuple[int, int], float]
 
     def seconds(self, work: Work) -> float:
@@ -103,15 +84,7 @@ class Calibration(NamedTuple):
 
 
 def work_of(executable: Any, cores: int) -> Work:
-    """Counts what a compiled program does in a step.
-
-    Args:
-      executable: XLA's, for CPU devices.
-      cores: how many run it.
-
-    Returns:
-      The work.
-    """
+    """Counts the work of a step in XLA's executable for CPU devices, which so many cores run."""
     hlo, cost = compiled_hlo(executable), cost_numbers(executable)
     module: Any = read_module(hlo)
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
@@ -130,28 +103,18 @@ def work_of(executable: Any, cores: int) -> Work:
 
 
 def meetings(groups: Sequence[Sequence[int]], cores: int) -> float:
-    """How much of a `Work.meetings` one collective is.
+    """How much of `Work.meetings` a collective is; 0 where nobody waits for another.
 
-    Args:
-      groups: of the collective; none for one group of all cores.
-      cores: how many run the program.
-
-    Returns:
-      The share of cores in the largest group; 0 where nobody waits for another.
+    It is the largest group's share of the cores. No groups stand for one group of all cores.
     """
     members = max(map(len, groups), default=cores)
     return members / cores if members > 1 else 0.0
 
 
 def fit(works: Sequence[Work], seconds: Sequence[float]) -> Rates:
-    """Finds the rates by which the steps take the times that were measured.
+    """Finds the rates by which steps take the times that were measured for each.
 
-    Args:
-      works: of the steps.
-      seconds: measured, for each.
-
-    Returns:
-      The rates with the least sum of squared relative errors; none is negative.
+    They have the least sum of squared relative errors, and none is negative.
     """
     from scipy.optimize import nnls  # jax needs it, too
 
@@ -165,15 +128,9 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Rates:
 def corrections(
     works: Sequence[Work], seconds: Sequence[float], rates: Rates
 ) -> dict[tuple[int, int], float]:
-    """How far rates are off for each way to divide work among cores.
+    """How far `rates`, fitted to the measured times of steps, are off for them.
 
-    Args:
-      works: of the steps.
-      seconds: measured, for each.
-      rates: fitted to them.
-
-    Returns:
-      As `Calibration.corrections`.
+    There is one for each way to divide work among cores; see `Calibration.corrections`.
     """
     errors = collections.defaultdict(list)
     for work, measured in zip(works, seconds):
@@ -186,13 +143,9 @@ def corrections(
 
 @functools.lru_cache(maxsize=None)
 def measure(devices: tuple[Any, ...]) -> Calibration:
-    """Runs small training steps on devices and fits rates and corrections to them.
+    """Runs small training steps, once in a process, and fits rates and corrections to them.
 
-    Args:
-      devices: jax CPU devices; the steps run on all of them and on the first ones.
-
-    Returns:
-      The calibration. It is made once in a process.
+    The steps run on all of jax's CPU devices that are given, and on the first ones.
     """
     works, steps = [], []
     with contextlib.ExitStack() as stack:

@@ -71,17 +71,7 @@ CHIPS = (
 
 
 def chip_of(topology: str) -> Chip:
-    """The published figures of a topology's chips.
-
-    Args:
-      topology: as in "v5e:4x4".
-
-    Returns:
-      The chip.
-
-    Raises:
-      ValueError: when `CHIPS` has no such chip.
-    """
+    """The figures of the chips of a topology such as "v5e:4x4"; ValueError when there are none."""
     name = topology.partition(":")[0]
     for chip in CHIPS:
         if chip.name == name:

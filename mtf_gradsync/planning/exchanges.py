@@ -20,21 +20,13 @@ Groups = Sequence[Sequence[int]]
 
 
 class Exchange(NamedTuple):
-    """One collective of a step.
+    """One collective of a step."""
 
-    Attributes:
-      operation: HLO's name of it, as in "all-reduce".
-      axis: the mesh axes along which cores exchange data, joined by "+".
-      groups: the cores that exchange data, group by group.
-      size: bytes that each core puts in, each time.
-      times: the number of times that it runs in a step.
-    """
-
-    operation: str
-    axis: str
-    groups: Groups
-    size: int
-    times: int
+    operation: str  # HLO's name of it, as in "all-reduce"
+    axis: str  # the mesh axes along which cores exchange data, joined by "+"
+    groups: Groups  # the cores that exchange data, group by group
+    size: int  # bytes that each core puts in, each time
+    times: int  # how often it runs in a step
 
 
 def exchanges_of(
@@ -46,16 +38,8 @@ def exchanges_of(
     """Collectives of an update step, with how often each runs.
 
     Outside loops they are those of the compiled program, merged by the compiler. In loops they are
-    those of the program before compilation, which says how often a loop turns.
-
-    Args:
-      compiled: the collectives of the compiled program.
-      report: the collectives of the program before compilation.
-      axes: `simd.traffic.collectives.groups_by_axes` of the mesh.
-      cores: the number of cores that run the program.
-
-    Returns:
-      The collectives; those in a loop of unknown length count once.
+    those of `report`, on the program before compilation, which says how often a loop turns; those
+    in a loop of unknown length count once. `axes` are the mesh's, by `groups_by_axes`.
     """
     everyone = (tuple(range(cores)),)
     found = []

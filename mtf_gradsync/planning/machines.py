@@ -16,43 +16,25 @@ Begun = Callable[["subprocess.Popen[str]"], None]
 
 
 class Compiled(NamedTuple):
-    """The answer of a machine's compiler for one program.
+    """The answer of a machine's compiler for one program."""
 
-    Attributes:
-      error: why the program was refused; "" where it was not.
-      bytes_per_core: memory that the program takes on one core.
-      flops: floating-point operations of one core.
-      bytes_accessed: bytes that one core's operations read and write.
-      estimate_seconds: the time of a core's operations one after the other, without the links.
-      unknown: the number of operations that the estimate does not count.
-      collectives: the collectives of the compiled program.
-      seconds: how long the compilation took.
-    """
-
-    error: str = ""
+    error: str = ""  # why the program was refused
     bytes_per_core: int = 0
-    flops: float = 0.0
-    bytes_accessed: float = 0.0
-    estimate_seconds: float = 0.0
-    unknown: int = 0
+    flops: float = 0.0  # of one core
+    bytes_accessed: float = 0.0  # by one core
+    estimate_seconds: float = 0.0  # of a core's operations one after the other, without the links
+    unknown: int = 0  # operations that the estimate does not count
     collectives: tuple[HloCollective, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # how long the compilation took
 
 
 class Machine(Protocol):
-    """A machine that a step can be planned for.
+    """A machine that a step can be planned for."""
 
-    Attributes:
-      name: the topology, as the user spelled it.
-      cores: the number of its cores.
-      memory_per_core: bytes that a program may use on one core; None where there is no limit.
-      peak_flops_per_core: operations per second; None where that is not known.
-    """
-
-    name: str
+    name: str  # the topology, as the user spelled it
     cores: int
-    memory_per_core: int | None
-    peak_flops_per_core: float | None
+    memory_per_core: int | None  # bytes that a program may use; None where there is no limit
+    peak_flops_per_core: float | None  # per second; None where that is not known
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """A core's program, as `compile` takes it."""
@@ -68,15 +50,7 @@ class TpuMachine:
     """A TPU slice, which this machine need not have; see `Machine`."""
 
     def __init__(self, topology: str):
-        """Asks the compiler where the slice's cores are.
-
-        Args:
-          topology: as in "v5e:4x4".
-
-        Raises:
-          XlaMissingError: when there is no TPU compiler.
-          ValueError: when there is no such topology.
-        """
+        """Asks the compiler where the cores of a topology, as in "v5e:4x4", are."""
         generation = generation_of(topology)
         chip, places = chip_of(topology), places_of(topology)
         self.name = topology

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Callable, Sequence
 
+from tqdm import tqdm
+
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.planning.machines import Machine, TpuMachine
@@ -46,7 +48,7 @@ def plan(
         `axes`.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
       jobs: the number of compilers that run at once. Each takes a processor, and memory.
-      progress: whether to show a progress bar on terminals; needs tqdm.
+      progress: whether to show a progress bar on terminals.
       refusals: further types of errors by which `build` says that a mesh is not possible.
 
     Returns:
@@ -88,7 +90,10 @@ def plan(
             made = build(mesh_shape, layout)
         return made if isinstance(made, Built) else Built(made)
 
-    with _bar(len(candidates), progress) as bar:
+    hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
+    with tqdm(
+        total=len(candidates), desc="planning", unit="mesh", leave=False, disable=hidden
+    ) as bar:
         found = search(built, candidates, jobs, (ValueError, *refusals), bar.update)
     return Plan(found.rows, (*refused, *found.refused), found.is_partial, found.not_reached)
 
@@ -119,23 +124,3 @@ def _machines(names: Sequence[str]) -> list[Machine]:
         CpuMachine(name, counts[name], most) if name in counts else TpuMachine(name)
         for name in names
     ]
-
-
-class _NoBar:
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-    def update(self) -> None:
-        """Shows nothing."""
-
-
-def _bar(total: int, progress: bool) -> Any:
-    if not progress:
-        return _NoBar()
-    from tqdm import tqdm
-
-    # None: on terminals only.
-    return tqdm(total=total, desc="planning", unit="mesh", leave=False, disable=None)

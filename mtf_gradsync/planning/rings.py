@@ -40,15 +40,7 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 
 
 def hops(operation: str, members: int) -> int:
-    """The number of hops from neighbour to neighbour that follow each other.
-
-    Args:
-      operation: as for `bytes_sent`.
-      members: the number of members of the ring.
-
-    Returns:
-      The hops; 0 for one member.
-    """
+    """The number of hops from neighbour to neighbour that follow each other; 0 for one member."""
     if members < 2:
         return 0
     if operation == "collective-permute":

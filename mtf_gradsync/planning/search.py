@@ -39,15 +39,9 @@ class Built(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A mesh to plan.
+    """A mesh to plan."""
 
-    Attributes:
-      mesh_shape: as in "batch:4;model:2".
-      layout: Mesh-TF's layout rules, as text.
-      machine: the machine that the mesh is on.
-    """
-
-    mesh_shape: str
+    mesh_shape: str  # as in "batch:4;model:2"
     layout: str
     machine: Machine
 
@@ -75,15 +69,8 @@ def search(
     Programs are built one after the other, each once for all machines with that number of cores,
     while up to `jobs` compilers run. Equal programs are compiled once for a machine.
 
-    Args:
-      build: called with a mesh shape and a layout in a graph of its own.
-      candidates: the meshes to plan.
-      jobs: the number of compilers that run at once.
-      refusals: types of errors of `build` that mean that a mesh is not possible.
-      done: called after each candidate.
-
-    Returns:
-      The plan.
+    `build` gets a mesh shape and a layout, in a graph of its own; its errors of the types
+    `refusals` mean that a mesh is not possible. `done` is called after each candidate.
     """
     return _Search(build, jobs, refusals, done).run(candidates)
 

@@ -17,19 +17,12 @@ _LAYOUT = "batch:batch;heads:model;hidden:model;vocab:model"
 
 
 class Size(NamedTuple):
-    """How large a step is: a decoder-only transformer's.
+    """How large a step of a decoder-only transformer is."""
 
-    Attributes:
-      layers: blocks of attention and a dense part.
-      width: of the vectors.
-      batch: sequences of all cores together.
-      length: tokens in a sequence.
-    """
-
-    layers: int
-    width: int
-    batch: int
-    length: int
+    layers: int  # blocks of attention and a dense part
+    width: int  # of the vectors
+    batch: int  # sequences of all cores together
+    length: int  # tokens in a sequence
 
 
 # What a step touches stays in the processors' caches, or it does not, or products take most of it.
@@ -37,30 +30,18 @@ _SIZES = (Size(2, 64, 16, 64), Size(2, 128, 32, 64), Size(1, 256, 16, 64))
 
 
 class Step(NamedTuple):
-    """A step that was built.
-
-    Attributes:
-      program: the SIMD program.
-      lowering: its lowering.
-      loss: what to fetch; the update runs with it.
-      feed: tokens by their placeholder.
-    """
+    """A step that was built."""
 
     program: Program
     lowering: mtf.Lowering
-    loss: tf.Tensor
+    loss: tf.Tensor  # the update runs with it
     feed: dict[tf.Tensor, np.ndarray]
 
 
 def choose(count: int) -> list[tuple[Mesh, Size]]:
-    """Which steps to run on up to a number of devices.
+    """Meshes of batch and model, each with a size, of the steps to run on up to `count` devices.
 
-    Args:
-      count: how many there are.
-
-    Returns:
-      Meshes of batch and model with sizes: on few cores, on half of all and on all, each divided
-      in every way that heads allow.
+    They are on few cores, on half of all and on all, each divided in every way that heads allow.
     """
     cores = sorted({n for n in (1, 2, 4, count // 2, count) if n and count % n == 0})
     meshes = [(n // model, model) for n in cores for model in (1, 2, _HEADS) if n % model == 0]
@@ -68,15 +49,7 @@ def choose(count: int) -> list[tuple[Mesh, Size]]:
 
 
 def build(mesh: Mesh, size: Size) -> Step:
-    """Builds a step in a graph of its own.
-
-    Args:
-      mesh: cores along the batch, and along the model.
-      size: how large the step is. A batch that the mesh does not divide is made larger.
-
-    Returns:
-      The step.
-    """
+    """Builds a step in a graph of its own; a batch that the mesh does not divide is made larger."""
     # Every core has the same number of sequences.
     shape = (-(-size.batch // mesh[0]) * mesh[0], size.length)
     with tf.Graph().as_default():

@@ -22,11 +22,7 @@ from mtf_gradsync.xla.topology.compiling import Lowered
 
 
 def cores_of(name: str) -> int:
-    """The number in "cpu:8".
-
-    Raises:
-      ValueError: when there is none.
-    """
+    """The number in "cpu:8"; ValueError when there is none."""
     number = name.partition(":")[2]
     if not number.isdigit() or not int(number):
         raise ValueError(f'CPU devices are named with their number, as in "cpu:8"; got {name!r}')
@@ -41,15 +37,8 @@ class CpuMachine:
     ):
         """Calibrates the devices, once in a process; it takes about two minutes.
 
-        Args:
-          name: as it was asked for.
-          cores: how many devices.
-          most: how many to make, where others of this process need more; None for `cores`.
-          cache_dir: where compiled programs are kept; None for nowhere.
-
-        Raises:
-          XlaMissingError: when jax is not installed.
-          DevicesError: when jax has fewer devices already.
+        `most` devices are made, where others of this process need more than `cores`. Compiled
+        programs are kept in `cache_dir`.
         """
         self.name, self.cores = name, cores
         self.memory_per_core: int | None = None
@@ -78,12 +67,12 @@ class CpuMachine:
             executable = loaded(program, self._devices, self._cache).executable
         except UnsupportedProgramError as error:
             return Compiled(error=str(error))
-        # Those of collectives are in `seconds`.
         work = work_of(executable, self.cores)
         return Compiled(
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
             flops=work.flops,
             bytes_accessed=work.bytes,
+            # The time in which cores wait for each other is in `seconds`.
             estimate_seconds=max(
                 0.0, self.calibration.seconds(work) - self._waiting * work.meetings
             ),
@@ -92,10 +81,7 @@ class CpuMachine:
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. What cores wait for each other, whatever the collective does.
-
-        The bytes that it reads and writes are in the estimate.
-        """
+        """See `Machine`. How long cores wait for each other; the estimate has the rest."""
         del operation, size
         return self._waiting * meetings(groups, self.cores)
 

@@ -11,30 +11,21 @@ Place = Sequence[int]
 
 
 class Links(NamedTuple):
-    """The links that one group of cores uses.
+    """The links that one group of cores uses."""
 
-    Attributes:
-      chips: the number of chips that its cores are on. Cores of one chip need no link.
-      bytes_per_second: rate of all links that a chip of the group sends on, divided among the
-        groups that use the same links.
-      is_ring: whether all directions that the group extends in close to rings.
-    """
-
-    chips: int
+    chips: int  # that its cores are on; cores of one chip need no link
+    # Of all links that a chip of the group sends on, divided among the groups that use them.
     bytes_per_second: float
-    is_ring: bool
+    is_ring: bool  # whether all directions that the group extends in close to rings
 
 
 class Torus:
     """A TPU slice: chips in a grid, with links between neighbours."""
 
     def __init__(self, chip: Chip, places: Sequence[Place]):
-        """Describes a slice.
+        """Takes the places of the cores, in the program's order.
 
-        Args:
-          chip: the kind of chip.
-          places: for each core, in the order of the program's cores, the coordinates of its chip
-            and then its number on the chip.
+        A place is the coordinates of the core's chip and then its number on the chip.
         """
         self._chip = chip
         self._places = [tuple(place) for place in places]
@@ -46,16 +37,9 @@ class Torus:
         return 1 + max(place[-1] for place in self._places)
 
     def links(self, group: Sequence[int]) -> Links:
-        """The links of a group of cores.
+        """The links of the smallest box of chips around a group of cores.
 
-        These are the links of the smallest box of chips around it. Where other groups have cores
-        in that box, all of these share the links.
-
-        Args:
-          group: numbers of cores.
-
-        Returns:
-          The links.
+        Where other groups have cores in that box, all of these share the links.
         """
         cores = [self._places[core] for core in group]
         chips = {place[:-1] for place in cores}
@@ -78,14 +62,9 @@ class Torus:
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Seconds that a collective takes over the links, with no other traffic on them.
 
-        Args:
-          operation: HLO's name of it, as in "all-reduce".
-          groups: the cores that exchange data, group by group, all at the same time; for
-            "collective-permute" pairs.
-          size: bytes that each core puts in.
-
-        Returns:
-          Seconds of the slowest group, without the time to read and write memory.
+        That is the time of the slowest of the groups (for "collective-permute" pairs), which run at
+        the same time. Each core puts in `size` bytes; the time to read and write memory is not
+        counted.
         """
         slowest = 0.0
         for links in {self.links(group) for group in groups}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any, Literal
 
 from mtf_gradsync.timelines.errors import TimelineError
@@ -11,6 +12,8 @@ from mtf_gradsync.timelines.errors import TimelineError
 Kind = Literal["compute", "collective"]
 
 _FORMAT = "mtf_gradsync timeline 1"
+# Mesh-TF's name scope of a processor's part of an operation.
+_PARALLEL = re.compile(r"(^|/)parallel_\d+(_\d+)*(?=/|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +145,13 @@ class Recording:
             ) from error
 
 
-def check_recorded(recording: Recording, advice: str) -> Recording:
-    """Checks that a recording says something of every core; `advice` says what its user can do.
+def model_name(name: str) -> str:
+    """An operation's name without the processor whose part it is."""
+    return _PARALLEL.sub("", name).lstrip("/") or name
 
-    Raises:
-      TimelineError: when it has no step, or a core without an operation in the steps.
-    """
+
+def check_recorded(recording: Recording, advice: str) -> Recording:
+    """Checks that a recording has operations of every core; an error ends with `advice`."""
     if not recording.steps:
         raise TimelineError(
             "No step was made while the timeline was recorded. Make some inside the `with` block, "

@@ -9,14 +9,7 @@ Interval = Tuple[int, int]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that intervals cover, each moment once.
-
-    Args:
-      intervals: in any order; they may overlap, touch, or be inside each other.
-
-    Returns:
-      Intervals that neither overlap nor touch, in order of time. Empty ones are dropped.
-    """
+    """The time that intervals in any order cover, as intervals in order that do not touch."""
     found: list[Interval] = []
     for begin, end in sorted(i for i in intervals if i[0] < i[1]):
         if found and begin <= found[-1][1]:

@@ -30,9 +30,6 @@ def read_profile(space: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
 
     `ordinals` are what the platform calls the devices of this process's cores. Events of threads
     that wait, and those that only mark the end of others, are no runs.
-
-    Raises:
-      TimelineError: when the profile does not say on which device operations ran.
     """
     start = _start_of(space)
     for plane in space.planes:
@@ -161,16 +158,11 @@ def _on_host(plane: _Plane, module: str, cores: int) -> list[_Found]:
 
 
 class _ThreadPool:
-    """The tasks of a thread pool.
-
-    Attributes:
-      roots: the tasks that began a program on a device.
-      scheduled: task -> when, and by which thread.
-    """
+    """The tasks of a thread pool."""
 
     def __init__(self) -> None:
-        self.roots: set[Any] = set()
-        self.scheduled: dict[Any, tuple[int, Any]] = {}
+        self.roots: set[Any] = set()  # the tasks that began a program on a device
+        self.scheduled: dict[Any, tuple[int, Any]] = {}  # when, and by which thread
         self._by: dict[Any, Any] = {}
         self._ended: dict[Any, int] = {}
         self._parts: dict[Any, list[Any]] = collections.defaultdict(list)

@@ -7,7 +7,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.traffic.report import CommunicationRow
-from mtf_gradsync.timelines.events import Collective
+from mtf_gradsync.timelines.events import Collective, model_name
 from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.topology.collectives import COLLECTIVES, HloCollective, find_hlo_collectives
@@ -19,33 +19,21 @@ _PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
 
 
 class Operations(NamedTuple):
-    """The operations of compiled programs.
+    """The operations of compiled programs, by their names there."""
 
-    Attributes:
-      name: of each, by its name in the compiled program, that in the model's graph where it is
-        known.
-      collective: the names in the compiled program of those that are collectives.
-      inside: names in the compiled program of loops, branches and calls -> those of the operations
-        in them. Their own time is that of these.
-      users: names in the compiled program of operations -> those of what takes their results.
-      facts: of collectives, by their names in the model's graph.
-    """
-
-    name: dict[str, str]
+    name: dict[str, str]  # the name in the model's graph, where it is known
     collective: set[str]
-    inside: dict[str, set[str]]
-    users: dict[str, set[str]]
-    facts: dict[str, Collective]
+    inside: dict[str, set[str]]  # of loops, branches and calls: the operations in them
+    users: dict[str, set[str]]  # the operations that take a result
+    facts: dict[str, Collective]  # by names in the model's graph
 
 
 def operations_of(
     programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
 ) -> Operations:
-    """Reads compiled programs.
+    """Reads compiled programs; `rows` are the list of their collectives.
 
-    Args:
-      programs: serialized ``HloModuleProto`` and the core's program that each was made of.
-      rows: the list of their collectives.
+    A program is a serialized ``HloModuleProto``, with the core's program that it was made of.
     """
     found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}
@@ -99,7 +87,7 @@ def _parts(name: str) -> list[str]:
 
 def _unpacked(name: str) -> str:
     match = _PACK.match(name)
-    return match[1] if match else re.sub(r"(^|/)parallel_\d+(_\d+)*(?=/|$)", "", name)
+    return match[1] if match else model_name(name)
 
 
 def _packs(replica: ReplicaProgram) -> dict[str, list[str]]:

@@ -18,14 +18,7 @@ class Recorder(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> list[Recording]:
-        """Ends; the session is as it was before.
-
-        Returns:
-          What each process recorded, this one's first where the others' are not known.
-
-        Raises:
-          TimelineError: when there is nothing, or it cannot be read.
-        """
+        """Ends, and returns what each process recorded; the session is as it was before."""
 
     @abc.abstractmethod
     def cancel(self) -> None:
@@ -33,21 +26,12 @@ class Recorder(abc.ABC):
 
 
 class Replaced:
-    """A method of one object, replaced until it is put back.
-
-    Only this object is touched, and only as long: what is not recorded costs nothing.
-    """
+    """A method of one object, replaced until it is put back: what is not recorded costs nothing."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]):
-        """Replaces it.
-
-        Args:
-          owner: the object.
-          name: the method's.
-          make: takes the bound method and returns what stands in its place.
-        """
+        """Puts what `make` returns for the bound method in the method's place."""
         self._owner, self._name = owner, name
-        # Another recording's, say.
+        # Not None where another recording has replaced it.
         self._own = vars(owner).get(name)
         setattr(owner, name, make(getattr(owner, name)))
 

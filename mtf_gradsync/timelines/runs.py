@@ -1,4 +1,4 @@
-"""Makes of a profile's runs of operations what each of them did itself."""
+"""What each operation in a profile did itself, and until when."""
 
 from __future__ import annotations
 
@@ -8,45 +8,27 @@ from typing import Mapping, NamedTuple, Sequence
 
 
 class Ran(NamedTuple):
-    """One run of an operation of a compiled program.
+    """One run of an operation of a compiled program."""
 
-    Attributes:
-      core: which of this process's cores it was, by its place among them.
-      execution: which run of the program it belongs to, counted from 0; -1 where the profile does
-        not say.
-      operation: its name in the compiled program.
-      begin: in nanoseconds since the epoch.
-      end: likewise; what threads have begun for others may be over earlier.
-    """
-
-    core: int
-    execution: int
-    operation: str
-    begin: int
-    end: int
+    core: int  # its place among this process's cores
+    execution: int  # the run of the program, from 0; -1 where the profile does not say
+    operation: str  # its name in the compiled program
+    begin: int  # in nanoseconds since the epoch
+    end: int  # likewise; what threads have begun for others may be over earlier
 
 
 def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
-    """Without loops, branches and calls whose operations are there themselves.
-
-    Args:
-      ran: runs of operations.
-      inside: names of loops, branches and calls -> those of the operations in them.
-    """
+    """The runs without loops, branches and calls (keys of `inside`) whose operations are there."""
     seen = {one.operation for one in ran}
     around = {name for name, inner in inside.items() if inner & seen}
     return [one for one in ran if one.operation not in around]
 
 
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
-    """The same, each ended at the latest when something begins that takes its result.
+    """The runs, each ended at the latest when something begins that takes its result.
 
-    On CPU devices a thread begins an operation and others do it. That it is over is in the profile
-    when a thread has noticed.
-
-    Args:
-      ran: runs of operations.
-      users: names of operations -> those of the operations that take their results.
+    On CPU devices a thread begins an operation and others do it; a profile has its end only when a
+    thread has noticed. `users` has names of operations -> names of those that take their results.
     """
     seen = {one.operation for one in ran}
     begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Sequence
 
+from mtf_gradsync._names import some_of
 from mtf_gradsync.timelines.errors import TimelineError
 from mtf_gradsync.timelines.events import Event, Kind, Recording, Step
 from mtf_gradsync.timelines.intervals import Interval, length, merged, minus, within
@@ -140,15 +141,9 @@ class Table:
 
 
 def tabulate_times(recordings: Sequence[Recording]) -> Table:
-    """Adds up where the time went.
-
-    Args:
-      recordings: one of each process, checked.
-    """
+    """Adds up where the time went, from one checked recording of each process."""
     spent = [_Spent(recording) for recording in recordings]
-    cores = tuple(
-        times for one in spent for times in one.times(one.recording.steps, one.recording.cores)
-    )
+    cores = tuple(times for one in spent for times in one.times(one.recording.steps))
     known = [step.is_update for step in recordings[0].steps]
     mixed = None not in known and len(set(known)) == 2
     return Table(
@@ -177,9 +172,9 @@ class _Spent:
         self._busy = {c: merged([*self.compute[c], *self._collectives[c]]) for c in recording.cores}
         self._any = merged(i for busy in self._busy.values() for i in busy)
 
-    def times(self, steps: Sequence[Step], cores: Iterable[int]) -> list[CoreTimes]:
-        """The mean over some steps, for each of some cores."""
-        return [self._times_of(steps, core) for core in cores]
+    def times(self, steps: Sequence[Step]) -> list[CoreTimes]:
+        """The mean over some steps, for each core."""
+        return [self._times_of(steps, core) for core in self.recording.cores]
 
     def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
         exposed = minus(self._collectives[core], self.compute[core])
@@ -200,10 +195,10 @@ class _Spent:
         )
 
 
-def _mean(cores: Sequence[CoreTimes], name: str = "all") -> CoreTimes:
+def _mean(cores: Sequence[CoreTimes]) -> CoreTimes:
     fields = [f.name for f in dataclasses.fields(CoreTimes) if f.name != "core"]
     means = {f: sum(getattr(one, f) for one in cores) / len(cores) for f in fields}
-    return CoreTimes(core=name, **means)
+    return CoreTimes(core="all", **means)
 
 
 def _mean_of(spent: Sequence[_Spent], wanted: Callable[[Step], bool]) -> CoreTimes:
@@ -211,7 +206,7 @@ def _mean_of(spent: Sequence[_Spent], wanted: Callable[[Step], bool]) -> CoreTim
     for one in spent:
         steps = [step for step in one.recording.steps if wanted(step)]
         if steps:
-            found += one.times(steps, one.recording.cores)
+            found += one.times(steps)
     return _mean(found)
 
 
@@ -307,16 +302,10 @@ def _lines(table: Table) -> list[str]:
             one.milliseconds,
             one.exposed,
             one.runs,
-            _names(one.variables),
+            "?" if one.variables is None else some_of(one.variables, most=2),
         )
         for one in table.collectives
     ]
     head = ["collective", "bytes/core", "ms", "exposed", "runs", "variables"]
     lines.append(grid(rows, head))
     return lines
-
-
-def _names(names: Sequence[str] | None) -> str:
-    if not names:
-        return "?" if names is None else ""
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import re
 from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
@@ -11,11 +10,17 @@ from mtf_gradsync.mesh.devices import place_of
 from mtf_gradsync.simd.emulator.session import CpuReplicaSession
 from mtf_gradsync.simd.graph.facts import Branch, GraphFacts
 from mtf_gradsync.simd.traffic.collectives import list_collectives
-from mtf_gradsync.timelines.events import Call, Collective, Event, Kind, Recording, check_recorded
+from mtf_gradsync.timelines.events import (
+    Call,
+    Collective,
+    Event,
+    Kind,
+    Recording,
+    check_recorded,
+    model_name,
+)
 from mtf_gradsync.timelines.recorder import Recorder, Replaced, now, steps_until, timed
 
-# Mesh-TF's name scope of a processor's part of an operation.
-_PARALLEL = re.compile(r"(^|/)parallel_\d+(_\d+)*(?=/|$)")
 # On a placement mesh: how values of several cores are put together.
 _JOINS = frozenset(["Add", "AddN", "AddV2", "Concat", "ConcatV2", "Maximum", "Minimum", "Pack"])
 _COPIES = frozenset(["Identity", "Snapshot"])
@@ -38,12 +43,7 @@ class TensorFlowRecorder(Recorder):
     """Has a ``tf.Session`` trace each call of its ``run``."""
 
     def __init__(self, session: Any, is_remote: bool = False):
-        """Takes the session.
-
-        Args:
-          session: its ``run`` makes steps; any object with the interface of a session.
-          is_remote: whether a ``tf.train.Server`` runs the steps.
-        """
+        """Takes what runs steps by ``run``; `is_remote` if a ``tf.train.Server`` does so for it."""
         self._session, self._is_remote = session, is_remote
         self._runs: list[_Run] = []
         self._calls: list[Call] = []
@@ -130,15 +130,15 @@ class ReplicasRecorder(TensorFlowRecorder):
                 core, name = place
                 collective = _within(name, collectives)
                 if not collective:
-                    found.append(Event(core, _model_name(name), "compute", *times))
+                    found.append(Event(core, model_name(name), "compute", *times))
                 elif not (name == collective and sums.get(name)):  # a core's view of its sum
                     # One sum is made for all cores of a group, which wait for it.
                     group = next((g for g in sums.get(collective, ()) if core in g), (core,))
-                    shown = _model_name(collective)
+                    shown = model_name(collective)
                     found += [Event(one, shown, "collective", *times) for one in group]
             events.append(found)
         # As events are called.
-        collectives = {_model_name(name): one for name, one in collectives.items()}
+        collectives = {model_name(name): one for name, one in collectives.items()}
         count = max(self._emulated.num_replicas.values())
         cores = {core: f"core {core}" for core in range(count)}
         return self._made("cpu_replicas", cores, events, collectives)
@@ -169,11 +169,10 @@ class MeshRecorder(TensorFlowRecorder):
                     on_host = number and operation is not None and not operation.device
                     if times is None or on_host or node.node_name.startswith("_"):
                         continue
-                    name, joined = _model_name(node.node_name), None
-                    if operation is not None:
-                        joined = _joined_bytes(operation)
-                    if joined is not None and operation is not None:
-                        context = facts.context[operation.name]
+                    name = model_name(node.node_name)
+                    joined = None if operation is None else _joined_bytes(operation)
+                    if joined is not None:
+                        context = facts.context[node.node_name]
                         collectives[name] = Collective(
                             joined, None, any(isinstance(c, Branch) for c in context)
                         )
@@ -191,11 +190,6 @@ def _times(node: Any) -> tuple[int, int] | None:
     first = node.op_start_rel_nanos or node.op_start_rel_micros * 1000
     last = node.op_end_rel_nanos or node.op_end_rel_micros * 1000
     return (begin + first, begin + last) if last > first else None
-
-
-def _model_name(name: str) -> str:
-    """An operation's name without the processor whose part it is."""
-    return _PARALLEL.sub("", name).lstrip("/") or name
 
 
 def _within(name: str, collectives: dict[str, Collective]) -> str:

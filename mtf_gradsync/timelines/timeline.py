@@ -89,11 +89,7 @@ class Timeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the recording.
-
-        Raises:
-          TimelineError: when no step was made, or the profile has nothing of a core.
-        """
+        """Ends the recording; a TimelineError when it has no step, or nothing of a core."""
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         if kind is not None:

@@ -33,9 +33,8 @@ def write_trace(
     """Writes the recordings of processes as one trace in Chrome's trace event format.
 
     Every core is a group of tracks: operations, those that run at the same time beside each other,
-    and collectives. A track of each process shows the steps, another what its host did. The file is
-    compressed where it ends in ".gz"; the shortest operations are dropped where it would exceed
-    most_bytes.
+    and collectives. A track of each process shows the steps, another what its host did. See
+    `Timeline.save` for the file.
     """
     path = Path(path)
     timed, tracks = _timed(recordings)
