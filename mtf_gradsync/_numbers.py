@@ -24,11 +24,7 @@ def is_whole_number(value: Any, least: int = 1) -> TypeGuard[int]:
 def check_whole_number(name: str, value: Any, least: int = 1, more: str = "") -> None:
     """Raises ValueError unless an argument is a whole number of at least `least`.
 
-    Args:
-      name: name of the argument.
-      value: what was given.
-      least: the smallest number that will do.
-      more: a sentence for the end of the error.
+    `more` is a sentence for the end of the error.
     """
     if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."

@@ -17,11 +17,7 @@ CURE = (
 
 @contextlib.contextmanager
 def ref_variables_explained() -> Iterator[None]:
-    """Within it, TensorFlow's error about ref variables in a TPU program says what to do.
-
-    Raises:
-      NotImplementedError: TensorFlow's, where the graph has ref variables.
-    """
+    """Within it, TensorFlow's error about ref variables in a TPU program says what to do."""
     try:
         yield
     except NotImplementedError as error:

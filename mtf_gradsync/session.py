@@ -82,9 +82,8 @@ def _task_name(task: str) -> str:
 def enable_mesh_defaults() -> None:
     """Switches TensorFlow to what a Mesh-TensorFlow program needs; for entry points only.
 
-    Graph mode and control flow v1, as every Mesh-TensorFlow program has them, and resource
-    variables: with ref variables an update may overtake a read of the same step. These are
-    switches of the whole process, so no module of the package calls this while it is imported.
+    That is graph mode and control flow v1, and resource variables: with ref variables an update may
+    overtake a read of the same step.
     """
     tf.disable_v2_behavior()
     tf.enable_resource_variables()

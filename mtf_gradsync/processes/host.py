@@ -28,43 +28,25 @@ _STRANGERS = 64
 
 
 class _Stranger(NamedTuple):
-    """A caller that has not said yet which process it is.
-
-    Attributes:
-      connection: the connection to it.
-      address: its host and port.
-      challenge: the text that its proof has to be made of.
-      since: when it called, in seconds of `time.monotonic`.
-    """
+    """A caller that has not said yet which process it is."""
 
     connection: Connection
     address: str
-    challenge: str
-    since: float
+    challenge: str  # the text that its proof has to be made of
+    since: float  # when it called, by `time.monotonic`
 
 
 class Introduction(NamedTuple):
-    """The first message of a process to process 0.
-
-    Attributes:
-      member: the process that sends it.
-      facts: what the process was started with.
-      challenge: text that process 0 makes its own proof of.
-      proof: shows that the process has the secret.
-    """
+    """The first message of a process to process 0."""
 
     member: Member
-    facts: dict[str, Any]
-    challenge: str
-    proof: str
+    facts: dict[str, Any]  # what the process was started with
+    challenge: str  # for process 0's own proof
+    proof: str  # that the process has the secret
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Introduction:
-        """Reads an introduction from a message.
-
-        Raises:
-          ConnectionBroken: the message is something else.
-        """
+        """Reads an introduction from a message; ConnectionBroken if it is something else."""
         try:
             said = cls(*(message[name] for name in cls._fields))
             said = said._replace(member=Member(*said.member))
@@ -88,7 +70,7 @@ class Host:
         self._denied = False  # whether somebody has had another secret
 
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
-        """Returns a connection to each of the others; see `meeting.meet`."""
+        """Returns a connection to each of the others, or raises as `meeting.meet`."""
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
             try:

@@ -1,9 +1,8 @@
 """Brings the processes of a job together before they work on one mesh.
 
-TensorFlow waits without end for a process that never comes. jax does, too, ends a process by
-SIGABRT where its coordinator does not answer, by SIGSEGV where the coordinator's port is taken. So
-they meet first, over plain TCP, where whoever is missing can be named. Then the port is free again,
-for jax for example; the connections stay, for the watchdog.
+TensorFlow waits without end for a process that never comes, and jax does, too, or ends by a signal
+without a word. So the processes meet first, over plain TCP, where whoever is missing can be named.
+Then the port is free again, for jax for example; the connections stay, for the watchdog.
 
 Where a job has a secret, both sides show that they have it before they believe each other.
 """
@@ -37,15 +36,9 @@ def meet(
 ) -> dict[Member, Connection]:
     """Waits until all processes of a job are there, and returns the connections between them.
 
-    Args:
-      place: the address of process 0.
-      me: this process.
-      names: names of all processes, in their order.
-      facts: settings that have to be equal in all processes, by the user's names for them.
-      timeout: seconds.
-
-    Returns:
-      On process 0 a connection to every other process, on the others one to process 0.
+    Process 0 gets a connection to every other process, the others one to process 0, whose address
+    is `place`. `names` are those of all processes in their order, `facts` settings that have to be
+    equal in all, by the user's names for them; `timeout` is in seconds.
 
     Raises:
       ProcessesError: when the time is up, the port is taken, or the processes do not fit together.

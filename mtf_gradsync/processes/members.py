@@ -8,19 +8,12 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """One process of a job.
-
-    Attributes:
-      index: its number, from 0.
-      host: name of its machine.
-      pid: its number there.
-      name: its name in the job: "process 1", "worker 1".
-    """
+    """One process of a job."""
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
     host: str
     pid: int
-    name: str
+    name: str  # in the job: "process 1", "worker 1"
 
     def __str__(self) -> str:
         return f"{self.name} (host {self.host}, pid {self.pid})"

@@ -35,12 +35,11 @@ class Connection:
     def send(self, **message: Any) -> None:
         """Sends a message of JSON values, or keeps it while the other side does not read.
 
-        Texts are cut after `LONGEST_TEXT` characters.
+        Texts are cut after `LONGEST_TEXT` characters. A message of more than `LONGEST` bytes is a
+        ValueError.
 
         Raises:
-          ConnectionBroken: the other side has gone, or has not read for so long that more than
-            `LONGEST` bytes would wait for it.
-          ValueError: the message is longer than `LONGEST` bytes.
+          ConnectionBroken: the other side has gone, or more than `LONGEST` bytes would wait for it.
         """
         line = json.dumps({name: _cut(value) for name, value in message.items()}).encode() + b"\n"
         if len(line) > LONGEST:

@@ -1,4 +1,4 @@
-"""The address at which the processes of a job meet."""
+"""Where the processes of a job meet."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """The address at which the processes of a job meet.
+    """The address at which the processes of a job meet."""
 
-    Attributes:
-      host: the machine of process 0, as the others see it.
-      port: a free port there.
-      argument: the argument by which a user gave the address, for errors.
-    """
-
-    host: str
-    port: int
-    argument: str
+    host: str  # the machine of process 0, as the others see it
+    port: int  # a free port there
+    argument: str  # the argument by which a user gave the address, for errors
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port} ({self.argument})"

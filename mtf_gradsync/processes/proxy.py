@@ -29,13 +29,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends beats until the process ends, or ends this one.
-
-    Args:
-      pid: number of the process, this one's parent.
-      seconds: time between two beats.
-      descriptors: file descriptors of its connections.
-    """
+    """Sends a beat on each socket every so many seconds, until this process's parent `pid` ends."""
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # Soon after its end these connections have to break.
     while os.getppid() == pid:

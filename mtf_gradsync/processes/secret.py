@@ -30,8 +30,7 @@ def challenge() -> str:
 def proof(role: str, *challenges: str) -> str:
     """Returns hexadecimal digits that show that this process has the secret.
 
-    They depend on the challenges of both sides, and on `role`, so that the other side cannot send
-    the proof back.
+    They depend on both sides' challenges, and on `role`, so that no side can send a proof back.
     """
     key = os.environ.get(VARIABLE, "").encode()
     return hmac.new(key, json.dumps([role, *challenges]).encode(), hashlib.sha256).hexdigest()

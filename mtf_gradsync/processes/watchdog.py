@@ -31,7 +31,6 @@ _LATE_S = 2.0
 _GRACE_S = 2.0
 # How long an error of a step waits for the watchdog's word on it.
 _VERDICT_S = 10.0
-
 # A process that crashes may do so because another one is lost, which is the better error.
 _CRASH_S = 2.0
 
@@ -41,15 +40,10 @@ _begun = ""
 
 
 class Alarm(NamedTuple):
-    """Tells a watchdog that its process is about to be ended by a signal.
+    """Tells a watchdog that its process is about to be ended by a signal."""
 
-    Attributes:
-      descriptor: read end of a pipe that is written to then; the watchdog closes it.
-      explain: takes what was written, and returns in words what has happened.
-    """
-
-    descriptor: int
-    explain: Callable[[str], str]
+    descriptor: int  # read end of a pipe that is written to then; the watchdog closes it
+    explain: Callable[[str], str]  # makes of what was written what has happened, in words
 
 
 class Watchdog:
@@ -64,11 +58,8 @@ class Watchdog:
     ):
         """Starts the thread.
 
-        Args:
-          me: this process.
-          peers: connections to all others on process 0, to process 0 on the others.
-          silence: seconds without a beat after which a process is lost.
-          alarm: reports crashes of this process, where there is a way to.
+        `peers` are the connections to all others on process 0, to process 0 on the others. A
+        process is lost after `silence` seconds without a beat.
         """
         global _running
         self._me = me
@@ -109,11 +100,7 @@ class Watchdog:
         self.leave()
 
     def fail(self, reason: str) -> None:
-        """Tells the others that this process ends with an error, so that they end, too.
-
-        Args:
-          reason: the text of their error.
-        """
+        """Tells the others that this process ends with an error, so that they end, too."""
         self._request("failed", reason)
         self._finished.wait(_GRACE_S)
 
@@ -155,7 +142,7 @@ class Watchdog:
     def wait_for_verdict(self) -> None:
         """Waits after an error for the watchdog to find out whether a lost process caused it.
 
-        Returns only if no process is lost; otherwise the watchdog ends this process.
+        If so, the watchdog ends this process.
         """
         self._finished.wait(_VERDICT_S)
 
@@ -237,7 +224,6 @@ class Watchdog:
                 self._learn(Member(*message["lost"]), message["how"], message["grace"])
 
     def _hear_alarm(self, alarm: Alarm, now: float) -> None:
-        """Takes note that this process is about to end by a signal."""
         with contextlib.suppress(BlockingIOError):
             self._alarmed += os.read(alarm.descriptor, 1 << 16).decode("utf-8", "replace")
         if self._crash_at is None:
@@ -322,11 +308,7 @@ def beats_go_on() -> Iterator[None]:
 
 
 def note(begun: str) -> None:
-    """Records what this process is about to do, for the error if it is lost or crashes.
-
-    Args:
-      begun: for example "step 7".
-    """
+    """Records what this process begins ("step 7"), for the error if it crashes or is lost."""
     global _begun
     _begun = begun
 

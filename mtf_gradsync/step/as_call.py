@@ -47,14 +47,7 @@ def _takes_attributes() -> bool:
 
 
 def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
-    """Runs a branch as one call of a function.
-
-    Args:
-      run: makes the operations of the branch, and returns the last one.
-
-    Returns:
-      The operation that calls the function.
-    """
+    """Runs a branch as one call of a function; `run` makes its operations and returns the last."""
 
     def body() -> tf.Tensor:
         _copy_handles_and_constants(tf.get_default_graph())

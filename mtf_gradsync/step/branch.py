@@ -15,16 +15,11 @@ from mtf_gradsync.step.plan import Plan, takes_stack_apart
 
 
 class Branch:
-    """The operations that a function makes, for a `Conditional` to run.
-
-    Attributes:
-      plan: the plan of their graph.
-      updates: the assignments and other operations that the function returned.
-    """
+    """The operations that a function makes, for a `Conditional` to run."""
 
     def __init__(self, plan: Plan, make: Callable[[], Sequence[mtf.Operation]] | None = None):
         self.plan = plan
-        self.updates: list[mtf.Operation] = []
+        self.updates: list[mtf.Operation] = []  # what the function returned
         if make is not None:
             self.add(make)
 

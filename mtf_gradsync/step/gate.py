@@ -11,15 +11,9 @@ from mtf_gradsync.step.plan import Plan
 
 
 class Gate:
-    """A point of a step, after certain tensors and the reads of all variables."""
+    """A point of a step, after some tensors of one mesh and the reads of all variables."""
 
     def __init__(self, plan: Plan, tensors: Sequence[mtf.Tensor]):
-        """Describes the point.
-
-        Args:
-          plan: the plan of the graph.
-          tensors: tensors of one mesh to wait for, at least one.
-        """
         self._plan = plan
         self._tensors = list(tensors)
 

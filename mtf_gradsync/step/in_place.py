@@ -8,11 +8,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 class WriteInPlace(mtf.Operation):
-    """Writes variables slice by slice, each from the same processor's slice of a value.
-
-    Attributes:
-      variables: the variables that it writes, in the order of its inputs.
-    """
+    """Writes variables slice by slice, each from the same processor's slice of a value."""
 
     def __init__(
         self,
@@ -21,13 +17,9 @@ class WriteInPlace(mtf.Operation):
         write: Callable[[Any, tf.Tensor], Any],
         name: str,
     ):
-        """Adds the operation.
+        """Adds the operation; values are laid out like the variables.
 
-        Args:
-          variables: mesh variables.
-          values: for each variable a tensor that is laid out like it.
-          write: makes the assignment of a value to a tf variable.
-          name: name of the operation.
+        `write` makes the assignment of a value to a tf variable.
         """
         super().__init__(list(values), name=name)
         self.variables, self._write = list(variables), write

@@ -25,11 +25,9 @@ class Islands(Part):
         self._held_by: dict[mtf.Variable, mtf.Variable] = {}
 
     def hold(self, variable: mtf.Variable, by: mtf.Variable) -> None:
-        """Makes a variable's slices those of a holder.
+        """Makes a variable's slices those of a holder; neither may be stacked with others.
 
-        Args:
-          variable: the variable; neither it nor the holder may be stacked with others.
-          by: the holder, with dimensions that number the islands before those of the variable.
+        The holder has dimensions that number the islands before those of the variable.
         """
         self._held_by = {**self._held_by, variable: by}
         # Lowered first, as the variable is made of its slices.
@@ -81,13 +79,7 @@ def _check_no_refs(variable: mtf.Variable, held: Any) -> None:
 
 
 class HeldSlices:
-    """A laid-out variable whose slices are its holder's, reshaped.
-
-    Attributes:
-      laid_out_tensor: its slices, a `LaidOutTensor`.
-      copy_master_to_slices: does nothing, as the holder has the master.
-      copy_slices_to_master: does nothing, as the holder has the master.
-    """
+    """A laid-out variable whose slices are its holder's, reshaped; the holder has the master."""
 
     def __init__(self, variable: mtf.Variable, held: Any, mesh_impl: Any, shape: list[int]):
         self._variable, self._held = variable, held

@@ -9,11 +9,7 @@ from mtf_gradsync.step.plan import Plan
 
 
 class StandIn(mtf.Operation):
-    """Stands for the operations of a step that is built later.
-
-    Attributes:
-      later: the step.
-    """
+    """Stands for the operations of a step that is built later."""
 
     def __init__(self, later: Later, mesh: mtf.Mesh, name: str):
         super().__init__([], mesh=mesh, name=name)
@@ -29,18 +25,11 @@ class StandIn(mtf.Operation):
 
 
 class Later:
-    """Operations that are built on demand, or when the graph is lowered.
-
-    A subclass defines `make`.
-
-    Attributes:
-      plan: the plan of the graph.
-      stand_ins: the operations that callers got in their place.
-    """
+    """Operations that are built on demand, or when the graph is lowered; a subclass has `make`."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.stand_ins: list[StandIn] = []
+        self.stand_ins: list[StandIn] = []  # what callers got in place of the operations
         self._operations: list[mtf.Operation] | None = None
         plan.later += (self,)
 

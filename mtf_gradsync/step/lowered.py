@@ -11,24 +11,15 @@ from mtf_gradsync.step.part import PartLowering
 
 
 class Lowered:
-    """The state of one lowering.
-
-    Attributes:
-      scope: name scope that the lowering's operations are lowered in.
-      branch: the branch that is being lowered; None outside of any.
-      parts: the lowering's objects of the plan's parts.
-      early: operations that were lowered before their turn.
-      reads: mesh -> values of its variables, which this step reads once.
-      barriers: gate -> the tf operation that waits for the gate's tensors.
-    """
+    """The state of one lowering."""
 
     def __init__(self, scope: str):
-        self.scope = scope
-        self.branch: Any = None
+        self.scope = scope  # the name scope that operations are lowered in
+        self.branch: Any = None  # the one that is being lowered
         self.parts: list[PartLowering] = []
-        self.early: set[mtf.Operation] = set()
-        self.reads: dict[mtf.Mesh, list[mtf.Tensor]] = {}
-        self.barriers: dict[Any, tf.Operation] = {}
+        self.early: set[mtf.Operation] = set()  # those lowered before their turn
+        self.reads: dict[mtf.Mesh, list[mtf.Tensor]] = {}  # variables' values that are read once
+        self.barriers: dict[Any, tf.Operation] = {}  # gate -> what waits for its tensors
 
     @contextlib.contextmanager
     def name_scope(self, name: str) -> Iterator[None]:

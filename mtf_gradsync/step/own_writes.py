@@ -22,14 +22,10 @@ class OwnWrites(Part):
 
     @classmethod
     def wait_for(cls, sums: Sequence[mtf.Tensor]) -> None:
-        """Makes the program's assignments wait for sums; inside a branch it does nothing.
-
-        Args:
-          sums: reduced gradients of one mesh, at least one.
-        """
+        """Makes a program's assignments wait for sums of one mesh; a branch waits by itself."""
         plan = Plan.of(sums[0].graph)
         if plan.is_in_branch:
-            return  # the branch waits
+            return
         plan.adopt()
         part = plan.part(cls)
         part._sums += (tuple(sums),)
@@ -49,12 +45,9 @@ class OwnWrites(Part):
                 # Without a sum before it, a write still waits for the reads.
                 before = gates.get(mesh) or [Gate(plan, operation.inputs)]
                 waits[operation] = functools.partial(_barriers, tuple(before))
-        return _OwnWritesLowering(waits)
-
-
-class _OwnWritesLowering(PartLowering):
-    def __init__(self, waits: dict[mtf.Operation, ControlInputs]):
-        self.waits = waits
+        part_lowering = PartLowering()
+        part_lowering.waits = waits
+        return part_lowering
 
 
 def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operation]:

@@ -9,36 +9,18 @@ from mtf_gradsync._private.libraries import mtf, tf
 
 
 class PartLowering:
-    """A part's work in one lowering; the base class does nothing.
+    """A part's work in one lowering; the base class does nothing."""
 
-    Attributes:
-      waits: for operations that wait in this lowering, functions that return the tf operations to
-        wait for.
-    """
-
+    # What operations wait for, as tf operations.
     waits: Mapping[mtf.Operation, Callable[[mtf.Lowering], Sequence[tf.Operation]]] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:
-        """Lowers an operation, or leaves that to the operation.
-
-        Args:
-          operation: an operation of the graph, or of a loop in it.
-
-        Returns:
-          Whether it did; if not, the operation lowers itself.
-        """
+        """Lowers an operation, also of a loop, or returns False: the operation lowers itself."""
         del operation
         return False
 
     def lower_variable(self, variable: mtf.Variable) -> bool:
-        """Lowers a variable, or leaves that to the variable.
-
-        Args:
-          variable: a variable of the graph.
-
-        Returns:
-          Whether it did; if not, the variable lowers itself.
-        """
+        """Lowers a variable, or returns False: the variable lowers itself."""
         del variable
         return False
 

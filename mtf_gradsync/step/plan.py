@@ -42,6 +42,7 @@ class Plan:
     Attributes:
       graph: the graph.
       later: steps of the graph that are still to be built (see `later`).
+      open_branch: the branch that is being built; None outside of any.
     """
 
     later: tuple[Any, ...] = ()
@@ -51,7 +52,7 @@ class Plan:
         self.graph = graph
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
         self._branch_of: dict[mtf.Operation, Any] = {}
-        self._open_branch: Any = None
+        self.open_branch: Any = None
         self._is_gating = False
         self._in_place: dict[mtf.Variable, None] = {}
         self._states: dict[str, tuple[Any, Any]] = {}
@@ -73,12 +74,9 @@ class Plan:
     # What wrappers want.
 
     def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
-        """Makes operations run after others.
+        """Makes operations run after others; they must not be lowered yet.
 
-        Args:
-          operations: mtf operations that are not lowered yet.
-          control_inputs: a function of the lowering that returns the tf operations to wait for,
-            called when one of `operations` is lowered.
+        `control_inputs` gives the tf operations to wait for, when one of `operations` is lowered.
         """
         self.adopt()
         for operation in operations:
@@ -99,27 +97,18 @@ class Plan:
     @property
     def is_in_branch(self) -> bool:
         """Whether a branch is being built; it waits, so that its updates need not."""
-        return self._open_branch is not None
-
-    @property
-    def open_branch(self) -> Any:
-        """The branch that is being built; None outside of any."""
-        return self._open_branch
+        return self.open_branch is not None
 
     @contextlib.contextmanager
     def collecting(self, branch: Any) -> Iterator[None]:
-        """Adds operations that are made inside the block to a branch; variables stay outside.
-
-        Args:
-          branch: any object.
-        """
+        """Adds operations that are made inside the block to a branch; variables stay outside."""
         self.adopt()
         before = set(self.graph.operations)
-        outer, self._open_branch = self._open_branch, branch
+        outer, self.open_branch = self.open_branch, branch
         try:
             yield
         finally:
-            self._open_branch = outer
+            self.open_branch = outer
         for operation in self.graph.operations:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
@@ -127,7 +116,7 @@ class Plan:
     @property
     def surroundings(self) -> tuple[Any, bool]:
         """Returns a key for the branch and gate that are being built, to compare with later."""
-        return self._open_branch, self._is_gating
+        return self.open_branch, self._is_gating
 
     def is_free(self, operation: mtf.Operation) -> bool:
         """Whether no wrapper made an operation wait or part of a branch."""
@@ -148,11 +137,7 @@ class Plan:
             self._is_gating = outer
 
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
-        """Moves operations to the end of the graph's list, in the given order.
-
-        Args:
-          operations: mtf operations that nothing else in the graph depends on.
-        """
+        """Moves operations, on which no others depend, to the end of the graph's list, in order."""
         moved = set(operations)
         listed = self.graph.operations
         listed[:] = [op for op in listed if op not in moved] + list(operations)
@@ -160,16 +145,8 @@ class Plan:
     def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
         """Returns a wrapper's state in this graph, which the first call makes.
 
-        Args:
-          owner: the wrapper.
-          name: the wrapper's name, the prefix of its variables.
-          make: makes the state.
-
-        Returns:
-          The state.
-
-        Raises:
-          ValueError: another wrapper of that name has state in this graph.
+        `name`, the wrapper's, is the prefix of its variables. Raises a ValueError if another
+        wrapper of that name has state in this graph.
         """
         other, state = self._states.get(name, (lambda: None, None))
         if other() is owner:

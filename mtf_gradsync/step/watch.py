@@ -25,13 +25,9 @@ class Watch:
         self._before: list[Any] = [None] * len(reads)
 
     def ask(self, session: Any) -> Any:
-        """Returns what to raise or log after a step, or in place of the error that it raised.
+        """Returns an exception to raise or a line to log after a step of a session, or None.
 
-        Args:
-          session: the session that ran the step, a tf.Session or one of `mtf_gradsync.simd`.
-
-        Returns:
-          An exception to raise, a line to log, or None.
+        Where the step raised an error, the exception takes its place.
         """
         before, self._before = self._before, session.run(self._reads)
         found = [self._find(old, new) for old, new in zip(before, self._before)]
@@ -39,21 +35,12 @@ class Watch:
 
 
 class Watched(mtf.Operation):
-    """An operation that leaves its outcome in variables.
-
-    Attributes:
-      takes_a_hook: whether the step does not print or raise the outcome itself, as lowered.
-    """
+    """An operation that leaves its outcome in variables."""
 
     def __init__(self, inputs: Sequence[mtf.Tensor], variables: Sequence[mtf.Variable], name: str):
-        """Adds the operation.
-
-        Args:
-          inputs: its inputs.
-          variables: the variables for `find`, not split over processors.
-          name: name of the operation.
-        """
+        """Adds the operation; `variables`, not split over processors, are those for `find`."""
         super().__init__(list(inputs), name=name)
+        # Whether the step, as it was lowered, does not print or raise the outcome itself.
         self.takes_a_hook = False
         self._variables = list(variables)
         # For each lowering a slice of each variable.
@@ -66,11 +53,9 @@ class Watched(mtf.Operation):
         self.takes_a_hook = is_simd(lowering.mesh_impl(self))
 
     def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> Any:
-        """Returns what to raise or log, as `Watch.ask` does.
+        """Returns what to raise or log, as `Watch.ask` does, by the variables' values after a step.
 
-        Args:
-          before: the variables' values when they were last read; None at the first time.
-          now: their values after the step.
+        `before` are their values when they were last read; None at the first time.
         """
         raise NotImplementedError
 
