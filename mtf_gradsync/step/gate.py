@@ -32,7 +32,8 @@ class Gate:
         _warn_of_ref_variables(lowering)
         lowered = self._plan.lowered(lowering)
         tensors = [*self._tensors, *lowered.reads.get(self._tensors[0].mesh, ())]
-        slices = [x for t in tensors for x in _slices(lowering, t)]
+        laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
+        slices = [x for one in laid_out for x in one.tensor_list]
         # One operation on each device first, so that there are few edges between devices.
         by_device: dict[str, list[tf.Operation]] = {}
         for op in dict.fromkeys(x.op for x in slices):
@@ -44,10 +45,6 @@ class Gate:
                     reached.append(tf.group(*ops))
             with tf.device(next(iter(by_device), "")):
                 return tf.group(*reached)
-
-
-def _slices(lowering: mtf.Lowering, tensor: mtf.Tensor) -> list[tf.Tensor]:
-    return lowering.tensors[tensor].to_laid_out_tensor().tensor_list
 
 
 def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from typing import Callable, Sequence
+from typing import Sequence
 
 from mtf_gradsync._names import some_of
 from mtf_gradsync.timelines.errors import TimelineError
@@ -152,8 +152,8 @@ def tabulate_times(recordings: Sequence[Recording]) -> Table:
         update_steps=None if None in known else sum(map(bool, known)),
         cores=cores,
         total=_mean(cores),
-        update=_mean_of(spent, lambda step: step.is_update is True) if mixed else None,
-        other=_mean_of(spent, lambda step: step.is_update is False) if mixed else None,
+        update=_mean_of(spent, is_update=True) if mixed else None,
+        other=_mean_of(spent, is_update=False) if mixed else None,
         operations=_longest(recordings),
         collectives=_largest(spent),
     )
@@ -201,10 +201,10 @@ def _mean(cores: Sequence[CoreTimes]) -> CoreTimes:
     return CoreTimes(core="all", **means)
 
 
-def _mean_of(spent: Sequence[_Spent], wanted: Callable[[Step], bool]) -> CoreTimes:
+def _mean_of(spent: Sequence[_Spent], is_update: bool) -> CoreTimes:
     found = []
     for one in spent:
-        steps = [step for step in one.recording.steps if wanted(step)]
+        steps = [step for step in one.recording.steps if step.is_update is is_update]
         if steps:
             found += one.times(steps)
     return _mean(found)

@@ -87,9 +87,7 @@ def _timed(
         lanes: dict[tuple[int, str], list[int]] = {}
         for event in sorted(recording.events, key=lambda e: (e.begin, -e.end)):
             lane = _lane(lanes.setdefault((event.core, event.kind), []), event)
-            # Collectives come after the operations.
-            tid = lane + (1000 if event.kind == "collective" else 0)
-            pid = _core_pid(recording, event.core)
+            pid, tid = _core_pid(recording, event.core), _tid(event.kind, lane)
             row = _slice(pid, tid, event.name, event.begin, event.end, first)
             row["cat"] = event.kind
             known = recording.collectives.get(event.name) if event.kind == "collective" else None
@@ -100,11 +98,10 @@ def _timed(
                 }
             found.append((event.end - event.begin, row))
         for (core, kind), ends in lanes.items():
+            name = "collectives" if kind == "collective" else "operations"
             for lane in range(len(ends)):
-                tid = lane + (1000 if kind == "collective" else 0)
-                name = "collectives" if kind == "collective" else "operations"
                 beside = f" {lane + 1}" if lane else ""
-                tracks.append(_thread(_core_pid(recording, core), tid, name + beside))
+                tracks.append(_thread(_core_pid(recording, core), _tid(kind, lane), name + beside))
     return found, tracks
 
 
@@ -116,6 +113,11 @@ def _lane(ends: list[int], event: Event) -> int:
             return lane
     ends.append(event.end)
     return len(ends) - 1
+
+
+def _tid(kind: str, lane: int) -> int:
+    """The number of a track: collectives come after the operations."""
+    return lane + (1000 if kind == "collective" else 0)
 
 
 def _first(recordings: Sequence[Recording]) -> int:
