@@ -24,41 +24,22 @@ from mtf_gradsync.step import WriteInPlace
 
 
 def check_averages(
-    average: Any, variables: Sequence[mtf.Variable] | None
-) -> tuple[float | None, list[mtf.Variable]]:
-    """Checks arguments for moving averages.
-
-    Args:
-      average: the argument variable_averages of SyncReplicasOptimizer.
-      variables: its argument variables_to_average.
-
-    Returns:
-      The decay (None for no averages) and the variables.
-
-    Raises:
-      ValueError: the decay is not between 0 and 1, or changes with the number of updates, or only
-        one of the arguments is given.
-      TypeError: an element of variables is not a mesh variable.
-    """
-    decay = None if average is None else decay_of("variable_averages", average)
-    if (decay is None) != (variables is None):
+    variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
+) -> tuple[float, list[mtf.Variable]]:
+    """Checks two arguments, and returns the decay and the variables to average."""
+    if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
-            f"variable_averages and variables_to_average must be given together, got {average!r} "
-            f"and {variables!r}."
+            "variable_averages and variables_to_average must be given together, got "
+            f"{variable_averages!r} and {variables_to_average!r}."
         )
-    return decay, check_variables(variables or ())
+    if variable_averages is None:
+        return 0.0, []
+    decay = decay_of("variable_averages", variable_averages)
+    return decay, check_variables(variables_to_average or ())
 
 
 def decay_of(argument: str, average: Any) -> float:
-    """Returns the decay of moving averages.
-
-    Args:
-      argument: name of the argument, for errors.
-      average: a number, or a `tf.train.ExponentialMovingAverage`.
-
-    Raises:
-      ValueError: the decay is not between 0 and 1, or changes with the number of updates.
-    """
+    """Returns the decay that an argument gives, a number or `tf.train.ExponentialMovingAverage`."""
     decay = average
     if isinstance(average, tf.train.ExponentialMovingAverage):
         decay, num_updates, zero_debias = moving_average_settings(average)
@@ -110,22 +91,12 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
 
 
 class MoveAverages(Stage):
-    """After each update, makes `average -= (1 - decay) * (average - variable)`.
-
-    References:
-      tf.train.ExponentialMovingAverage
-    """
+    """After each update, makes `average -= (1 - decay) * (average - variable)`."""
 
     reads_shown = True
 
     def __init__(self, decay: float, variables: Sequence[mtf.Variable] | None, slots: SlotBook):
-        """Describes the averages.
-
-        Args:
-          decay: the decay of the averages.
-          variables: the variables to average; None for all that get a gradient.
-          slots: where the averages are recorded.
-        """
+        """Takes the variables to average, or None for all that get a gradient."""
         self._decay, self._variables, self._slots = decay, variables, slots
 
     def after_update(

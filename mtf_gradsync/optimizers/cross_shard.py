@@ -18,7 +18,6 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 
 Reduction = tf.losses.Reduction
-_REDUCTIONS = (Reduction.SUM, Reduction.MEAN)
 
 
 class _ReduceOverShards(Stage):
@@ -74,8 +73,7 @@ class CrossShardOptimizer(Wrapper):
     ) -> Any:
         """Wraps an optimizer.
 
-        There is no ``__init__``: given an optimizer of `tf.compat.v1.train`, the class makes an
-        object of another one. A subclass with arguments of its own overrides ``__new__``.
+        A subclass with arguments of its own overrides ``__new__``; there is no ``__init__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
@@ -98,11 +96,10 @@ class CrossShardOptimizer(Wrapper):
           reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
         Raises:
-          ValueError: reduction or group_assignment is invalid, or arguments contradict each
-            other.
+          ValueError: reduction or group_assignment is invalid, or arguments contradict each other.
           TypeError: opt is a Keras optimizer.
         """
-        if reduction not in _REDUCTIONS:
+        if reduction not in (Reduction.SUM, Reduction.MEAN):
             raise ValueError(
                 "reduction must be tf.compat.v1.losses.Reduction.SUM or .MEAN "
                 f"({Reduction.SUM!r} or {Reduction.MEAN!r}), got {reduction!r}."

@@ -112,11 +112,8 @@ def _deprecated(old: str, *new: str) -> property:
 
     def warn_and_get(self: DeprecatedNames) -> bool:
         name = type(self).__name__
-        warnings.warn(
-            f"{name}.{old} is deprecated: use {name}.traits.{new[0]}.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        text = f"{name}.{old} is deprecated: use {name}.traits.{new[0]}."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return any(getattr(self.traits, trait) for trait in new)
 
     return property(warn_and_get)

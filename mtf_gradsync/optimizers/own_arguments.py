@@ -10,22 +10,13 @@ from mtf_gradsync._walk import walk
 
 
 class OwnArguments(NamedTuple):
-    """Arguments for the innermost optimizer of a stack.
-
-    Attributes:
-      positional: arguments after gradients and variables, in order.
-      named: keyword arguments.
-    """
+    """What a program gives `apply_grads` after gradients and variables, for the inner optimizer."""
 
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}  # noqa: RUF012  # never changed
 
     def check(self, opt: Any) -> None:
-        """Raises TypeError if `apply_grads` of an optimizer does not take these arguments.
-
-        Args:
-          opt: the optimizer; it is not checked if its signature cannot be read.
-        """
+        """Raises TypeError if the signature of an optimizer's `apply_grads` does not take these."""
         try:
             # The signature of a decorator counts, not that of the function inside.
             signature = inspect.signature(opt.apply_grads, follow_wrapped=False)

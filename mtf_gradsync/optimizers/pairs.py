@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Generic, TypeVar, overload
+from typing import Any, Callable, Generic, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
@@ -13,29 +13,21 @@ _T = TypeVar("_T")
 
 
 class OfStep(Generic[_T]):
-    """An attribute that a step sets; reading it builds the step of pairs gathered so far."""
+    """An attribute that a step sets, with its value before there is a step.
+
+    Reading it builds the step of the pairs gathered so far.
+    """
 
     def __init__(self, before: _T):
-        """Describes the attribute.
-
-        Args:
-          before: its value before there is a step.
-        """
         self._before = before
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, wrapper: None, owner: type) -> OfStep[_T]: ...
-
-    @overload
-    def __get__(self, wrapper: object, owner: type) -> _T: ...
-
-    def __get__(self, wrapper: Any, owner: type) -> Any:
+    def __get__(self, wrapper: Any, owner: type) -> _T:
         if wrapper is None:
-            return self
-        for pairs in tuple(vars(wrapper).get("_to_build", ())):
+            return self._before
+        for pairs in wrapper._to_build:
             pairs.build_if_here()
         return vars(wrapper).get(self._name, self._before)
 
@@ -51,7 +43,7 @@ class AppliesPairs:
     _wrappers: Callable[[], list[Any]]
     # Whether this wrapper has built a step for the mesh of a variable.
     _applied_before: Callable[[mtf.Variable], bool]
-    # Pairs gathered for it, or for a wrapper around it, whose step is not built yet.
+    # Pairs gathered for it, or for a wrapper around it; their steps may be built.
     _to_build: tuple[_Pairs, ...] = ()
 
     def apply_grad(
@@ -66,45 +58,39 @@ class AppliesPairs:
         Args:
           grad: a gradient, or None.
           var: its mesh variable.
-          *args: as for `apply_grads`, the same for all pairs.
+          *args: as for `apply_grads`, the same for all pairs; errors are those of `apply_grads`.
           **kwargs: as for `apply_grads`, the same for all pairs.
 
         Returns:
           A list of one mtf operation, which stands for the whole step in
           `lowering.lowered_operation`; empty if the gradient is None.
-
-        Raises:
-          TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
-          ValueError: the gradient does not fit its variable.
         """
         own = OwnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], own)
-        pairs = next((p for p in self._to_build if p.wrapper is self and p.mesh is var.mesh), None)
-        if pairs is not None and not pairs.takes(var, own):
-            self._warn_of_more_steps(var)
-            pairs.build_if_here()
-            pairs = None
-        elif pairs is None and self._applied_before(var):
-            self._warn_of_more_steps(var)
-        return (pairs or _Pairs(self, var.mesh, own)).add(grad, var)
+        waiting = self._waiting_pairs(var.mesh)
+        pairs = next((p for p in waiting if p.takes(var, own)), None)
+        if pairs is None:
+            if waiting or self._applied_before(var):
+                name = type(self).__name__
+                warn_once(
+                    f"{name}.apply_grad",
+                    "%s.apply_grad: the gradient of %s begins another step, with its own sums and "
+                    "counts, as the step of the pairs before it is built already, or has the same "
+                    "variable, another variable scope or other arguments. Call "
+                    "apply_grads(grads, variables) with all pairs instead.",
+                    name,
+                    var.name,
+                )
+            self._build_pairs(var.mesh)
+            pairs = _Pairs(self, var.mesh, own)
+        return pairs.add(grad, var)
+
+    def _waiting_pairs(self, mesh: mtf.Mesh) -> list[_Pairs]:
+        return [p for p in self._to_build if p.is_waiting and p.wrapper is self and p.mesh is mesh]
 
     def _build_pairs(self, mesh: mtf.Mesh) -> None:
-        """Builds the step of the pairs gathered for a mesh."""
-        for pairs in self._to_build:
-            if pairs.wrapper is self and pairs.mesh is mesh:
-                pairs.build_if_here()
-
-    def _warn_of_more_steps(self, variable: mtf.Variable) -> None:
-        name = type(self).__name__
-        warn_once(
-            f"{name}.apply_grad",
-            "%s.apply_grad: the gradient of %s begins another step, with its own sums and counts, "
-            "as the step of the pairs before it is built already, or has the same variable, "
-            "another variable scope or other arguments. Call apply_grads(grads, variables) with "
-            "all pairs instead.",
-            name,
-            variable.name,
-        )
+        for pairs in self._waiting_pairs(mesh):
+            pairs.build_if_here()
 
 
 class _Pairs(Later):
@@ -115,8 +101,13 @@ class _Pairs(Later):
         self.wrapper, self.mesh = wrapper, mesh
         self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
-        self._holders = wrapper._wrappers()
-        self._hold(True)
+        for one in wrapper._wrappers():
+            one._to_build = (*(p for p in one._to_build if p.is_waiting), self)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the step is to be built: neither built, nor being built."""
+        return self in self.plan.later
 
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
         """Whether a pair can be part of the same step."""
@@ -124,7 +115,7 @@ class _Pairs(Later):
             variable not in self._pairs
             and self._where == self._here()
             and self._scope.name == tf.get_variable_scope().name
-            and _are_same(self._own, own)
+            and _identities(self._own) == _identities(own)
         )
 
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
@@ -137,7 +128,7 @@ class _Pairs(Later):
 
     def build_if_here(self) -> None:
         """Builds the step if it belongs to the scope and branch that are being built."""
-        if self._where == self._here():
+        if self.is_waiting and self._where == self._here():
             self.build()
 
     def _here(self) -> tuple[Any, ...]:
@@ -146,28 +137,13 @@ class _Pairs(Later):
     def make(self) -> list[mtf.Operation]:
         """See `Later.make`."""
         args, kwargs = self._own
-        self._hold(False)
-        try:
-            with tf.variable_scope(self._scope, auxiliary_name_scope=False):
-                grads, variables = list(self._pairs.values()), list(self._pairs)
-                return self.wrapper.apply_grads(grads, variables, *args, **kwargs)
-        except BaseException:
-            self._hold(True)
-            raise
-
-    def _hold(self, holds: bool) -> None:
-        for one in self._holders:
-            others = tuple(p for p in one._to_build if p is not self)
-            one._to_build = (*others, self) if holds else others
+        with tf.variable_scope(self._scope, auxiliary_name_scope=False):
+            grads, variables = list(self._pairs.values()), list(self._pairs)
+            return self.wrapper.apply_grads(grads, variables, *args, **kwargs)
 
 
-def _are_same(first: OwnArguments, second: OwnArguments) -> bool:
-    def same(x: Any, y: Any) -> bool:
-        return x is y or (isinstance(x, (bool, int, float, str)) and type(x) is type(y) and x == y)
-
-    return (
-        len(first.positional) == len(second.positional)
-        and first.named.keys() == second.named.keys()
-        and all(map(same, first.positional, second.positional))
-        and all(same(first.named[k], second.named[k]) for k in first.named)
-    )
+def _identities(own: OwnArguments) -> dict[Any, Any]:
+    """Returns what is equal for the same objects, and for equal numbers of one type or strings."""
+    values = {**dict(enumerate(own.positional)), **own.named}
+    plain = (bool, int, float, str)
+    return {k: (type(x), x) if isinstance(x, plain) else id(x) for k, x in values.items()}

@@ -20,11 +20,7 @@ class ShardShapes:
         return [by_name[name] for name in self._shard_names if name in by_name]
 
     def _has_own_copy(self, variable: mtf.Variable) -> bool:
-        """Whether every shard has its own copy of a variable.
-
-        Raises:
-          ValueError: the variable has some of the shard dims, but not all.
-        """
+        """Whether every shard has its own copy of a variable, which then has all shard dims."""
         dims = self._shard_dims(variable.shape)
         needed = [d.name for d in self.axes.shard_dims] if self.axes else []
         missing = [name for name in needed if name not in [d.name for d in dims]]

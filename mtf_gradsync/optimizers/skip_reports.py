@@ -22,11 +22,8 @@ class ReportsSkips(Wrapper):
     def make_session_run_hook(self) -> WatchHook:
         """Makes a hook that logs what a step skipped, and why.
 
-        On placement meshes the step itself prints that, and the hook does nothing.
-
-        Returns:
-          A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
-          before.
+        On placement meshes the step itself prints that, and the hook does nothing. Its `begin`
+        raises ValueError if gradients were not applied before.
         """
 
         def skip_report() -> Watched | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from typing import Any, Iterable, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
@@ -79,24 +78,14 @@ class Wrapper(
         batch_dims: str | Sequence[str],
         reducer: Strategy | None,
         needs_mesh_for: str = "",
+        reduce_dtype: WireDtype | None = None,
     ) -> None:
-        """Sets the arguments that all wrappers have.
+        """Checks and sets the arguments that all wrappers have.
 
-        Args:
-          opt: an object with apply_grads, or a class or factory of one.
-          learning_rate: the learning rate for a class or factory; `NOT_GIVEN` with an optimizer.
-          name: name of the wrapper.
-          axes: the replica axes; or give mesh_shape and layout.
-          mesh_shape: Mesh-TF's mesh shape, if the mesh is known when the graph is built.
-          layout: Mesh-TF's layout rules, if the mesh is known when the graph is built.
-          batch_dims: names of the tensor dimensions that the batch is split along.
-          reducer: the reduction strategy; None for `FusedAllReduce()`.
-          needs_mesh_for: the purpose, for an error, if the wrapper has to know the mesh. It is then
-            the mesh that the program has made for this graph, if none is given.
-
-        Raises:
-          TypeError: opt is a TensorFlow optimizer, or an argument has the wrong type.
-          ValueError: arguments contradict each other, or a needed mesh is missing.
+        `learning_rate` is `NOT_GIVEN` with an optimizer. A wrapper that has to know the mesh says
+        by `needs_mesh_for`, a part of an error, for what purpose: it then takes the mesh that the
+        program has made for this graph, if none is given. Gradients are sent in `reduce_dtype`;
+        None for their own.
         """
         kind = type(self).__name__
         self.opt = given_optimizer(opt, learning_rate, kind)
@@ -112,33 +101,24 @@ class Wrapper(
         self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
         self._gradient_reducer = self.reducer
+        if reduce_dtype is not None:
+            if has_gradient_reduction(self.reducer):
+                raise ValueError(
+                    f"{self.reducer!r} chooses itself how gradients are sent; got it with "
+                    f"reduce_dtype={reduce_dtype!r}. Give one of them."
+                )
+            self._gradient_reducer = CompressedAllReduce(self.reducer, reduce_dtype)
         if not isinstance(name, str) or not _NAME.match(name):
             raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
         self.name = name
         self._slots = SlotBook()
-        self._graph: weakref.ref[mtf.Graph] | None = None
-
-    def _reduce_as(self, reduce_dtype: WireDtype | None) -> None:
-        """Sets the dtype that gradients are sent in; None for their own."""
-        if reduce_dtype is not None and has_gradient_reduction(self.reducer):
-            raise ValueError(
-                f"{self.reducer!r} chooses itself how gradients are sent; got it with "
-                f"reduce_dtype={reduce_dtype!r}. Give one of them."
-            )
-        if reduce_dtype is not None:
-            self._gradient_reducer = CompressedAllReduce(self.reducer, reduce_dtype)
 
     def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
         check_order(self, self.inner_stack())
 
     def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Replaces the wrapper's replica axes by those of one island, if it knows the mesh.
-
-        Args:
-          islands: the axes between islands.
-          inside: the replica axes inside an island.
-        """
+        """Takes the replica axes inside an island, in place of given axes that contain islands."""
         self._inside = inside
         if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
             self.axes = inside
@@ -268,9 +248,7 @@ class Wrapper(
         return Reduction(strategy, self._shard_names, axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:
-        graph = step.plan.graph
-        again = self._graph is not None and self._graph() is graph
-        self._graph = weakref.ref(graph)
+        again = self.step is not None and self.step.plan.graph is step.plan.graph
         self.times_applied = self.times_applied + 1 if again else 1
         self.step = step
 

@@ -12,22 +12,15 @@ from mtf_gradsync.compat_v1 import MeshOptimizer
 _logger = logging.getLogger("mtf_gradsync")
 
 
-def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
-    """Logs a hint when settings of an optimizer depend on the TF global step.
+def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
+    """Logs a hint when settings of the innermost optimizer depend on the TF global step.
 
     The training loop advances the global step on every microbatch step. Learning-rate schedules,
     and Adafactor's default decay rate and learning rate, are functions of it.
-
-    Args:
-      opt: the optimizer that does the updates.
-      name: name of the wrapper that accumulates.
-
-    Returns:
-      The names of the settings found.
     """
     global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
     if not global_steps:
-        return []
+        return
     handle = getattr(global_steps[0], "handle", global_steps[0])
     if isinstance(opt, MeshOptimizer):
         opt = opt.opt
@@ -44,7 +37,6 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> list[str]:
             " and ".join(found),
             type(opt).__name__,
         )
-    return found
 
 
 def _depends_on(tensor: tf.Tensor, source: tf.Operation) -> bool:

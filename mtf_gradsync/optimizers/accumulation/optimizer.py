@@ -52,6 +52,10 @@ class GradientAccumulationOptimizer(Wrapper):
     State, by name: `<variable>/gradient_accumulator` for each variable, and
     `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`.
 
+    Attributes:
+      accumulate: where gradients accumulate, "local" or "synced".
+      backward_passes_per_step: microbatch steps for each update, as given.
+
     References:
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...), optax.MultiSteps
     """
@@ -62,6 +66,7 @@ class GradientAccumulationOptimizer(Wrapper):
         ("skipped", "accumulation/skipped"),
     )
     accumulate: Accumulate
+    backward_passes_per_step: Passes
     # For the graph that gradients were last applied in: variables, and their values after a step.
     _counters = OfStep[Union[_Counters, None]](None)
     _now = OfStep[Union[_Counters, None]](None)
@@ -88,8 +93,7 @@ class GradientAccumulationOptimizer(Wrapper):
     ) -> Any:
         """Wraps an optimizer.
 
-        There is no ``__init__``: given an optimizer of `tf.compat.v1.train`, the class makes an
-        object of another one. A subclass with arguments of its own overrides ``__new__``.
+        A subclass with arguments of its own overrides ``__new__``; there is no ``__init__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
@@ -126,6 +130,7 @@ class GradientAccumulationOptimizer(Wrapper):
           ValueError: an argument is out of range, or arguments contradict each other.
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
+        dtype = _floating(accumulator_dtype)
         opt = given_optimizer(opt, learning_rate, cls.__name__)
         if is_v1(opt):
             refuse_with_v1(opt, should_skip_update_fn=should_skip_update_fn)
@@ -135,7 +140,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 average_aggregated_gradients,
                 sparse_as_dense,
                 allreduce_fn,
-                accumulator_dtype and _floating(accumulator_dtype),
+                dtype,
                 name,
             )
             hints.hint_if_micro_steps_are_counted(optimizers_inside(opt)[-1], name)
@@ -147,19 +152,16 @@ class GradientAccumulationOptimizer(Wrapper):
             )
         check_passes(backward_passes_per_step)
         check_skip_fn(should_skip_update_fn)
-        dtype = None if accumulator_dtype is None else _floating(accumulator_dtype)
         if accumulate not in (None, LOCAL, SYNCED):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
         self = super().__new__(cls)
         needs_mesh_for = "the shards" if accumulate == LOCAL else ""
-        self._wrap(
-            opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for
-        )
-        self._reduce_as(reduce_dtype)
+        common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
+        self._wrap(opt, NOT_GIVEN, *common)
         self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
-        self._passes = backward_passes_per_step
+        self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
         self.traits = Traits(
@@ -178,11 +180,6 @@ class GradientAccumulationOptimizer(Wrapper):
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
         return [_Accumulate(self)] if self.traits.schedules_updates else []
-
-    @property
-    def backward_passes_per_step(self) -> Passes:
-        """Microbatch steps for each update, as given to the constructor."""
-        return self._passes
 
     @property
     def mini_step(self) -> mtf.Variable | None:
@@ -264,7 +261,7 @@ class _Accumulate(Stage):
             counter=before.mini_step.name,
         )
         count = mini_step + counted
-        due = mtf.greater_equal(count, passes_at(wrapper._passes, update_step))
+        due = mtf.greater_equal(count, passes_at(wrapper.backward_passes_per_step, update_step))
         if wrapper._skip_fn is not None:
             # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
@@ -298,7 +295,9 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     return scalar_state(mesh, f"{name}/update_step", start="global_step").value
 
 
-def _floating(dtype: Any) -> tf.DType:
+def _floating(dtype: Any) -> tf.DType | None:
+    if dtype is None:
+        return None
     with contextlib.suppress(TypeError):
         if tf.as_dtype(dtype).is_floating:
             return tf.as_dtype(dtype)

@@ -20,6 +20,13 @@ def check_passes(passes: Any) -> None:
         check_whole_number("backward_passes_per_step", passes, more=more)
 
 
+def _check_whole(passes: Callable[[Any], Any], result: mtf.Tensor | tf.Tensor) -> None:
+    if result.shape.ndims or not result.dtype.is_integer:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
+        )
+
+
 def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Tensor:
     """Evaluates a function of TensorFlow scalars on every processor."""
 
@@ -31,10 +38,7 @@ def _evaluated(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> mtf.Ten
                 f"backward_passes_per_step {passes!r} failed with the update step as an mtf scalar "
                 f"and as a tf scalar: {error}. Make it a function of one of these."
             ) from error
-        if not result.dtype.is_integer or result.shape.rank not in (0, None):
-            raise ValueError(
-                f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
-            )
+        _check_whole(passes, result)
         return tf.reshape(tf.cast(result, tf.int32), [])
 
     return mtf.cwise(evaluate, [update_step], tf.int32, name="passes_schedule")
@@ -64,19 +68,10 @@ def _check_constant(passes: Callable[[Any], Any], result: Any) -> None:
 
 
 def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
-    """Returns the number of microbatch steps of the next update.
+    """Returns the number of microbatch steps of the next update, an int or an int32 mtf scalar.
 
-    Args:
-      passes: a number, or a function from the update step, an mtf int32 scalar, to an int, an mtf
-        scalar or a tf scalar. If it fails with an mtf scalar, it gets tf scalars instead.
-      update_step: int32 mtf scalar.
-
-    Returns:
-      An int or an int32 mtf scalar.
-
-    Raises:
-      ValueError: the function returns anything else, or an int below 1, or branches in Python.
-        A tensor below 1 counts as 1.
+    A function gets the update step, an int32 mtf scalar, or tf scalars if it fails with that. It
+    returns an int, an mtf scalar or a tf scalar; a tensor below 1 counts as 1.
     """
     if not callable(passes):
         return int(passes)
@@ -86,10 +81,7 @@ def passes_at(passes: Passes, update_step: mtf.Tensor) -> Any:
     except (TypeError, ValueError, AttributeError):
         result = None
     if isinstance(result, mtf.Tensor):
-        if result.shape.ndims or not result.dtype.is_integer:
-            raise ValueError(
-                f"backward_passes_per_step {passes!r} must return a whole number, got {result!r}."
-            )
+        _check_whole(passes, result)
         return mtf.cast(result, tf.int32)
     if isinstance(result, (int, float, np.number)):
         _check_constant(passes, result)

@@ -81,19 +81,7 @@ def check_skip_fn(fn: Any) -> None:
 
 
 def says_skip(fn: SkipFn, grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Returns whether to skip a microbatch step.
-
-    Args:
-      fn: a checked function.
-      grads: gradients of the microbatch step.
-      strategy: the reduction strategy, for functions that take `reducer`.
-
-    Returns:
-      A boolean mtf scalar.
-
-    Raises:
-      ValueError: fn returned anything else.
-    """
+    """Returns whether a checked function skips a microbatch step, a boolean mtf scalar."""
     takes_reducer = "reducer" in inspect.signature(fn).parameters
     skip = fn(grads, reducer=strategy) if takes_reducer else fn(grads)
     if not isinstance(skip, mtf.Tensor) or skip.dtype != tf.bool or skip.shape.ndims:

@@ -19,9 +19,8 @@ _NONE = "none by itself, but the norm of all"
 class ReportNotFinite(Watched):
     """Records which gradients were not finite, in a branch that runs on steps with such gradients.
 
-    On a placement mesh it also prints them to standard error. On SIMD meshes the session hook
-    reads them by a `Watch`. The record is the variable `<owner>/not_finite`, which is in no
-    checkpoint.
+    On a placement mesh it also prints them to standard error. The record is the variable
+    `<owner>/not_finite`, which is in no checkpoint.
     """
 
     def __init__(
@@ -31,14 +30,10 @@ class ReportNotFinite(Watched):
         names: Sequence[str],
         owner: str,
     ):
-        """Adds the operation.
+        """Takes flags, the same on all processors, and names of the gradients' variables.
 
-        Args:
-          found: flags, the same on all processors: `[shards..., gradients]` if there are shards,
-            and last `[gradients]` for the sum over shards.
-          skipped: the variable that counts skipped steps.
-          names: names of the gradients' variables.
-          owner: name of the wrapper.
+        Flags are `[shards..., gradients]` if there are shards, and last `[gradients]` for the sum
+        over shards. `skipped` counts skipped steps; `owner` is the wrapper's name.
         """
         count = len(names)
         shards = found[0].shape.size // count if len(found) > 1 else 0

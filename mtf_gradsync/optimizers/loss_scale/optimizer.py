@@ -145,10 +145,8 @@ class LossScaleOptimizer(ReportsSkips):
     def reported(self) -> dict[str, mtf.Tensor]:
         """See `mtf_gradsync.reported`."""
         now = self._values_now()
-        if now is None:
-            return {}
-        names = {"scale": now.scale, "good_steps": now.good_steps, "skipped": now.skipped}
-        return {f"loss_scale/{name}": x for name, x in names.items() if x is not None}
+        fields = now._asdict() if now else {}
+        return {f"loss_scale/{name}": x for name, x in fields.items() if x is not None}
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""

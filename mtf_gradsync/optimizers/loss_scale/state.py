@@ -9,16 +9,7 @@ from mtf_gradsync.optimizers.state.variables import scalar_state
 
 
 class Rule(NamedTuple):
-    """The rule by which a loss scale changes.
-
-    Attributes:
-      is_dynamic: whether it changes at all.
-      initial: its first value.
-      growth_steps: the number of updates in a row with finite gradients after which it grows.
-      multiplier: the factor by which it grows and shrinks.
-      lowest: its smallest value.
-      highest: its largest value.
-    """
+    """The rule by which a loss scale changes; see the arguments of `LossScaleOptimizer`."""
 
     is_dynamic: bool
     initial: float
@@ -48,16 +39,7 @@ class LossScaleState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
-    """Makes the variables, `<name>/<field>`, which checkpoints hold.
-
-    Args:
-      mesh: the mesh.
-      name: name of the wrapper.
-      rule: the rule by which the scale changes.
-
-    Returns:
-      The variables.
-    """
+    """Makes the variables, `<name>/<field>`, which checkpoints hold."""
     scale = good_steps = None
     if rule.is_dynamic:
         scale = scalar_state(mesh, f"{name}/scale", tf.float32, stacked=False, start=rule.initial)
@@ -66,16 +48,7 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
 
 
 def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
-    """Computes the state after a step.
-
-    Args:
-      before: the variables.
-      finite: a boolean scalar, whether all gradients are finite.
-      rule: the rule by which the scale changes.
-
-    Returns:
-      The variables' new values.
-    """
+    """Returns the variables' new values, given whether all gradients are finite."""
 
     def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
         return count + tf.cast(tf.logical_not(is_finite), tf.int32)

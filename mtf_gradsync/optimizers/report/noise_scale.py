@@ -148,16 +148,9 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
 def _estimates(
     parts: mtf.Tensor, total: mtf.Tensor, num_shards: int, batch_size: float
 ) -> list[mtf.Tensor]:
-    """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step.
+    """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step, two scalars.
 
-    Args:
-      parts: `[shards...]`, norms of each shard's term of the sum.
-      total: norm of the sum.
-      num_shards: the number of shards.
-      batch_size: examples in the sum.
-
-    Returns:
-      Two scalars.
+    `parts`, `[shards...]`, are the norms of each shard's term of the sum, `total` is the sum's.
     """
     small, big = batch_size / num_shards, batch_size
     # A shard's own gradient is num_shards times its term.

@@ -41,17 +41,10 @@ def norm_of_reduced(
 def norms_of_shards(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, strategy: Strategy
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
-    """Returns the norms of per-shard gradients, the same on all processors.
+    """Returns the norms of per-shard gradients before and after clipping by shard.
 
-    Args:
-      grads: pending or per-shard gradients that every step has.
-      axes: the replica axes.
-      strategy: the reduction strategy.
-
-    Returns:
-      Norms before and after clipping by shard, each `[shards...]`; the second is None if they were
-      not clipped. Both are None if per-shard gradients are not recoverable, or only by sums of the
-      size of gradients.
+    Each is `[shards...]`, the same on all processors; the second is None if they were not clipped,
+    and both are if per-shard gradients are not recoverable, or only by sums of their size.
     """
     clipping = clipping_of(grads)
     if clipping is not None and clipping.norm.shape.ndims:
@@ -82,17 +75,10 @@ def _on_all(values: Sequence[mtf.Tensor]) -> Sequence[mtf.Tensor]:
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
-    """Returns scalars of a branch, as they were when it last ran.
+    """Returns scalars of a branch as they were when it last ran, in float32.
 
-    A small variable that is in no checkpoint keeps them.
-
-    Args:
-      values: scalars made in the branch, at least one, the same on all processors.
-      branch: the branch; its graph is not lowered yet.
-      name: full name of the variable.
-
-    Returns:
-      A float32 scalar for each, NaN before the branch has run in this session.
+    A variable `name`, which is in no checkpoint, keeps them. They are NaN before the branch has run
+    in this session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))

@@ -13,17 +13,9 @@ from mtf_gradsync.reduce import Strategy
 
 
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
-    """Checks an argument with a value for each replica.
+    """Raises TypeError or ValueError if an argument is not None and not a value for each replica.
 
-    Args:
-      name: name of the argument.
-      kind: the kind of values: "boolean" (or whole numbers, 0 for False) or "whole number".
-      value: the value given; None passes.
-      axes: the replica axes.
-
-    Raises:
-      TypeError: value is neither a tensor nor a list of that kind.
-      ValueError: value does not have one entry for each replica.
+    `kind` is "boolean", which whole numbers are too (0 for False), or "whole number".
     """
     if value is None:
         return
@@ -65,13 +57,8 @@ def check_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the update step that each replica's gradient of this step is for.
 
-    Args:
-      local_steps: an argument that `check_of_replicas` accepts.
-      variable: `local_step` of `ReplicaState`, which None takes.
-      axes: the replica axes.
-
-    Returns:
-      An int32 mtf tensor of the variable's shape, the same on every processor.
+    It is an int32 mtf tensor of the shape of `variable` (`ReplicaState.local_step`), the same on
+    every processor.
     """
     if local_steps is None:
         return variable.value
@@ -86,18 +73,9 @@ def fresh_replicas(
     axes: ReplicaAxes,
     strategy: Strategy,
 ) -> mtf.Tensor:
-    """Returns which replicas contribute.
+    """Returns which replicas contribute: `[shard dims...]`, boolean, split over the replica axes.
 
-    Args:
-      shards: per-shard gradients, at least one.
-      steps: the result of `steps_of_gradients`.
-      update_step: updates made.
-      contributes: an argument that `check_of_replicas` accepts.
-      axes: the replica axes.
-      strategy: the reduction strategy.
-
-    Returns:
-      A boolean mtf tensor of shape `[shard dims...]`, split over the replica axes.
+    `shards` are per-shard gradients, at least one, and `steps` what `steps_of_gradients` returned.
     """
     bad = shards_not_finite(shards, axes, strategy)
     behind = mtf.broadcast(update_step.value, steps.shape) - steps

@@ -1,8 +1,4 @@
-"""Hooks and queue runners of SyncReplicasOptimizer, which here have no workers to wait for.
-
-References:
-  https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
-"""
+"""Hooks and queue runners of SyncReplicasOptimizer, which here have no workers to wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
 from mtf_gradsync.step import WatchHook
 
 
@@ -37,29 +32,16 @@ class NothingToQueue(tf.train.QueueRunner):
 
 
 class SyncReplicasHook(WatchHook):
-    """Checks that a session can train, and on SIMD meshes that it makes updates.
-
-    Made by `SyncReplicasOptimizer.make_session_run_hook`.
-    """
+    """Checks that a session can train, and on SIMD meshes that it makes updates."""
 
     def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
-        """Sets what to check.
-
-        Args:
-          optimizer: the SyncReplicasOptimizer.
-          is_chief: whether to check the tokens.
-          num_tokens: as for `get_init_tokens_op`.
-        """
+        """Takes the arguments of `SessionInterface.make_session_run_hook`."""
         super().__init__(lambda: optimizer.steps_without_update)
         self._optimizer, self._is_chief, self._num_tokens = optimizer, is_chief, num_tokens
         self._not_ready: Any = None
 
     def begin(self) -> None:
-        """See `tf.train.SessionRunHook.begin`.
-
-        Raises:
-          ValueError: gradients were not applied before, or num_tokens are too few.
-        """
+        """Raises ValueError if gradients were not applied before, or num_tokens are too few."""
         self._optimizer._check_applied("its hook is used")
         if self._is_chief:
             self._optimizer.get_init_tokens_op(self._num_tokens)
@@ -68,11 +50,7 @@ class SyncReplicasHook(WatchHook):
         super().begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """See `tf.train.SessionRunHook.after_create_session`.
-
-        Raises:
-          RuntimeError: variables are not initialized.
-        """
+        """Raises RuntimeError if variables are not initialized."""
         missing = [name.decode() for name in session.run(self._not_ready)]
         if missing:
             raise RuntimeError(
@@ -88,7 +66,7 @@ class SessionInterface:
     axes: ReplicaAxes
     state: Any  # `ReplicaState`, or None
     _to_aggregate: int
-    _steps_without_update: Any  # `StepsWithoutUpdate`, or None
+    steps_without_update: Any  # `StepsWithoutUpdate`, or None
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Makes a hook for the session.
@@ -102,7 +80,7 @@ class SessionInterface:
 
         Returns:
           A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied
-          before, or tokens are too few.
+          before, or num_tokens are too few.
         """
         return SyncReplicasHook(self, is_chief, num_tokens)
 
@@ -142,11 +120,6 @@ class SessionInterface:
         """
         self._check_applied("get_chief_queue_runner")
         return NothingToQueue()
-
-    @property
-    def steps_without_update(self) -> StepsWithoutUpdate | None:
-        """The check of max_steps_without_update; None if there is no limit or no step yet."""
-        return self._steps_without_update
 
     def _check_applied(self, before: str) -> None:
         """Raises ValueError if gradients were not applied before."""

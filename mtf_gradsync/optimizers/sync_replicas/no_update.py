@@ -16,8 +16,7 @@ class NoUpdateError(RuntimeError):
 
     Attributes:
       limit: max_steps_without_update.
-      replicas: numbers of the replicas (shards, row by row) that did not contribute in the last
-        step.
+      replicas: the replicas (shards, row by row) that did not contribute in the last step.
     """
 
     def __init__(self, limit: int, replicas: Iterable[int]):
@@ -30,7 +29,6 @@ class NoUpdateError(RuntimeError):
 
 
 def _beginning(limit: int) -> str:
-    """The beginning of the error, before the replicas."""
     return (
         f"No update for more than max_steps_without_update={limit} steps. These replicas (shards, "
         "row by row) did not contribute in the last step:"
@@ -40,21 +38,13 @@ def _beginning(limit: int) -> str:
 class StepsWithoutUpdate(Watched):
     """Raises `NoUpdateError` after too many steps without an update.
 
-    On a placement mesh the step fails, after all of its writes. A TPU program cannot fail: there
-    the session hook reads the variables by a `Watch`.
+    On a placement mesh the step fails, after all of its writes; elsewhere the hook raises.
     """
 
     def __init__(
         self, state: ReplicaState, now: ReplicaState, step: Sequence[mtf.Operation], limit: int
     ):
-        """Checks a step.
-
-        Args:
-          state: the variables.
-          now: their values after the step.
-          step: operations of the step, lowered before this one, which it waits for.
-          limit: the largest number of steps in a row without an update.
-        """
+        """Checks the values `now` of the variables, after the operations of the step."""
         variables = [state.waiting, state.missed]
         super().__init__([now.waiting, now.missed], variables, "max_steps_without_update")
         self._limit, self._step = limit, list(step)

@@ -58,6 +58,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
 
     Attributes:
       state: the replicas' mesh variables; None before gradients were applied.
+      steps_without_update: the check of max_steps_without_update, whose `watch` reads it; None
+        without a limit, or before gradients were applied.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
@@ -71,7 +73,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
     axes: ReplicaAxes
     state = OfStep[Union[ReplicaState, None]](None)
     _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
-    _steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
+    steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
     def __new__(
         cls,
@@ -96,8 +98,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
     ) -> Any:
         """Wraps an optimizer.
 
-        There is no ``__init__``: given an optimizer of `tf.compat.v1.train`, the class makes an
-        object of another one. A subclass with arguments of its own overrides ``__new__``.
+        A subclass with arguments of its own overrides ``__new__``; there is no ``__init__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
@@ -159,10 +160,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
             )
         decay, averaged = check_averages(variable_averages, variables_to_average)
         self = super().__new__(cls)
-        self._wrap(
-            opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas"
-        )
-        self._reduce_as(reduce_dtype)
+        common = (name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas", reduce_dtype)
+        self._wrap(opt, NOT_GIVEN, *common)
         if total_num_replicas not in (None, self.axes.num_shards):
             raise ValueError(
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
@@ -191,7 +190,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         """See `Wrapper.stages`."""
         return [
             _AggregateReplicas(self),
-            MoveAverages(self._decay or 0, self._averaged, self._slots),
+            MoveAverages(self._decay, self._averaged, self._slots),
         ]
 
     def apply_gradients(
@@ -344,5 +343,5 @@ class _AggregateReplicas(Stage):
         limit, check = wrapper._max_steps, None
         if limit:
             check = StepsWithoutUpdate(self._before, self._now, operations, limit)
-        wrapper._steps_without_update = check
+        wrapper.steps_without_update = check
         return [check] if check else []

@@ -34,17 +34,10 @@ class ReplicaState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -> ReplicaState:
-    """Makes the variables, `<name>/<field>`.
+    """Makes the variables, `<name>/<field>`, which checkpoints hold.
 
-    Args:
-      mesh: the mesh.
-      name: name of the wrapper.
-      shard_dims: the dims that number the replicas.
-
-    Returns:
-      The variables, in checkpoints too. On another number of shards a checkpoint's counts are
-      added up or moved, and every replica starts with the step of the last update; after a
-      checkpoint without them that is the global step.
+    On another number of shards a checkpoint's counts are added up or moved, and every replica
+    starts with the step of the last update; after a checkpoint without them, the global step.
     """
     of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     # In a run without the wrapper every step was an update.
@@ -73,17 +66,10 @@ def after_step(
     count: mtf.Tensor,
     updated: mtf.Tensor,
 ) -> ReplicaState:
-    """Computes the state after a step.
+    """Returns the variables' new values.
 
-    Args:
-      before: the variables.
-      steps: the local steps that this step's gradients are for.
-      contributed: which replicas contributed, int32 `[shards...]`.
-      count: contributions since the last update, these included.
-      updated: whether the step has an update, int32.
-
-    Returns:
-      The variables' new values.
+    `steps` are the local steps that the gradients are for, `count` has this step's contributions,
+    and `contributed`, `[shards...]`, and `updated` are 0 or 1 (int32).
     """
     update_step = before.update_step.value + updated
     return ReplicaState(
@@ -98,15 +84,9 @@ def after_step(
 
 
 class ReplicaSummaries(mtf.Operation):
-    """Scalar summaries of each replica's counts."""
+    """Scalar summaries, `<name>/replica_0` and so on, of counts that every processor has."""
 
     def __init__(self, name: str, counts: mtf.Tensor):
-        """Adds summaries.
-
-        Args:
-          name: prefix of their names, before "/replica_0" and so on.
-          counts: `[shards...]`, the same on every processor.
-        """
         super().__init__([counts], name=name)
 
     def lower(self, lowering: mtf.Lowering) -> None:
