@@ -119,10 +119,8 @@ class MoveAverages(Stage):
         return [WriteInPlace(averages, values, move, "moving_averages")]
 
 
-class KeepsAverages:
-    """A mixin for wrappers with a stage `MoveAverages`."""
-
-    _slots: SlotBook
+class KeepsAverages(Wrapper):
+    """A wrapper with a stage `MoveAverages`."""
 
     def average(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the moving average of a variable, if there is one.
@@ -139,7 +137,7 @@ class KeepsAverages:
 
 
 @gin.configurable(module="mtf_gradsync")
-class AverageOptimizer(KeepsAverages, Wrapper):
+class AverageOptimizer(KeepsAverages):
     """Applies another optimizer, and keeps moving averages of the variables.
 
     Averages change after each update, with the new values, and not on steps without an update, in

@@ -27,11 +27,7 @@ class ReportsSkips(Wrapper):
         """
 
         def skip_report() -> Watched | None:
-            if self.step is None:
-                raise ValueError(
-                    f"{type(self).__name__} has no step yet: call apply_gradients (or "
-                    "apply_grads) before its hook is used."
-                )
+            self._check_applied("its hook is used")
             return self._skip_report
 
         return WatchHook(skip_report)

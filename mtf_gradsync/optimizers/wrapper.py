@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from typing import Any, Iterable, Sequence, Union
 
@@ -252,6 +253,14 @@ class Wrapper(
         self.times_applied = self.times_applied + 1 if again else 1
         self.step = step
 
+    def _check_applied(self, before: str) -> None:
+        """Raises ValueError if gradients were not applied before."""
+        if self.step is None:
+            raise ValueError(
+                f"{type(self).__name__} has no step yet: call apply_gradients (or apply_grads) "
+                f"before {before}."
+            )
+
     def _applied_before(self, variable: mtf.Variable) -> bool:
         step = self.step
         return step is not None and any(x.mesh is variable.mesh for x in step.received[:1])
@@ -285,12 +294,8 @@ class Wrapper(
 
     def _segment_wrappers(self) -> list[Wrapper]:
         """The wrappers up to the first optimizer of another library."""
-        found: list[Wrapper] = []
-        opt: Any = self
-        while isinstance(opt, Wrapper):
-            found.append(opt)
-            opt = opt.opt
-        return found
+        stack = (self, *self.inner_stack())
+        return list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
 
     def innermost(self) -> Any:
         """The optimizer that does the updates."""

@@ -8,6 +8,7 @@ from mtf_gradsync._names import counted
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.step import WatchHook
 
 
@@ -60,11 +61,10 @@ class SyncReplicasHook(WatchHook):
         super().after_create_session(session, coord)
 
 
-class SessionInterface:
-    """A mixin with the methods of `tf.compat.v1.train.SyncReplicasOptimizer` for sessions."""
+class SessionInterface(Wrapper):
+    """A wrapper with the methods of `tf.compat.v1.train.SyncReplicasOptimizer` for sessions."""
 
     axes: ReplicaAxes
-    state: Any  # `ReplicaState`, or None
     _to_aggregate: int
     steps_without_update: Any  # `StepsWithoutUpdate`, or None
 
@@ -120,11 +120,3 @@ class SessionInterface:
         """
         self._check_applied("get_chief_queue_runner")
         return NothingToQueue()
-
-    def _check_applied(self, before: str) -> None:
-        """Raises ValueError if gradients were not applied before."""
-        if self.state is None:
-            raise ValueError(
-                "SyncReplicasOptimizer has no step yet: call apply_gradients (or apply_grads) "
-                f"before {before}."
-            )

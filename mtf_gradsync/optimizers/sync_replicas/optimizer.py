@@ -33,13 +33,12 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     after_step,
     make_state,
 )
-from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategies.compressed import WireDtype
 
 
 @gin.configurable(module="mtf_gradsync")
-class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
+class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     """Averages gradients of fresh replicas and applies them once there are enough.
 
     The replicas are the shards of the mesh, in lock step. A replica contributes unless its gradient
@@ -70,7 +69,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages, Wrapper):
         ("made", "sync_replicas/contributions"),
         ("dropped", "sync_replicas/dropped"),
     )
-    axes: ReplicaAxes
     state = OfStep[Union[ReplicaState, None]](None)
     _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
     steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
