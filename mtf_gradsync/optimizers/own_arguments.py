@@ -10,7 +10,7 @@ from mtf_gradsync._walk import walk
 
 
 class OwnArguments(NamedTuple):
-    """What a program gives `apply_grads` after gradients and variables, for the inner optimizer."""
+    """Arguments of `apply_grads` after gradients and variables, for the innermost optimizer."""
 
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}  # noqa: RUF012  # never changed

@@ -144,6 +144,6 @@ class _Pairs(Later):
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:
     """Returns what is equal for the same objects, and for equal numbers of one type or strings."""
-    values = {**dict(enumerate(own.positional)), **own.named}
+    values = [*enumerate(own.positional), *own.named.items()]
     plain = (bool, int, float, str)
-    return {k: (type(x), x) if isinstance(x, plain) else id(x) for k, x in values.items()}
+    return {k: (type(x), x) if isinstance(x, plain) else id(x) for k, x in values}

@@ -59,12 +59,10 @@ class ReportNotFinite(Watched):
                 total = tf.where_v2(tf.reduce_max(rows, 0, keepdims=True) > 0, 0.0, total)
             return tf.concat([*shards, total], 0)
 
-        def write(variable: Any, slice_variable: Any, value: tf.Tensor) -> tf.Operation:
-            return tf.assign(slice_variable, value)
-
         found = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
         value = lowering.mesh_impl(self).slicewise(together, *found).to_laid_out_tensor()
-        done = [lowering.variables[self._found].assign_to_slices(write, value.all_slices)]
+        record = lowering.variables[self._found]
+        done = [record.assign_to_slices(lambda _, x, new: tf.assign(x, new), value.all_slices)]
         if not self.takes_a_hook:
             done.append(self._print(value.all_slices[0]))
         lowering.operations[self] = tf.group(*done)

@@ -93,7 +93,7 @@ def gradient_noise_scale(
                     f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which "
                     "are not recoverable without sums of the size of gradients."
                 )
-            total = norm_of_reduced(reduced.sums, None, reduced.strategy)
+            total = norm_of_reduced(reduced.sums, reduced.strategy)
             estimates = _estimates(parts, total, axes.num_shards, batch_size)
             made = [
                 mtf.assign(average, _moved(average.value, new, estimates, decay))

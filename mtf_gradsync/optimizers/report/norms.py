@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Sequence
 
@@ -27,15 +26,12 @@ def norm_before_clipping(grads: Sequence[mtf.Tensor]) -> mtf.Tensor | None:
     return None if clipping is None or clipping.norm.shape.ndims else clipping.norm
 
 
-def norm_of_reduced(
-    grads: Sequence[mtf.Tensor], branch: Branch | None, strategy: Strategy
-) -> mtf.Tensor:
+def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
     """Returns the norm of reduced gradients, for clipped ones from the norm before."""
     clipping = clipping_of(grads)
-    with branch.opened() if branch else contextlib.nullcontext():
-        if clipping is not None and not clipping.norm.shape.ndims:
-            return mtf.multiply(clipping.norm, clipping.factor)
-        return global_norm(grads, strategy)
+    if clipping is not None and not clipping.norm.shape.ndims:
+        return mtf.multiply(clipping.norm, clipping.factor)
+    return global_norm(grads, strategy)
 
 
 def norms_of_shards(
@@ -48,7 +44,9 @@ def norms_of_shards(
     """
     clipping = clipping_of(grads)
     if clipping is not None and clipping.norm.shape.ndims:
-        before, after = _on_all([clipping.norm, mtf.multiply(clipping.norm, clipping.factor)])
+        both = mtf.stack([clipping.norm, mtf.multiply(clipping.norm, clipping.factor)], "reported")
+        both = mtf.anonymize(both)
+        before, after = mtf.unstack(both, both.shape.dims[0])
         return before, after
     own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
     mixed = mixed_gradients(own, axes)
@@ -63,15 +61,7 @@ def norms_of_shards(
         )
         return None, None
     shards = per_shard(grads, axes, strategy)
-    return _on_all([shard_norms(shards, axes, strategy)])[0], None
-
-
-def _on_all(values: Sequence[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-    """Makes tensors of one shape the same on every processor; they are reduced together."""
-    if len(values) == 1:
-        return [mtf.anonymize(values[0])]
-    together = mtf.anonymize(mtf.stack(list(values), "reported"))
-    return mtf.unstack(together, together.shape.dims[0])
+    return mtf.anonymize(shard_norms(shards, axes, strategy)), None
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -108,7 +109,8 @@ def _add_norms(
     for place, name in places.values():
         before = norms.norm_before_clipping(place.present)
         add_norm("gradient_norm/before_clipping", before, place, name)
-    norm = norms.norm_of_reduced(applied.present, applied.branch, inner.reducer)
+    with applied.branch.opened() if applied.branch else contextlib.nullcontext():
+        norm = norms.norm_of_reduced(applied.present, inner.reducer)
     add_norm("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
         held = norms.kept(list(found.values()), branch, f"{inner.name}/reported")
