@@ -8,11 +8,15 @@ from mtf_gradsync.optimizers.accumulation.skipping import skip_large_updates, sk
 from mtf_gradsync.optimizers.average import AverageOptimizer, moving_average
 from mtf_gradsync.optimizers.clip import ClipByGlobalNormOptimizer
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
-from mtf_gradsync.optimizers.loss_scale.optimizer import LossScaleOptimizer
+from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
 from mtf_gradsync.optimizers.pipeline import Traits, traits_of
-from mtf_gradsync.optimizers.report.noise_scale import NoiseScale, gradient_noise_scale
-from mtf_gradsync.optimizers.report.stack import reported, split_by_shard
+from mtf_gradsync.optimizers.report import (
+    NoiseScale,
+    gradient_noise_scale,
+    reported,
+    split_by_shard,
+)
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.sync_replicas.optimizer import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import Wrapper
