@@ -9,11 +9,7 @@ from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_aggregation(aggregation: Any) -> bool:
-    """Returns whether an aggregation is a mean.
-
-    Raises:
-      ValueError: aggregation is neither sum nor mean.
-    """
+    """Returns whether an aggregation is a mean; raises ValueError if it is not a sum either."""
     if aggregation == tf.VariableAggregation.MEAN:
         return True
     if aggregation == tf.VariableAggregation.SUM:

@@ -8,16 +8,9 @@ from mtf_gradsync._private.libraries import tf
 
 
 def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:
-    """Returns value, if it is a whole number of `least` or more.
+    """Returns value; raises ValueError if it is not a whole number of `least` or more.
 
-    Args:
-      argument: the argument's name.
-      value: the value given.
-      what: a description of the argument, for the error.
-      least: the smallest allowed number.
-
-    Raises:
-      ValueError: value is anything else.
+    The error says that `argument`, a name, must be `what`, a description.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{argument} must be {what}: {least} or more, got {value!r}.")
@@ -25,11 +18,7 @@ def check_count(argument: str, value: Any, what: str, least: int = 0) -> int:
 
 
 def check_values(values: Sequence[Any]) -> None:
-    """Checks values that are to be summed.
-
-    Raises:
-      ValueError: a value is not a dense numeric tensor of known shape, the same on all processors.
-    """
+    """Raises ValueError unless all slices of a value are dense numbers of one known shape."""
     for index, value in enumerate(values):
         slices = getattr(value, "tensor_list", None)
         if slices is None:

@@ -10,18 +10,10 @@ from mtf_gradsync.mesh.kind import is_simd
 
 
 def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
-    """Finds the devices of destinations.
-
-    Args:
-      mesh_impl: the mesh.
-      destinations: a `LaidOutTensor` on the mesh, a device string, a list of device strings, or a
-        tf variable, whose device is taken.
-
-    Returns:
-      Device strings, or None for every processor of the mesh.
+    """Returns the devices of destinations (see `Strategy.reduce`); None for a `LaidOutTensor`.
 
     Raises:
-      ValueError: destinations are none of these, or empty, or devices of a SIMD mesh.
+      ValueError: destinations are of another kind, or empty, or devices of a SIMD mesh.
     """
     if hasattr(destinations, "tensor_list"):
         _check_on_mesh(mesh_impl, destinations, "destinations")
@@ -70,11 +62,7 @@ def check_value(mesh_impl: Any, value: Any) -> Any:
 
 
 def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Returns pairs of values and destinations as a list.
-
-    Raises:
-      ValueError: pairs is not a list or tuple of tuples of two.
-    """
+    """Returns pairs as a list; raises ValueError if they are not a list or tuple of pairs."""
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(
             "value_destination_pairs must be a list or tuple of tuples (value, destinations), got "
@@ -90,10 +78,7 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that is the same on all processors to devices on the mesh or elsewhere.
-
-    Each copy is made from a slice on that device or in its process, if there is one.
-    """
+    """Copies a value that all processors have to devices, from a slice in their process if any."""
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
     for device, x in zip(mesh_impl.devices, value.tensor_list):

@@ -19,7 +19,7 @@ from mtf_gradsync.reduce.destinations import (
     spread,
 )
 from mtf_gradsync.reduce.parts.cuts import Cuts, take_parts
-from mtf_gradsync.reduce.parts.reduce_scatter import SIMD_BUCKET_BYTES, reduce_scatter
+from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
 from mtf_gradsync.reduce.state import GradientOfCores, State, StateMaker
 from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
 
@@ -74,7 +74,7 @@ class Strategy(abc.ABC):
         if is_simd(mesh_impl) and self._sends_as_simd_does(mesh_impl, values, groups):
             self.check(mesh_impl, groups)
             check_values(values)
-            return reduce_scatter(mesh_impl, values, groups, cuts, SIMD_BUCKET_BYTES)
+            return reduce_scatter(mesh_impl, values, groups, cuts)
         sums = self.all_reduce(mesh_impl, values, groups)
         return [take_parts(mesh_impl, x, cut) for x, cut in zip(sums, cuts)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 import numpy as np
 
@@ -16,12 +16,7 @@ SMALLEST = 2.0**-100
 
 
 class Blocks(NamedTuple):
-    """A quantization: numbers are sent in blocks, as whole numbers of some bits.
-
-    Attributes:
-      bits: bits of a number: 8, or 4, of which two share a byte.
-      size: numbers in a block.
-    """
+    """A quantization: numbers are sent in blocks of `size`, as whole numbers of 8 or 4 bits."""
 
     bits: int
     size: int
@@ -45,28 +40,13 @@ class Blocks(NamedTuple):
         return 2 * self.count(size) * self.bytes <= 4 * size
 
 
-class Encoded(NamedTuple):
-    """Quantized blocks.
-
-    Attributes:
-      numbers: int8, `[..., bytes of a block's numbers]`.
-      scales: bfloat16, `[..., 1]`; NaN for a block with a number that is not finite.
-    """
-
-    numbers: Any
-    scales: Any
-
-
 def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Quantizes blocks of numbers, float32 ``[..., numbers of a block]``.
 
-    A scale is the largest absolute value in the block, divided by the largest whole number, rounded
-    to the 8 bits of bfloat16. So a whole number times a scale is exact in float32, and so is the
-    quantization error, on every device.
-
-    Returns:
-      The fields of `Encoded`, and the quantization error: x minus its `decode`d value, 0 in a block
-      with a number that is not finite.
+    Returns the numbers, int8 ``[..., bytes of a block's numbers]``, the scales, bfloat16
+    ``[..., 1]``, and the quantization error: x minus its `decode`d value, which is exact in float32
+    on every device, as a scale has only 8 bits. A block with a number that is not finite has the
+    scale NaN and the error 0.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
     top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
@@ -88,9 +68,9 @@ def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
 
 
 def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
-    """Arranges tensors of one dtype one after the other in blocks, each tensor padded with zeros.
+    """Arranges tensors of one dtype in ``[parts, blocks of a part, numbers of a block]``.
 
-    Returns ``[parts, blocks of a part, numbers of a block]``, after more padding.
+    Each tensor begins a block; the rest of its last one, and of the last part, is zeros.
     """
     pieces, count = [], 0
     for x in values:
@@ -123,10 +103,8 @@ def rows_of_part(count: int, parts: int) -> int:
 
 
 def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
-    """Rounds positive float32 to the 8 significant bits of bfloat16.
-
-    It works on the bits, as XLA removes a cast to bfloat16 and back.
-    """
+    """Rounds positive float32 to the 8 significant bits of bfloat16."""
+    # By its bits, as XLA removes a cast to bfloat16 and back.
     bits = tf.bitcast(x, tf.int32) + 0x8000
     return tf.bitcast(tf.bitwise.bitwise_and(bits, -0x10000), tf.float32)
 

@@ -15,16 +15,10 @@ def either(
     if_true: Callable[[], Sequence[Any]],
     if_false: Callable[[], Sequence[Any]],
 ) -> list[Any]:
-    """Runs one of two functions; the other sends nothing in that step.
+    """Returns the `LaidOutTensor`s of one of two functions; the other sends nothing in that step.
 
-    Args:
-      mesh_impl: the mesh.
-      predicate: a boolean scalar, the same on all processors.
-      if_true: returns `LaidOutTensor`s.
-      if_false: returns as many, of the same shapes and dtypes.
-
-    Returns:
-      `LaidOutTensor`s; on a placement mesh each slice is on its processor's device.
+    The boolean scalar has to be the same on all processors. On a placement mesh each slice is on
+    its processor's device.
     """
 
     def slices(make: Callable[[], Sequence[Any]]) -> list[tf.Tensor]:

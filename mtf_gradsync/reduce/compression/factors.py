@@ -17,14 +17,7 @@ _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """Chooses how many dimensions of a tensor make the rows of its matrix.
-
-    Args:
-      shape: the shape of the tensor.
-
-    Returns:
-      The number that makes rows and columns as equal as possible; the smaller one of two.
-    """
+    """Returns how many dimensions to make rows, for rows and columns as equal as possible."""
 
     def factors(number: int) -> int:
         return math.prod(shape[:number]) + math.prod(shape[number:])
@@ -35,12 +28,9 @@ def split_of(shape: Sequence[int]) -> int:
 def random_factors(
     columns: Sequence[int], rank: int, step: tf.Tensor | int
 ) -> tuple[tf.Tensor, ...]:
-    """Makes random matrices `[columns, rank]`, the same on all processors and in every run.
+    """Makes a random matrix `[columns, rank]` for each number of columns; each step has its own.
 
-    Args:
-      columns: the rows of each of the returned matrices.
-      rank: the columns of all of them.
-      step: an int scalar; different steps have different matrices.
+    The matrices of a step are the same on all processors and in every run.
     """
     raw, made = tf.raw_ops, []
     count = tf.cast(tf.reshape(step, [1]), tf.uint64)
@@ -61,11 +51,10 @@ def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
 
 
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    """Makes the columns of float32 ``[rows, rank]`` matrices orthonormal, by Gram-Schmidt.
+    """Makes the columns of float32 ``[rows, rank]`` matrices orthonormal: Gram-Schmidt, twice.
 
-    Each column is made so twice. A column that is spanned by those before it, up to rounding,
-    becomes zeros. A matrix with a number that is not finite becomes NaN. Matrices of one shape are
-    processed together.
+    A column that is spanned by those before it, up to rounding, becomes zeros. A matrix with a
+    number that is not finite becomes NaN.
     """
     result: list[tf.Tensor] = [matrices[0]] * len(matrices)
     alike: dict[tuple[int, ...], list[int]] = {}

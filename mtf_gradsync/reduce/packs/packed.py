@@ -34,20 +34,16 @@ def packed_all_reduce(
     planner: Planner = alone,
     turns: Iterator[int] | None = None,
 ) -> list[Any]:
-    """Sums values over groups, in packs of one dtype each.
+    """Sums values over groups in packs of one dtype, which `planner` plans and `sum_fn` sums.
 
-    `planner` decides which parts of which tensors make a pack, `sum_fn` sums one. `turns` counts
-    packs, which spreads them over the devices. Tensors without elements and values of groups of one
-    processor are returned as they are.
-
-    Raises:
-      ValueError: a value is not a dense numeric tensor of known shape.
+    `turns` counts packs, to spread them over the devices. Tensors without elements, and all values
+    if groups are of one processor, are returned as they are.
     """
     values = list(values)
     check_values(values)
     if groups.group_size == 1:
         return values
-    turns = itertools.count() if turns is None else turns
+    turns = turns or itertools.count()
     results = list(values)
     by_dtype: dict[tf.DType, list[int]] = collections.OrderedDict()
     for index, value in enumerate(values):

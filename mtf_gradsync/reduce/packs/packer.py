@@ -9,10 +9,7 @@ from mtf_gradsync.reduce.packs.planning import Packs, packs_of_groups, plan_pack
 
 
 class Packer:
-    """A `Planner` with the three ways of TensorFlow 1's all-reduce to pack tensors.
-
-    Tensors of different dtypes are never in one pack: numbers of packs hold for each dtype.
-    """
+    """A `Planner` with the three ways of TensorFlow 1's all-reduce to pack tensors of a dtype."""
 
     def __init__(
         self,
@@ -20,11 +17,7 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the way to pack, as `AllReduce` describes: the first argument that is not 0.
-
-        Raises:
-          ValueError: an argument is negative or not a whole number.
-        """
+        """Sets the way to pack, as `AllReduce` describes: the first argument that is not 0."""
         self.num_packs = check_count("num_packs", num_packs, "a number of packs")
         self.max_bytes = check_count(
             "agg_small_grads_max_bytes", agg_small_grads_max_bytes, "a number of bytes"

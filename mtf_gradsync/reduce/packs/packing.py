@@ -8,10 +8,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Packs tensors of one dtype and known shapes into one.
-
-    Tensors of one shape are stacked, in a single operation; others are flattened and concatenated.
-    """
+    """Stacks tensors of one shape, in a single operation; flattens and concatenates others."""
     if _one_shape([t.shape.as_list() for t in tensors]):
         return tf.stack(tensors)
     flat = tf.constant([-1])

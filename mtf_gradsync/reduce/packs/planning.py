@@ -6,13 +6,7 @@ from typing import Callable, List, NamedTuple, Sequence
 
 
 class Piece(NamedTuple):
-    """A range of a tensor's elements, in row-major order.
-
-    Attributes:
-      tensor: index of the tensor.
-      start: index of the first element.
-      stop: index after the last element.
-    """
+    """The elements of the tensor at an index from `start` to before `stop`, in row-major order."""
 
     tensor: int
     start: int
@@ -29,10 +23,9 @@ Planner = Callable[[Sequence[int], int], Packs]
 def plan_buckets(
     num_bytes: Sequence[int], bucket_bytes: int, packed_bytes: int | None = None
 ) -> list[list[int]]:
-    """Groups tensors into buckets of at most bucket_bytes; returns their indices.
+    """Returns the indices of tensors in each bucket, which are filled first fit.
 
-    Each tensor goes into the first bucket that has room for it (first fit). A tensor that is larger
-    than a bucket, or than packed_bytes, is alone in its bucket.
+    A tensor that is larger than a bucket, or than packed_bytes, is alone in its bucket.
     """
     buckets: list[list[int]] = []
     rooms: list[int] = []
@@ -52,11 +45,7 @@ def plan_buckets(
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Groups tensors of up to max_bytes by number; each other tensor is a group of its own.
-
-    Returns:
-      Lists of indices into num_bytes; each index is in one of them, in rising order.
-    """
+    """Returns indices of tensors: up to max_group of max_bytes or less together, others alone."""
     groups: list[list[int]] = []
     filling: list[int] = []
     for index, size in enumerate(num_bytes):
@@ -76,11 +65,7 @@ def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Pa
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
-    """Lays tensors end to end and splits them evenly; the last pack takes the rest.
-
-    `sizes` are in elements. Empty packs are not returned: with fewer elements than packs there is
-    only the last one.
-    """
+    """Lays tensors of these numbers of elements end to end and splits them by `split_pack`."""
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
 

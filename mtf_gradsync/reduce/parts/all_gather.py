@@ -15,11 +15,10 @@ from mtf_gradsync.reduce.parts.on_simd import gather_together
 def all_gather(
     mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
 ) -> list[Any]:
-    """Full slices on each processor, from the parts that belong to its coordinates.
+    """Returns full slices on each processor, from the parts that belong to its coordinates.
 
-    On a SIMD mesh all parts are sent in one group of collectives. On a placement mesh each slice is
-    joined once per memory; between memories small parts are sent in buckets of bucket_bytes per
-    processor. `cuts` says for each tensor how its full slice was cut.
+    On a placement mesh each slice is joined once per memory; between memories small parts are sent
+    in buckets of bucket_bytes per processor.
     """
     if is_simd(mesh_impl):
         return gather_together(mesh_impl, parts, cuts)

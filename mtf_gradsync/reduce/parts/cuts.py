@@ -13,12 +13,7 @@ from mtf_gradsync.reduce.packs.planning import plan_buckets
 
 
 class Cut(NamedTuple):
-    """One axis of a tensor, split over one axis of the mesh.
-
-    Attributes:
-      mesh_axis: number of the mesh axis.
-      tensor_axis: number of the tensor's axis.
-    """
+    """One axis of a tensor, by number, split over one axis of the mesh."""
 
     mesh_axis: int
     tensor_axis: int
@@ -29,12 +24,12 @@ Cuts = Sequence[Cut]
 
 
 def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
-    """The mesh axes of cuts, sorted."""
+    """Returns the mesh axes of cuts, sorted."""
     return tuple(sorted(cut.mesh_axis for cut in cuts))
 
 
 def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
-    """The shape of one part of a slice of shape `shape`."""
+    """Returns the shape of one part of a slice of shape `shape`."""
     result = list(shape)
     for axis, tensor_axis in cuts:
         result[tensor_axis] //= mesh_impl.shape.dims[axis].size
@@ -42,10 +37,7 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 
 
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
-    """Each processor's part of its slice, by the processor's coordinates. Nothing is sent.
-
-    The value is the same for all processors along the axes of the cuts.
-    """
+    """Returns each processor's part of a value that all have along the axes of the cuts."""
     if not cuts:
         return value
     if is_simd(mesh_impl):
@@ -71,7 +63,7 @@ def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
 
 
 def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
-    """All parts of one slice, in the order of `part_number`."""
+    """Returns all parts of one slice, in the order of `part_number`."""
     parts = [tensor]
     for mesh_axis, tensor_axis in sorted(cuts):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -80,7 +72,7 @@ def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
 
 
 def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
-    """The slice whose parts, in the order of `part_number`, are given: undoes `all_parts`."""
+    """Returns the slice that `all_parts` cut into these parts."""
     pieces = list(parts)
     for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -89,7 +81,7 @@ def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
 
 
 def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
-    """The number of a processor's part: row-major in the coordinates along the sorted axes."""
+    """Returns the number of a processor's part: row-major along the sorted mesh axes."""
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     number = 0
     for axis in mesh_axes_of(cuts):
@@ -98,7 +90,7 @@ def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
 
 
 def groups_of(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
-    """The groups whose members hold the parts of one slice, in the order of `part_number`."""
+    """Returns the groups that hold the parts of one slice, in the order of `part_number`."""
     return ProcessorGroups.along(mesh_impl, mesh_axes_of(cuts))
 
 
@@ -108,7 +100,7 @@ def one_memory(mesh_impl: Any) -> bool:
 
 
 def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
-    """One processor's part."""
+    """Returns one processor's part."""
     x = value.tensor_list[processor]
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     size = part_shape(mesh_impl, x.shape.as_list(), cuts)
@@ -120,10 +112,7 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Positions of tensors to send as one: of one dtype, and cut along the same mesh axes.
-
-    A bucket of several tensors has at most bucket_bytes per processor.
-    """
+    """Returns positions of tensors of one dtype and with cuts along the same axes, by bucket."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         dtype = tensor.tensor_list[0].dtype.base_dtype
@@ -131,6 +120,6 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
     found = []
     for (_, dtype), indices in alike.items():
         num_bytes = [mtf.list_product(tensors[i].slice_shape) * dtype.size for i in indices]
-        for bucket in plan_buckets(num_bytes, bucket_bytes, None):
+        for bucket in plan_buckets(num_bytes, bucket_bytes):
             found.append([indices[i] for i in bucket])
     return found

@@ -1,8 +1,7 @@
 """Reduce-scatter and all-gather on a SIMD mesh, each tensor in its own shape and layout.
 
-The TPU compiler schedules neighbouring collectives by itself, and packing would copy every tensor
-in and out. So each tensor has a collective of its own, along the dimension that is cut. Only small
-tensors of one shape share one: a further collective would cost more than copying them.
+Packing would copy every tensor in and out, so each has a collective of its own, along the dimension
+that is cut. Only small tensors of one shape share one: it costs less to copy them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mtf_gradsync._private.tensorflow import (
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.parts import by_part
 from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, part_shape
-from mtf_gradsync.reduce.sums.one_level import simd_wire_dtype
+from mtf_gradsync.reduce.sums.one_level import physical_groups, simd_wire_dtype
 
 # A tile of a TPU's memory: 8 sublanes of 128 lanes. Smaller parts share an all-gather.
 _TILE = 8 * 128
@@ -36,10 +35,7 @@ _WRITTEN_IN_PLACE = 64 * 1024
 def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
-    """Each core's part of sums over groups of cores along mesh axes (a reduce-scatter).
-
-    `cuts` says for each value how its sum is cut, along some of the axes of the groups.
-    """
+    """Returns each core's part of sums, see `Strategy.reduce_scatter`."""
     results: list[Any] = [None] * len(values)
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
     with summed_together():
@@ -51,7 +47,7 @@ def scatter_together(
 
 
 def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    """Full slices on each core, from the parts that belong to its coordinates (an all-gather)."""
+    """Returns full slices on each core, from the parts that belong to its coordinates."""
     results: list[Any] = [None] * len(parts)
     with summed_together():
         for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
@@ -67,7 +63,7 @@ def _sharing(
     cuts: Sequence[Cuts],
     least: int,
 ) -> list[list[int]]:
-    """Positions of tensors, in one list for each collective."""
+    """Returns positions of tensors, in one list for each collective."""
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
         alone = index if mtf.list_product(shape) >= least else -1
@@ -90,7 +86,7 @@ def _scattered(
         x = tf.stack(xs) if len(xs) > 1 else xs[0]
         axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
         sent = x if wire == dtype else tf.cast(x, wire)
-        total = cross_replica_scatter(sent, _physical(mesh_impl, along), axis)
+        total = cross_replica_scatter(sent, physical_groups(mesh_impl, along), axis)
         return total if wire == dtype else tf.cast(total, dtype)
 
     mine = mesh_impl.slicewise(scatter, *values)
@@ -110,7 +106,7 @@ def _scattered(
 
 
 def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:
-    physical = _physical(mesh_impl, groups_of(mesh_impl, cuts))
+    physical = physical_groups(mesh_impl, groups_of(mesh_impl, cuts))
     by_rows = len(cuts) > 1
     shape = list(parts[0].slice_shape)
     for cut in cuts:
@@ -132,7 +128,3 @@ def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]
         return tuple(pieces)
 
     return list(mesh_impl.slicewise(gather, mesh_impl.laid_out_pnum(), *parts))
-
-
-def _physical(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
-    return [[mesh_impl.l2p(p) for p in group] for group in groups.groups]

@@ -27,13 +27,12 @@ def reduce_scatter(
     values: Sequence[Any],
     groups: ProcessorGroups,
     cuts: Sequence[Cuts],
-    bucket_bytes: int,
+    bucket_bytes: int = 0,
 ) -> list[Any]:
-    """Each processor's part of sums over groups of processors along mesh axes.
+    """Returns each processor's part of sums, see `Strategy.reduce_scatter`.
 
-    On a SIMD mesh all values are sent in one group of collectives. On a placement mesh each
-    processor adds up its part of a bucket, which has at most bucket_bytes per processor. `cuts`
-    says for each value how its sum is cut, along some of the axes of the groups.
+    On a placement mesh each processor adds up its part of a bucket of several values, which has at
+    most bucket_bytes per processor.
     """
     if is_simd(mesh_impl):
         return scatter_together(mesh_impl, values, groups, cuts)

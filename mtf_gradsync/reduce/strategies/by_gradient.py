@@ -83,6 +83,11 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
     ]
 
 
+def no_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
+    """Returns zeros in place of each error; None for None."""
+    return [None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in errors]
+
+
 def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
     """Casts a value to the dtype of another."""
     dtype = other.tensor_list[0].dtype.base_dtype

@@ -29,11 +29,8 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def _instance_keys_of_a_client() -> Iterator[int]:
-    """Gives instance keys that no other collective on the workers has, of any graph or client.
-
-    A worker remembers the key and the shape of every collective, and refuses another one of that
-    key, even after a client has ended and the next one uses the same workers.
-    """
+    """Gives instance keys that no other collective on the workers has, of any graph or client."""
+    # A worker refuses another collective of a key, even after the client that used it has ended.
     # Random without a seed of the program's: two runs of it must not draw the same keys.
     return itertools.count(random.SystemRandom().randrange(1, 1 << 30))
 

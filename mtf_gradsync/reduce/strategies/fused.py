@@ -84,14 +84,12 @@ class FusedAllReduce(Strategy):
     ) -> list[Any]:
         """See `Strategy.reduce_scatter`.
 
-        On a SIMD mesh each bucket is one reduce-scatter. For devices of one memory one device sums
-        and cuts; otherwise each device adds up its own part.
+        Where devices of a placement mesh have one memory, one device sums and cuts; otherwise each
+        device adds up its own part.
         """
         self.check(mesh_impl, groups)
         check_values(values)
-        if not is_simd(mesh_impl) and one_memory(mesh_impl):
+        if is_simd(mesh_impl) or one_memory(mesh_impl):
             return super().reduce_scatter(mesh_impl, values, groups, cuts)
-        bucket_bytes = self.bucket_bytes
-        if bucket_bytes is None:
-            bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
+        bucket_bytes = PLACEMENT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
         return reduce_scatter(mesh_impl, values, groups, cuts, bucket_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from typing import Any, NamedTuple, Sequence
@@ -19,32 +20,27 @@ from mtf_gradsync.reduce.compression.factors import (
     without_dead_columns,
 )
 from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
-from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy, in_dtype_of, plus_errors
+from mtf_gradsync.reduce.strategies.by_gradient import (
+    GradientStrategy,
+    in_dtype_of,
+    no_errors,
+    plus_errors,
+)
 from mtf_gradsync.reduce.strategy import Strategy
 
 
 class LowRankState(NamedTuple):
-    """The state of `LowRankAllReduce`; None for values that the settings or gradients do not need.
+    """The state of `LowRankAllReduce`; None for what the settings or gradients do not need."""
 
-    Attributes:
-      step: the number of reductions so far.
-      errors: for each gradient the part of it that cores have not sent.
-      factors: for each gradient the right factor of the last sum, transposed.
-    """
-
-    step: Any
-    errors: tuple[Any, ...]
-    factors: tuple[Any, ...]
+    step: Any  # the number of reductions so far
+    errors: tuple[Any, ...]  # for each gradient the part of it that cores have not sent
+    factors: tuple[Any, ...]  # for each gradient the right factor of the last sum, transposed
 
 
 class _Matrix(NamedTuple):
-    """The matrix of a tensor that is sent as factors `[rows, rank]` and `[columns, rank]`.
+    """The matrix of a tensor that is sent as factors `[rows, rank]` and `[columns, rank]`."""
 
-    Attributes:
-      split: how many of the tensor's dimensions make the rows.
-    """
-
-    split: int
+    split: int  # how many of the tensor's dimensions make the rows
     rows: int
     columns: int
     rank: int
@@ -160,21 +156,24 @@ class LowRankAllReduce(GradientStrategy):
         self.check(mesh_impl, groups)
         check_values(values)
         wanted = plus_errors(mesh_impl, values, state.errors)
-        held = [*(e for e in state.errors if e is not None)]
-        held += [q for q in state.factors if q is not None]
+        matrices = {}
+        for i, x in enumerate(values):
+            matrix = self._matrix(x.tensor_list[0].dtype, x.slice_shape)
+            if matrix is not None:
+                matrices[i] = matrix
+
+        def flat_of(sums: Any, errors: Any, factors: Any) -> list[Any]:
+            return [*sums, *(x for x in [*errors, *factors] if x is not None)]
 
         def as_they_are() -> list[Any]:
             given = [in_dtype_of(mesh_impl, x, value) for x, value in zip(wanted, values)]
             sums = self.reducer.all_reduce(mesh_impl, given, groups)
-            errors = [mesh_impl.slicewise(tf.zeros_like, e) for e in state.errors if e is not None]
-            return [*sums, *errors, *held[len(errors) :]]
+            return flat_of(sums, no_errors(mesh_impl, state.errors), state.factors)
 
         def as_factors() -> list[Any]:
-            sums, errors, factors = self._by_factors(mesh_impl, values, wanted, groups, state)
-            return [*sums, *(x for x in [*errors, *factors] if x is not None)]
+            return flat_of(*self._by_factors(mesh_impl, values, wanted, groups, state, matrices))
 
-        matrices = [self._matrix(x.tensor_list[0].dtype, x.slice_shape) for x in values]
-        if groups.group_size == 1 or not any(matrices):
+        if groups.group_size == 1 or not matrices:
             flat = as_they_are()
         elif self.start_step:
             late = tf.greater_equal(state.step.tensor_list[0], self.start_step)
@@ -196,13 +195,9 @@ class LowRankAllReduce(GradientStrategy):
         wanted: Sequence[Any],
         groups: ProcessorGroups,
         state: LowRankState,
+        matrices: dict[int, _Matrix],
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns sums by factors, and the new errors and factors of the state."""
-        matrices: dict[int, _Matrix] = {}
-        for i, x in enumerate(values):
-            matrix = self._matrix(x.tensor_list[0].dtype, x.slice_shape)
-            if matrix is not None:
-                matrices[i] = matrix
         made = list(matrices.values())
         whole = [i for i in range(len(values)) if i not in matrices]
 
@@ -222,13 +217,12 @@ class LowRankAllReduce(GradientStrategy):
                 drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]
             return orthonormal(drawn)
 
-        def times(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        def times(*xs: tf.Tensor, transposed: bool = False) -> tuple[tf.Tensor, ...]:
             pairs = zip(made, xs[: len(made)], xs[len(made) :])
-            return tuple(tf.matmul(_as_matrix(x, m), q) for m, x, q in pairs)
-
-        def transposed_times(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            pairs = zip(made, xs[: len(made)], xs[len(made) :])
-            return tuple(tf.matmul(_as_matrix(x, m), p, transpose_a=True) for m, x, p in pairs)
+            return tuple(
+                tf.matmul(_as_matrix(x, m), factor, transpose_a=transposed)
+                for m, x, factor in pairs
+            )
 
         def product(p: tf.Tensor, q: tf.Tensor, like: Any) -> tf.Tensor:
             return tf.reshape(tf.matmul(p, q, transpose_b=True), like)
@@ -248,12 +242,10 @@ class LowRankAllReduce(GradientStrategy):
         # Gradients that are not compressed share the reduction of the first factors.
         reduced = self.reducer.all_reduce(mesh_impl, [*as_given, *first], groups)
         ps = mesh_impl.slicewise(lambda *xs: orthonormal(xs), *reduced[len(whole) :])
-        own = mesh_impl.slicewise(transposed_times, *grads, *ps)
+        own = mesh_impl.slicewise(functools.partial(times, transposed=True), *grads, *ps)
         qs = self.reducer.all_reduce(mesh_impl, list(own), groups)
         sums: list[Any] = list(values)
-        errors = [
-            None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in state.errors
-        ]
+        errors = no_errors(mesh_impl, state.errors)
         factors: list[Any] = list(state.factors)
         for i, x in zip(whole, reduced):
             sums[i] = x

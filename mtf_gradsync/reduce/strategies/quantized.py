@@ -11,17 +11,22 @@ from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.checks import check_count, check_values
 from mtf_gradsync.reduce.compression.blocks import (
     Blocks,
-    Encoded,
     decode,
     encode,
     in_blocks,
     out_of_blocks,
     rows_of_part,
 )
-from mtf_gradsync.reduce.compression.exchange import all_gather, all_to_all, positions
+from mtf_gradsync.reduce.compression.exchange import all_gather, all_to_all
 from mtf_gradsync.reduce.state import Compression, GradientOfCores, State, StateMaker
-from mtf_gradsync.reduce.strategies.by_gradient import GradientStrategy, in_dtype_of, plus_errors
+from mtf_gradsync.reduce.strategies.by_gradient import (
+    GradientStrategy,
+    in_dtype_of,
+    no_errors,
+    plus_errors,
+)
 from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.sums.one_level import positions
 
 _BITS = (4, 8)
 
@@ -117,30 +122,26 @@ class QuantizedAllReduce(GradientStrategy):
         """See `Strategy.reduce_gradients`."""
         self.check(mesh_impl, groups)
         check_values(values)
-        errors = list(state.of)
-        wanted = plus_errors(mesh_impl, values, errors)
+        wanted = plus_errors(mesh_impl, values, state.of)
+        errors = no_errors(mesh_impl, state.of)
         sent = [
             i
             for i, x in enumerate(values)
             if groups.group_size > 1
             and self._sends(x.tensor_list[0].dtype, mtf.list_product(x.slice_shape))
         ]
-        kept = dict(enumerate(errors))
-        for i, error in enumerate(errors):
-            if error is not None:
-                kept[i] = mesh_impl.slicewise(tf.zeros_like, error)
         whole = [i for i in range(len(values)) if i not in sent]
-        sums: dict[int, Any] = {}
+        sums = list(values)
         as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
-        sums.update(zip(whole, self.reducer.all_reduce(mesh_impl, as_given, groups)))
+        for i, total in zip(whole, self.reducer.all_reduce(mesh_impl, as_given, groups)):
+            sums[i] = total
         if sent:
             totals, left = self._exchange(mesh_impl, [wanted[i] for i in sent], groups)
             for i, total, error in zip(sent, totals, left):
                 sums[i] = in_dtype_of(mesh_impl, total, values[i])
                 if errors[i] is not None:
-                    kept[i] = error
-        results = [sums[i] for i in range(len(values))]
-        return results, QuantizationErrors(tuple(kept[i] for i in range(len(values))))
+                    errors[i] = error
+        return sums, QuantizationErrors(tuple(errors))
 
     def _exchange(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
@@ -167,9 +168,9 @@ class QuantizedAllReduce(GradientStrategy):
             return unpack(left + tf.where_v2(here, of_sum[tf.newaxis], 0.0))
 
         *of_cores, left = mesh_impl.slicewise(pack_and_encode, *values)
-        received = [all_to_all(mesh_impl, x, groups) for x in Encoded(*of_cores)]
+        received = [all_to_all(mesh_impl, x, groups) for x in of_cores]
         *of_part, of_sum = mesh_impl.slicewise(add_and_encode, *received)
-        gathered = [all_gather(mesh_impl, x, groups) for x in Encoded(*of_part)]
+        gathered = [all_gather(mesh_impl, x, groups) for x in of_part]
         totals = mesh_impl.slicewise(decode_and_unpack, *gathered)
         if not self.error_feedback:
             return totals, [None] * len(values)

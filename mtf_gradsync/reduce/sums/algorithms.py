@@ -33,11 +33,7 @@ def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def in_order(total: tf.Tensor) -> tf.Tensor:
-    """Makes an AddN add its inputs in their order; nothing happens to other tensors.
-
-    TensorFlow's kernel begins with the first input whose memory nothing else uses at that moment:
-    see `docs/races.md`.
-    """
+    """Makes an AddN add its inputs in their order (see `docs/races.md`); keeps other tensors."""
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
         write_to_own_memory(total.op)
@@ -47,11 +43,7 @@ def in_order(total: tf.Tensor) -> tf.Tensor:
 def sum_on_one_device(
     slices: Sequence[tf.Tensor], device: str, accumulation_fn: Callable[[Any], Any] = tf.add_n
 ) -> tf.Tensor:
-    """Adds up slices on one device, in their order; bfloat16 and float16 in float32.
-
-    This is one pass over memory, where a ring takes a step for each device. TensorFlow sends the
-    sum once to each device that reads it.
-    """
+    """Adds up slices on one device, in their order; bfloat16 and float16 in float32."""
     dtype = slices[0].dtype
     narrow = dtype in NARROW_FLOATS
     with tf.device(device):
@@ -66,11 +58,7 @@ def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]
 
 
 def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """Sums by Mesh-TF's ring, narrow floats as float32; a `GroupSum`.
-
-    Mesh-TF cuts a tensor of 1024 elements or more, if the group's size divides that number, into a
-    part for each member; other tensors are sent whole.
-    """
+    """Sums by Mesh-TF's ring, narrow floats as float32; a `GroupSum`."""
     del root  # every member adds
     dtype = slices[0].dtype
     devices = list(devices)
@@ -91,11 +79,7 @@ def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
 
 
 def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
-    """Returns the name of an algorithm, checked.
-
-    Raises:
-      ValueError: there is no algorithm of that name.
-    """
+    """Returns the name; raises ValueError, with a hint if it can, if no algorithm has it."""
     if not isinstance(name, str) or name not in ALGORITHMS:
         hint = _ELSEWHERE.get(name) if isinstance(name, str) else None
         raise ValueError(

@@ -12,11 +12,7 @@ Axis = Union[int, str]  # a mesh axis by name or number
 
 
 def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
-    """Returns outer axes as a tuple; None for None.
-
-    Raises:
-      ValueError: outer_axes are not names or numbers of mesh axes.
-    """
+    """Returns outer axes as a tuple, None for None; raises ValueError for anything but axes."""
     if outer_axes is None:
         return None
     if isinstance(outer_axes, str):
@@ -34,11 +30,7 @@ def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
 
 
 def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int]:
-    """Returns the numbers of outer axes on a mesh of a shape.
-
-    Raises:
-      ValueError: an outer axis is not on the mesh.
-    """
+    """Returns the numbers of outer axes; raises ValueError if one is not on the mesh."""
     return [axis_number(shape, axis, "outer_axes") for axis in outer_axes]
 
 
@@ -47,13 +39,9 @@ def inner_groups(
 ) -> list[list[int]]:
     """Splits a group of processor numbers into inner groups, whose members have fast links.
 
-    With outer_axes (names or numbers), members of an inner group do not differ along these axes.
-    Without, a mesh whose devices are in several processes is split by process. Any other mesh is
-    split along the first mesh axis that the group runs along, Mesh-TF's slowest; a group along a
-    single axis is one inner group.
-
-    Raises:
-      ValueError: an outer axis is not on the mesh.
+    Members of an inner group do not differ along outer_axes. Without these, a mesh whose devices
+    are in several processes is split by process, and any other along the first mesh axis that the
+    group runs along, Mesh-TF's slowest; a group along a single axis is one inner group.
     """
     key = _place(mesh_impl, group, outer_axes)
     inner: dict[Any, list[int]] = {}
@@ -65,10 +53,9 @@ def inner_groups(
 def level_groups(
     mesh_impl: Any, groups: ProcessorGroups, outer_axes: Sequence[Axis] | None
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
-    """Returns the groups of the first sum, and those that sum the results.
+    """Returns the groups of the first sum and of the second; None if inner groups differ in size.
 
-    The first members of a group's inner groups make one outer group, the second members another
-    one, and so on. None if inner groups differ in size.
+    The first members of a group's inner groups make one outer group, the second ones another.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
@@ -17,11 +17,10 @@ SumFn = Callable[[Any, ProcessorGroups, int], Any]
 
 
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-    """Returns the dtype in which Mesh-TF sends values over a SIMD mesh.
+    """Returns the dtype in which Mesh-TF sends values over a SIMD mesh: float32 for most.
 
-    float32 is sent as it is, and so is bfloat16 in groups of at most 8 processors (an argument of
-    `SimdMeshImpl`) along mesh axes. Every other dtype is sent as float32, so float64 has float32's
-    precision and integers are exact up to 2**24.
+    bfloat16 is sent as it is in groups of at most 8 processors (an argument of `SimdMeshImpl`)
+    along mesh axes. As float32, float64 loses precision, and integers are exact up to 2**24.
     """
     if dtype != tf.bfloat16 or groups.mesh_axes is None:
         return tf.float32
@@ -32,7 +31,7 @@ def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
     """Sums over groups by one CrossReplicaSum, in `simd_wire_dtype`."""
     if groups.mesh_axes is not None:
         return mesh_impl.allreduce(value, list(groups.mesh_axes), "SUM")
-    physical = [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
+    physical = physical_groups(mesh_impl, groups)
 
     def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
         wire = x if x.dtype == tf.float32 else tf.cast(x, tf.float32)
@@ -44,27 +43,53 @@ def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 def placement_all_reduce(
     mesh_impl: Any, value: Any, groups: ProcessorGroups, turn: int, group_sum: GroupSum = add_n
 ) -> Any:
-    """Sums over groups of a placement mesh.
+    """Sums over groups of a placement mesh; `turn` chooses the member that adds up, if one does."""
 
-    Groups with the same tensors in the same memories, as on a mesh that shares copies, sum them
-    once and share the sum. The member of the number `turn`, modulo the group's size, adds up.
+    def sums(number: int, group: list[int]) -> Sequence[Any]:
+        slices = [value.tensor_list[p] for p in group]
+        devices = [mesh_impl.devices[p] for p in group]
+        return group_sum(slices, devices, (turn + number) % len(group))
+
+    return in_groups(mesh_impl, value, groups, sums)
+
+
+def in_groups(
+    mesh_impl: Any,
+    value: Any,
+    groups: ProcessorGroups,
+    compute: Callable[[int, list[int]], Sequence[Any]],
+) -> Any:
+    """Gives the members of each group the slices that compute(the group's number, members) returns.
+
+    Groups whose slices of `value` are the same tensors in the same memories, as on a mesh that
+    shares copies, share the result.
     """
-    slices = value.tensor_list
-    result: list[Any] = [None] * len(slices)
-    first = first_alike(mesh_impl, slices, groups.groups)
+    result: list[Any] = [None] * mesh_impl.size
+    first = first_alike(mesh_impl, value.tensor_list, groups.groups)
     for number, group in enumerate(groups.groups):
-        if first[number] is not group:
-            for processor, twin in zip(group, first[number]):
-                result[processor] = result[twin]
-            continue
-        sums = group_sum(
-            [slices[p] for p in group],
-            [mesh_impl.devices[p] for p in group],
-            (turn + number) % len(group),
-        )
-        for processor, total in zip(group, sums):
-            result[processor] = total
+        if first[number] is group:
+            slices = compute(number, group)
+        else:
+            slices = [result[twin] for twin in first[number]]
+        for processor, one in zip(group, slices):
+            result[processor] = one
     return mesh_impl.LaidOutTensor(result)
+
+
+def physical_groups(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
+    """Returns groups as the physical cores of a SIMD mesh, which its collectives take."""
+    return [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
+
+
+def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
+    """Returns each processor's position in its group, a `LaidOutTensor` of int32 scalars."""
+    at = [0] * mesh_impl.size
+    for group in groups.groups:
+        for position, processor in enumerate(group):
+            at[processor] = position
+    if not is_simd(mesh_impl):
+        return mesh_impl.LaidOutTensor(at)
+    return mesh_impl.slicewise(lambda p: tf.gather(at, p), mesh_impl.laid_out_pnum())
 
 
 def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n) -> SumFn:

@@ -20,8 +20,8 @@ def say_where_sums_overflow(
 ) -> list[Any]:
     """Returns results that, when used, print a message where sums of finite values are not finite.
 
-    The values, before rounding, are read only on steps with a sum (in the narrow dtype) that is not
-    finite. `in_parts` says that each processor of a group has only a part of the sum.
+    `values` are those before rounding, read only after an overflow; `sums` are in the narrow dtype.
+    With `in_parts` each processor of a group has only a part of the sum.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]

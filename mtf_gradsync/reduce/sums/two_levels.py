@@ -8,10 +8,9 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.mesh.groups import ProcessorGroups
-from mtf_gradsync.mesh.shared_copies import first_alike
 from mtf_gradsync.reduce.sums.algorithms import GroupSum
 from mtf_gradsync.reduce.sums.levels import Axis, inner_groups, level_groups
-from mtf_gradsync.reduce.sums.one_level import SumFn, simd_all_reduce
+from mtf_gradsync.reduce.sums.one_level import SumFn, in_groups, positions, simd_all_reduce
 
 
 def placement_two_levels(
@@ -19,41 +18,31 @@ def placement_two_levels(
 ) -> SumFn:
     """Makes a function that sums within inner groups (`levels.inner_groups`), then over them.
 
-    Only one member of each inner group takes part in the outer sum, and the others read the result
-    from it. Groups with the same tensors in the same memories, as on a mesh that shares copies, sum
-    them once.
+    Only one member of each inner group takes part in the outer sum; the others read its result.
     """
 
     def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
-        slices = value.tensor_list
-        result: list[Any] = [None] * len(slices)
-        first = first_alike(mesh_impl, slices, groups.groups)
-        for number, group in enumerate(groups.groups):
-            if first[number] is not group:
-                for processor, twin in zip(group, first[number]):
-                    result[processor] = result[twin]
-                continue
+        def sums_of(number: int, group: list[int]) -> list[Any]:
             inners = inner_groups(mesh_impl, group, outer_axes)
             start = turn + number
-            roots = [inner[start % len(inner)] for inner in inners]
+            roots = [start % len(inner) for inner in inners]
             sums = []
             for inner, root in zip(inners, roots):
-                members = [slices[p] for p in inner]
+                members = [value.tensor_list[p] for p in inner]
                 devices = [mesh_impl.devices[p] for p in inner]
-                at = inner.index(root)
-                sums.append(members if len(inner) == 1 else inner_sum(members, devices, at))
+                sums.append(members if len(inner) == 1 else inner_sum(members, devices, root))
             if len(inners) > 1:
-                partial = [s[inner.index(root)] for s, inner, root in zip(sums, inners, roots)]
-                devices = [mesh_impl.devices[root] for root in roots]
-                totals = outer_sum(partial, devices, start % len(roots))
+                partial = [s[root] for s, root in zip(sums, roots)]
+                devices = [mesh_impl.devices[inner[root]] for inner, root in zip(inners, roots)]
+                totals = outer_sum(partial, devices, start % len(inners))
                 sums = [
                     _hand_out(total, device, len(inner))
                     for total, device, inner in zip(totals, devices, inners)
                 ]
-            for inner, totals in zip(inners, sums):
-                for processor, total in zip(inner, totals):
-                    result[processor] = total
-        return mesh_impl.LaidOutTensor(result)
+            total_of = {p: x for inner, xs in zip(inners, sums) for p, x in zip(inner, xs)}
+            return [total_of[p] for p in group]
+
+        return in_groups(mesh_impl, value, groups, sums_of)
 
     return sum_fn
 
@@ -67,11 +56,10 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
 
 
 def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool) -> SumFn:
-    """Makes a function that sums along the inner axes, then along the outer ones.
+    """Makes a function that sums along the inner axes, then along the outer ones, on all cores.
 
-    All cores run one program, so that each of them takes part in the outer sum. With `scatter` each
-    sends only a part of the tensor over the outer axes; one more sum along the inner axes joins the
-    parts.
+    With `scatter` each core sends only a part of the tensor over the outer axes, and a third sum,
+    along the inner axes, joins the parts.
     """
 
     def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -104,11 +92,7 @@ def _share_out(
     shape = value.slice_shape
     size, parts = mtf.list_product(shape), inner.group_size
     part = -(-size // parts)
-    positions = [0] * mesh_impl.size
-    for group in inner.groups:
-        for position, processor in enumerate(group):
-            positions[processor] = position
-    mine = mesh_impl.slicewise(lambda p: tf.gather(positions, p), mesh_impl.laid_out_pnum())
+    mine = positions(mesh_impl, inner)
 
     def take(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
         padded = tf.pad(tf.reshape(x, [-1]), [[0, part * parts - size]])
