@@ -1,8 +1,6 @@
 """SIMD (TPU) programs without a TPU: runs them, and lists what their cores exchange.
 
 See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
-
-See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
 """
 
 from mtf_gradsync.simd.emulator.result import EmulatedGraph

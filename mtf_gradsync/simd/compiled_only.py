@@ -1,8 +1,7 @@
-"""Meshes for programs that are compiled or listed and never run: they take a part of the time.
+"""Meshes for programs that are compiled or listed and never run, which are faster to build.
 
-Mesh-TF makes a variable for every core, with what fills it and reads it back: of the small
-transformer of the benchmarks on 256 cores, 85% of the time that building takes. A core's program
-does not depend on how many other cores have a variable of the same name.
+Mesh-TF makes a variable for every core, with what fills it and reads it back: 85% of the time that
+building the small transformer of the benchmarks on 256 cores takes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def compiled_only() -> Iterator[None]:
 
 
 def mesh_class() -> type:
-    """The kind of SIMD mesh that is wanted here."""
+    """Returns the class of SIMD mesh that is wanted here."""
     return CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
 
 

@@ -44,13 +44,10 @@ class BranchDivergenceError(RuntimeError):
             f"{side} on cores {[c for c, v in values.items() if v is side]}"
             for side in (True, False)
         ]
+        names = some_of([repr(name) for name in self.collectives])
         super().__init__(
-            f"Cores {list(values)} have to come to {_some(self.collectives)} together, inside a "
+            f"Cores {list(values)} have to come to {names} together, inside a "
             f"{kind}, but its predicate {predicate!r} is {' and '.join(sides)}. On a TPU they "
             "would wait for each other forever. Make the predicate the same on all of these cores, "
             "for example by reducing it over their mesh axes first."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return some_of([repr(n) for n in names])

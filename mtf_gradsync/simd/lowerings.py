@@ -11,14 +11,10 @@ _HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "predict
 
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
-    """Returns the lowerings in a `lowering` argument.
+    """Returns the lowerings in a `lowering` argument; raises TypeError if it can hold none.
 
-    Args:
-      given: a lowering, a sequence of them, an ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose
-        hooks restore a lowering, or None.
-
-    Raises:
-      TypeError: when it is something else.
+    It may be a lowering, a sequence of them, None, or an ``EstimatorSpec`` or ``TPUEstimatorSpec``
+    whose hooks restore a lowering.
     """
     if given is None:
         return []

@@ -15,10 +15,6 @@ class MasterOps:
     """The names of operations that a session needs; the constructor adds them to the graph.
 
     Attributes:
-      graph: the graph.
-      initialize: operations that initialize every variable.
-      to_slices: operations that copy Mesh-TF's masters into their slices.
-      to_masters: operations that copy the slices back.
       masters: name of each global variable -> the tensor that holds its value.
       saver_def: SaverDef of the global variables; None where there are none.
     """
@@ -41,32 +37,18 @@ class MasterOps:
             self.saver_def = saver.as_saver_def() if saver else None
 
     def check_has_variables(self) -> None:
-        """Raises an error if there is nothing to save or restore.
-
-        Raises:
-          ValueError: when the graph has no variables.
-        """
+        """Raises ValueError if the graph has no variables to save or restore."""
         if self.saver_def is None:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """Returns a saver of the global variables that adds nothing to the graph.
-
-        The graph holds the operations under their names.
-
-        Raises:
-          ValueError: when there are no variables.
-        """
+        """Returns a saver for a graph that holds the operations, to which it adds nothing."""
         self.check_has_variables()
         with graph.as_default():
             return tf.train.Saver(saver_def=self.saver_def)
 
     def restore(self, session: tf.Session, path: str) -> None:
-        """Reads a checkpoint into the masters, of this or of another mesh.
-
-        Raises:
-          ValueError: when there is no such checkpoint, or no variables.
-        """
+        """Reads a checkpoint into the masters, of this or of another mesh."""
         saver = self.saver(session.graph)
         with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
             saver.restore(session, adapt_checkpoint(path, directory))

@@ -128,13 +128,7 @@ class Program:
 
 
 class TPUContext:
-    """Replaces the object that ``TPUEstimator`` puts into ``params["context"]``.
-
-    Attributes:
-      device_assignment: a made-up ``DeviceAssignment``.
-      num_replicas: how many cores run the program.
-      num_hosts: 1.
-    """
+    """Replaces the object that ``TPUEstimator`` puts into ``params["context"]``."""
 
     num_hosts = 1
 

@@ -1,8 +1,7 @@
 """Opens a TPU program by hand, for cores that need not exist.
 
-``tf.tpu.replicate`` takes the model as a function. A Mesh-TF user builds the model, the lowering
-and the update operations step by step, so the program is opened and closed here instead: the same
-control flow context, the same metadata operation, the same variable rules.
+``tf.tpu.replicate`` takes the model as a function, but a Mesh-TF user builds the model, the
+lowering and the update operations step by step.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from mtf_gradsync._private.libraries import tf
 
 
 def made_up_device_assignment(num_replicas: int) -> Any:
-    """Returns a ``DeviceAssignment`` of cores that do not exist.
+    """Returns a ``DeviceAssignment`` of cores that do not exist, in lexicographic order.
 
-    It has the form of a TPU v2 or v3 slice: two cores on a chip, chips in a rectangle as square as
-    it can be ([2, 2, 1, 2] for 8 cores). An odd number of cores gets one core on a chip.
-
-    Returns:
-      A ``tf.tpu.experimental.DeviceAssignment`` with cores in lexicographic order.
+    It has the form of a TPU v2 or v3 slice: two cores on a chip (one if their number is odd), chips
+    in a rectangle as square as it can be.
     """
     cores = 2 if num_replicas % 2 == 0 else 1
     chips = num_replicas // cores
@@ -37,12 +33,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program that has a value of its own on every core.
-
-    Args:
-      tensors: one tensor per core, all of one dtype and shape.
-      name: name of the operation.
-    """
+    """Returns a tensor of the program that has one of these values on each core."""
     # The operation belongs outside the program, whose context marks all that is made in it.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
@@ -50,11 +41,7 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
-    """Marks every operation made inside as part of one TPU program on ``num_replicas`` cores.
-
-    Yields:
-      The name of the program (TensorFlow calls it a cluster).
-    """
+    """Makes every operation inside part of one TPU program; yields its name, as of a cluster."""
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
     pivot = tf.no_op(name=cluster + "/pivot")

@@ -23,12 +23,7 @@ class ReplicaSession(abc.ABC):
     """
 
     def __init__(self, session: tf.Session, ops: MasterOps):
-        """Begins a session.
-
-        Args:
-          session: a ``tf.Session`` on a graph that holds these operations under their names.
-          ops: the operations on variables.
-        """
+        """Begins a session; the graph of the ``tf.Session`` holds the operations by their names."""
         self._session = session
         self._ops = ops
 
@@ -59,8 +54,7 @@ class ReplicaSession(abc.ABC):
         """Runs the program once.
 
         Args:
-          fetches: a tensor, operation or name of the user's graph, inside or outside the program,
-            or a nested structure of them.
+          fetches: a tensor, operation or name of the user's graph, or a nested structure of them.
           feed_dict: tensors of the user's graph outside the program -> values.
           per_replica: whether a tensor of the program gives the list of its values on all cores
             (in physical order) in place of its value on core 0.
@@ -73,19 +67,15 @@ class ReplicaSession(abc.ABC):
         """
 
     def variables(self) -> dict[str, np.ndarray]:
-        """Returns the values of all global variables, Mesh-TF's assembled from their slices.
+        """Returns the values of all global variables by name, assembled from their slices.
 
-        Returns:
-          name -> value. Variables that Mesh-TF stacked appear under their own names.
+        Variables that Mesh-TF stacked appear under their own names.
         """
         self._bring_masters_up_to_date()
         return self._session.run(self._ops.masters)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
-        """Returns the value of one variable, assembled from its slices.
-
-        Args:
-          variable: the variable, or its name.
+        """Returns the value of a variable, given itself or by name, assembled from its slices.
 
         Raises:
           ValueError: when there is no such global variable.
@@ -103,18 +93,12 @@ class ReplicaSession(abc.ABC):
     def save(
         self, path: str, saver: tf.train.Saver | None = None, global_step: int | None = None
     ) -> str:
-        """Writes a checkpoint of the master variables, after copying the slices into them.
+        """Writes a checkpoint of the variables, and returns its path.
 
-        Args:
-          path: prefix of the checkpoint's files.
-          saver: a saver that was made in the program's graph before the session, to count
-            checkpoints, delete old ones and write the state file; the session's own only writes
-            the checkpoint.
-          global_step: a number to add to the path, as for ``tf.train.Saver.save``.
-
-        Returns:
-          The path to give to `restore`; any program with the same variables can read it, on
-          another mesh, on another runtime or without a mesh.
+        Any program with the same variables can read it: on another mesh, on another runtime or
+        without a mesh. A `saver` that was made in the program's graph before the session counts
+        checkpoints, deletes old ones and writes the state file; without one none of that is done.
+        The global step is added to the path.
 
         Raises:
           ValueError: when the graph has no variables.
@@ -124,13 +108,10 @@ class ReplicaSession(abc.ABC):
         return self._write(path, saver, global_step)
 
     def restore(self, path: str) -> None:
-        """Reads a checkpoint into the master variables and copies them into the slices.
+        """Reads a checkpoint that `save` wrote, or any ``tf.train.Saver`` of the same variables.
 
         Values that each shard holds for itself (sums of accumulated gradients) are resharded where
         the checkpoint is of another mesh.
-
-        Args:
-          path: a path returned by `save`, or by any ``tf.train.Saver`` of the same variables.
 
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
@@ -156,8 +137,7 @@ class ReplicaSession(abc.ABC):
     def _is_inside(self, name: str) -> bool:
         """Returns whether an operation or tensor of the user's graph belongs to a program.
 
-        Raises:
-          KeyError: when the graph had no such operation when the session was made.
+        It raises KeyError if the graph did not have it when the session was made.
         """
 
     def _feed(self, key: Any) -> str:

@@ -9,19 +9,11 @@ from mtf_gradsync._private.libraries import tf
 
 
 class VariableAccess:
-    """Reads and sets the variables of a graph, by the name of their ``VarHandleOp``.
-
-    Attributes:
-      read: variable -> name of a tensor that holds its value.
-    """
+    """Reads and sets the variables of a graph, by the name of their ``VarHandleOp``."""
 
     def __init__(self, graph: tf.Graph):
-        """Finds the operations of a graph's variables.
-
-        Args:
-          graph: the graph, with variables made by TensorFlow's own functions.
-        """
-        self.read: dict[str, str] = {}
+        """Finds the operations of a graph's variables, made by TensorFlow's own functions."""
+        self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
         # A variable makes one read and one assignment of its own; later ones are the program's.
@@ -34,17 +26,12 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Values of all variables but those that nobody has initialized, which no step uses."""
+        """Returns values of all variables but those not initialized, which no step uses."""
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
-        """Sets variables.
-
-        Args:
-          session: a session on the graph, or on one that holds it under the same names.
-          values: pairs of variable and value.
-        """
+        """Sets variables to values, in a session on a graph that has operations of these names."""
         # Variables may share the tensor that they are initialized with, so it takes several rounds.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
         used: dict[str, int] = collections.Counter()

@@ -1,10 +1,8 @@
 """Checks that cores agree about a branch or one more loop iteration.
 
-A collective inside a branch needs its whole group there. If cores of a group have different values
-of the predicate, some wait for the others: a TPU hangs, and a CPU session fails with an error that
-names neither. A write to a variable that all cores share needs all of them: it follows their reads,
-and one core makes it for all. So every such predicate is compared within its group before it is
-used.
+A collective inside a branch needs its whole group there, and a write to a variable that all cores
+share needs all of them: one core makes it for all. Where their predicates differ a TPU hangs, so
+every such predicate is compared within its group before it is used.
 """
 
 from __future__ import annotations
@@ -19,13 +17,7 @@ from mtf_gradsync.simd.graph.facts import Context, GraphFacts, Loop
 
 
 class Meeting(NamedTuple):
-    """An operation that several cores have to reach together.
-
-    Attributes:
-      name: name of the operation, a collective or a write to a shared variable.
-      groups: the groups of cores that have to reach it together.
-      context: the loops and branches around it.
-    """
+    """A collective or a write to a shared variable, which each group of cores reaches together."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
@@ -47,9 +39,8 @@ def find_meetings(
 def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     """Returns (loop, core) -> the core whose frame it shares, where cores meet inside the loop.
 
-    Cores that meet inside a loop iterate together, so their clones have to be in one frame. Other
-    cores have to be in another one: in a branch that only some groups take, a frame is either
-    alive or dead as a whole.
+    Cores that meet there iterate together in one frame. Others need one of their own: in a branch
+    that only some groups take, a frame is either alive or dead as a whole.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -65,39 +56,28 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
 
 
 class Agreement(NamedTuple):
-    """One predicate that one group of cores has to agree on.
+    """One predicate that one group of cores has to agree on."""
 
-    Attributes:
-      kind: "conditional" or "while loop".
-      predicate: the predicate's name in the user's graph, as a ``NodeDef`` spells an input.
-      group: core numbers.
-      meetings: names of the operations that need it.
-    """
-
-    kind: str
-    predicate: str
+    kind: str  # "conditional" or "while loop"
+    predicate: str  # in the user's graph, as a NodeDef spells an input
     group: tuple[int, ...]
-    meetings: list[str]
+    meetings: list[str]  # names of the operations that need it
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
     """Finds what groups of more than one core have to agree on, by predicate."""
-    loop_predicate = {
-        facts.context[name][-1]: facts.node[name].input[0]
-        for name in facts.order
-        if facts.node[name].op == "LoopCond"
-    }
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:
         for around in meeting.context:
-            is_loop = isinstance(around, Loop)
-            predicate = loop_predicate[around] if isinstance(around, Loop) else around.predicate
+            if isinstance(around, Loop):
+                kind, predicate = "while loop", facts.node[facts.condition_of[around]].input[0]
+            else:
+                kind, predicate = "conditional", around.predicate
             for group in meeting.groups:
                 if len(group) < 2:
                     continue
                 key = (predicate, tuple(sorted(group)))
                 if key not in found:
-                    kind = "while loop" if is_loop else "conditional"
                     found[key] = Agreement(kind, predicate, key[1], [])
                 found[key].meetings.append(meeting.name)
     by_predicate: dict[str, list[Agreement]] = {}
@@ -107,11 +87,9 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
 
 def divergence_of(error: Any, checks: dict[str, Agreement]) -> BranchDivergenceError | None:
-    """Returns the divergence that a session's error reports, or None if it is another error.
+    """Returns the divergence that an ``InvalidArgumentError`` reports; None for another error.
 
-    Args:
-      error: a ``tf.errors.InvalidArgumentError``.
-      checks: name of each comparing operation -> what it compares.
+    `checks` has what each comparing operation compares, by its name.
     """
     name = error.op.name if error.op is not None else None
     if name not in checks:

@@ -10,13 +10,7 @@ from mtf_gradsync.simd.graph.fetches import check_alive_outside
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:
-    """Returns the name of a core's copy of an operation or tensor in the rewritten graph.
-
-    Args:
-      prefix: the prefix that the rewriting chose.
-      name: name of an operation or tensor of a program.
-      core: physical core number.
-    """
+    """Returns the name of a physical core's copy of an operation or tensor of a program."""
     return f"{prefix}_{core}/{name}"
 
 

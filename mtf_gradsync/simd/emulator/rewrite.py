@@ -254,10 +254,7 @@ class _Rewriter:
         dimension = int(constant)
         for group in collective.groups:
             for core in group:
-                name, near = self._name(node.name, core), split_input(sent[core])[0]
-                axis = self._add_int(name + "/split_axis", dimension, near)
-                split = self._add(name + "/split", "Split", [axis, sent[core]], T=kind)
-                split.attr["num_split"].i = len(group)
+                self._split(node, core, [sent[core]], dimension, len(group))
             waits = [text for c in group for text in control[c]]
             for position, core in enumerate(group):
                 parts = [join_input(self._name(node.name, c) + "/split", position) for c in group]
@@ -274,9 +271,8 @@ class _Rewriter:
         kind, parts = node.attr["T"].type, node.attr["split_count"].i
         for core in self._cores(node.name):
             name, near = self._name(node.name, core), split_input(sent[core])[0]
-            axis = self._add_int(name + "/split_axis", node.attr["split_dimension"].i, near)
-            split = self._add(name + "/split", "Split", [axis, sent[core]] + control[core], T=kind)
-            split.attr["num_split"].i = parts
+            dimension = node.attr["split_dimension"].i
+            self._split(node, core, [sent[core], *control[core]], dimension, parts)
             group = collective.group_of(core)
             pieces = [
                 join_input(self._name(node.name, other) + "/split", group.index(core))
@@ -286,6 +282,15 @@ class _Rewriter:
             concat = self._add(name, "ConcatV2", pieces + [axis], T=kind)
             concat.attr["N"].i = parts
             concat.attr["Tidx"].type = tf.int32.as_datatype_enum
+
+    def _split(
+        self, node: tf.NodeDef, core: int, inputs: list[str], dimension: int, parts: int
+    ) -> None:
+        """Adds `<name of the core's clone>/split`, whose outputs are parts of the first input."""
+        name = self._name(node.name, core)
+        axis = self._add_int(name + "/split_axis", dimension, near=split_input(inputs[0])[0])
+        split = self._add(name + "/split", "Split", [axis, *inputs], T=node.attr["T"].type)
+        split.attr["num_split"].i = parts
 
     def _add_done(self) -> None:
         """Adds one operation per program that waits for everything with an effect, on all cores."""

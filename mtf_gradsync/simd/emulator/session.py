@@ -31,11 +31,7 @@ def cpu_config() -> tf.ConfigProto:
 class PreparedGraph:
     """A user's graph, emulated and imported, with the operations that a session needs.
 
-    Attributes:
-      source: the user's graph.
-      version: the source graph's version when it was taken.
-      emulated: the `EmulatedGraph`.
-      graph: the imported graph that sessions run.
+    `source` is the user's graph, of the version `version`; `graph` is the one that sessions run.
     """
 
     def __init__(self, source: tf.Graph, lowerings: Sequence[mtf.Lowering]):

@@ -8,11 +8,7 @@ _PREFIXES = ("_tpu", "_xla", "_Xla")
 
 
 def untie(node: tf.NodeDef) -> None:
-    """Removes the attributes that tie a node to a device, to other operations' devices or to a TPU.
-
-    Args:
-      node: the node, changed in place.
-    """
+    """Removes the attributes that tie a node to devices or to a TPU, in place."""
     node.device = ""
     for attr in list(node.attr):
         if attr == "_class" or attr.startswith(_PREFIXES):

@@ -15,12 +15,10 @@ class Collective(NamedTuple):
     """One collective operation of a program.
 
     Attributes:
-      name: name of the operation.
       op: one of `COLLECTIVE_TYPES`.
-      groups: lists of physical core numbers that have to reach the operation together. For
-        ``CollectivePermute``, the cores that its pairs connect.
+      groups: physical core numbers that have to reach the operation together: for
+        ``CollectivePermute``, those that its pairs connect.
       pairs: ``CollectivePermute`` only: (source, target) core numbers.
-      context: the loops and branches around it.
       together: name of its group of sums; "" for a sum that is in none.
     """
 
@@ -37,14 +35,10 @@ class Collective(NamedTuple):
 
 
 def find_collectives(facts: GraphFacts) -> dict[str, Collective]:
-    """Reads every collective operation of every TPU program in a graph.
-
-    Returns:
-      name -> `Collective`, in program order.
+    """Returns every collective of every TPU program in a graph by name, in program order.
 
     Raises:
-      UnsupportedProgramError: when a collective's groups are not a constant, or are not a
-        partition of the cores.
+      UnsupportedProgramError: when groups are not a constant, or not a partition of the cores.
     """
     return {
         name: _read(facts, name) for name in facts.order if facts.node[name].op in COLLECTIVE_TYPES
@@ -101,14 +95,7 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 
 
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sets of cores that groups connect, directly or through other cores.
-
-    Args:
-      groups: groups of core numbers, which may overlap.
-
-    Returns:
-      Disjoint sets, each sorted.
-    """
+    """Returns the sorted, disjoint sets of cores that groups, which may overlap, connect."""
     set_of: dict[int, set[int]] = {}
     for group in groups:
         joined = set(group).union(*(set_of[core] for core in group if core in set_of))

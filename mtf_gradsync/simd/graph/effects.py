@@ -1,8 +1,8 @@
 """Finds the operations of a program that have effects, and the order that they need.
 
-A TPU runs a whole program in order. A CPU session runs what a fetch needs, in any order that the
-edges allow. The edges found here close that gap: reads and writes of a variable happen in program
-order, and everything with an effect happens before the program counts as done.
+A TPU runs a whole program in order, a CPU session what a fetch needs, in any order that the edges
+allow. With the edges found here, reads and writes of a variable happen in program order, and
+everything with an effect happens before the program counts as done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
-from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop
+from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop, common_context
 
 _READS = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 _QUERIES = frozenset(["VariableShape", "VarIsInitializedOp"])
@@ -29,8 +29,7 @@ class Effects(NamedTuple):
         and branches as a shared write.
       last: program -> nodes that have to run before it is done.
       shared_writes: writes to variables of which all cores see one copy (a global step that lives
-        on the host): every core has the same new value, so one core's write is enough. Inside of
-        branches and loops it needs all cores, as a collective does.
+        on the host): all have the same new value, and one of them writes it.
     """
 
     after: dict[str, set[str]]
@@ -45,10 +44,7 @@ def find_effects(facts: GraphFacts) -> Effects:
 
 
 def variables_written(facts: GraphFacts) -> dict[str, list[str]]:
-    """Returns the names of variables that the operations of TPU programs write, by operation.
-
-    A variable with a slice on every core appears once, under the name that Mesh-TF gave it.
-    """
+    """Returns operation -> the variables that it writes, by the names that Mesh-TF gave them."""
     written = {}
     for name in facts.order:
         if name in facts.cluster and facts.node[name].op not in _READS:
@@ -74,10 +70,9 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
-    """Returns the variables that a node reads or writes, as the nodes that name them.
+    """Returns what stands for the variables that a node reads or writes.
 
-    Returns:
-      Names of ``VarHandleOp`` nodes, or of ``TPUReplicatedInput`` nodes over one per core.
+    That is a ``VarHandleOp``, or a ``TPUReplicatedInput`` over one per core.
     """
     op = facts.node[name].op
     if op in _BOOKKEEPING or op in _QUERIES:
@@ -150,10 +145,8 @@ class _Finder:
     def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
         """Makes ``name`` wait for an earlier node, on its own core or on all of them."""
         context, other = self._facts.context[name], self._facts.context[earlier]
-        size = 0
-        while size < min(len(context), len(other)) and context[size] == other[size]:
-            size += 1
-        shared = context[:size]
+        shared = common_context(context, other)
+        size = len(shared)
         here = context[size] if len(context) > size else None
         there = other[size] if len(other) > size else None
         if (
@@ -169,7 +162,7 @@ class _Finder:
                     after[begin].add(end)
 
     def _ends(self, name: str, context: Context) -> list[str]:
-        """Nodes in an outer context that run only after ``name`` has run, if it does run."""
+        """Returns nodes in an outer context that run only after ``name`` has run, if it runs."""
         inner = self._facts.context[name]
         ends = [name]
         while len(inner) > len(context):

@@ -1,12 +1,12 @@
 """The structure of a graph: program order, and the loops and branches around each operation.
 
-All other modules here use the results of this one walk over a ``GraphDef``. It reads control flow
-version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which is what Mesh-TF makes.
+It reads control flow version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which Mesh-TF makes.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Iterable, NamedTuple, Tuple, Union
 
 import numpy as np
@@ -17,25 +17,16 @@ from mtf_gradsync.simd.graph.order import CycleError, in_order
 
 
 class Loop(NamedTuple):
-    """A ``tf.while_loop`` around an operation.
-
-    Attributes:
-      frame: the loop's frame name.
-    """
+    """A ``tf.while_loop`` around an operation, by the name of its frame."""
 
     frame: str
 
 
 class Branch(NamedTuple):
-    """One side of a ``tf.cond`` around an operation.
+    """One side of a ``tf.cond`` around an operation."""
 
-    Attributes:
-      predicate: name of the tensor that the conditional tests.
-      taken: the predicate's value that runs this side.
-    """
-
-    predicate: str
-    taken: bool
+    predicate: str  # name of the tensor that the conditional tests
+    taken: bool  # the predicate's value that runs this side
 
 
 # The loops and branches around an operation, outermost first.
@@ -52,13 +43,9 @@ CONTROL = -1
 
 
 def split_input(text: str) -> tuple[str, int]:
-    """Splits an input of a ``NodeDef`` into the node's name and the output's number.
+    """Splits an input of a ``NodeDef``, such as ``"name:2"``, into a name and an output's number.
 
-    Args:
-      text: ``"name"``, ``"name:2"`` or ``"^name"``.
-
-    Returns:
-      ``(name, number)``; the number is `CONTROL` for a control input.
+    The number of ``"name"`` is 0, that of ``"^name"`` is `CONTROL`.
     """
     if text.startswith("^"):
         return text[1:], CONTROL
@@ -67,12 +54,7 @@ def split_input(text: str) -> tuple[str, int]:
 
 
 def join_input(name: str, number: int) -> str:
-    """Returns the inverse of `split_input`.
-
-    Args:
-      name: a node's name.
-      number: an output's number, or `CONTROL`.
-    """
+    """Returns the text that `split_input` splits."""
     if number == CONTROL:
         return "^" + name
     return name if number == 0 else f"{name}:{number}"
@@ -90,11 +72,18 @@ def data_first(inputs: Iterable[str]) -> list[str]:
     return data + sorted(control)
 
 
+def common_context(one: Context, other: Context) -> Context:
+    """Returns the loops and branches that are around both."""
+    size = 0
+    while size < min(len(one), len(other)) and one[size] == other[size]:
+        size += 1
+    return one[:size]
+
+
 class GraphFacts:
     """Static facts about a ``GraphDef``.
 
     Attributes:
-      graph_def: the graph.
       node: name -> ``NodeDef``.
       order: every name once, each after all its inputs, otherwise in the order of creation.
       context: name -> `Context`.
@@ -140,7 +129,7 @@ class GraphFacts:
     def _walk(self) -> None:
         """Fills `order`, then `context` from the inputs on."""
         needs = {
-            name: {s for s, _ in inputs if not self._is_back_edge(s, name)}
+            name: {s for s, _ in inputs if not self.is_back_edge(s, name)}
             for name, inputs in self._inputs.items()
         }
         try:
@@ -151,7 +140,8 @@ class GraphFacts:
         for name in self.order:
             self.context[name] = self._context_of(name)
 
-    def _is_back_edge(self, source: str, consumer: str) -> bool:
+    def is_back_edge(self, source: str, consumer: str) -> bool:
+        """Returns whether an input of a node is what the last iteration of a loop gives it."""
         return self.node[source].op in _NEXT and self.node[consumer].op in _MERGE
 
     def _context_of(self, name: str) -> Context:
@@ -159,27 +149,18 @@ class GraphFacts:
         found: list[Context] = [
             self.context_of_output(source, number)
             for source, number in self._inputs[name]
-            if not self._is_back_edge(source, name)
+            if not self.is_back_edge(source, name)
         ]
         if node.op in _MERGE:
             # Both sides of a conditional meet here; the context that they share is around both.
-            shared = found[0]
-            for other in found[1:]:
-                size = 0
-                while size < min(len(shared), len(other)) and shared[size] == other[size]:
-                    size += 1
-                shared = shared[:size]
-            return shared
+            return functools.reduce(common_context, found)
         context = max(found, key=len) if found else ()
         if node.op in _ENTER:
             context += (Loop(node.attr["frame_name"].s.decode()),)
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """Returns the context in which an output of a node, see `split_input`, is alive.
-
-        It is the node's own, except behind the end of a loop and on the sides of a conditional.
-        """
+        """Returns the context in which an output of a node, see `split_input`, is alive."""
         node, context = self.node[name], self.context[name]
         if node.op in _EXIT:
             while not isinstance(context[-1], Loop):
@@ -190,12 +171,9 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """Returns the predicate that a conditional's Switch nodes test, by its first Switch.
-
-        ``tf.cond`` makes Switch(p, p), on which operations without inputs depend, and right after
-        it Identity(p), which all other Switch nodes test. Several conditionals may share one p, so
-        only the Identity distinguishes them.
-        """
+        """Returns the predicate that a conditional's Switch nodes test, by its first Switch."""
+        # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
+        # Identity(p), which all other Switch nodes test. Conditionals may share a p.
         found: dict[str, str] = {}
         open_pivots: dict[str, list[str]] = collections.defaultdict(list)
         for node in self.graph_def.node:
@@ -217,6 +195,11 @@ class GraphFacts:
         """Returns whether a node is the ``Switch`` of a conditional."""
         return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
 
+    @functools.cached_property
+    def condition_of(self) -> dict[Loop, str]:
+        """The ``LoopCond`` of each loop."""
+        return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
+
     def loop_of(self, name: str) -> Loop:
         """Returns the innermost loop around a node that is in no conditional inside that loop."""
         loop = self.context[name][-1]
@@ -230,11 +213,7 @@ class GraphFacts:
         return name
 
     def constant(self, name: str) -> np.ndarray | None:
-        """Returns the value of a constant, also from inside loops and branches.
-
-        Returns:
-          The value, or None where the node is not a constant.
-        """
+        """Returns the value of a constant, also from inside loops and branches; None for others."""
         node = self.node[self.root(name)]
         if node.op != "Const":
             return None

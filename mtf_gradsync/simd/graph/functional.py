@@ -1,8 +1,7 @@
 """Rebuilds a graph with functions in place of the loops and conditionals of control flow v1.
 
 TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``; it needs
-``While`` and ``If``, whose bodies are functions. `rebuild` makes every operation of a graph again,
-level by level: operations of a branch are made inside the function of that branch.
+``While`` and ``If``, whose bodies are functions.
 """
 
 from __future__ import annotations
@@ -40,18 +39,16 @@ def rebuild(
     fetches: Sequence[str],
     stand_ins: Mapping[str, StandIn] = {},
 ) -> list[Any]:
-    """Rebuilds a graph's operations in the current default graph, which is a function's.
+    """Makes a graph's operations again in the current default graph, which is a function's.
 
-    Control flow v2 has to be enabled.
+    Control flow v2 has to be enabled there.
 
     Args:
       graph_def: the graph; control flow version 1.
       given: name of an operation -> the tensor to take in its place.
-      fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
+      fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals, which
+        are returned as they were made.
       stand_ins: type of an operation -> its replacement.
-
-    Returns:
-      The tensors and operations that were made for the fetches.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
@@ -73,22 +70,19 @@ class _Builder:
         self.library.versions.CopyFrom(facts.graph_def.versions)
         self.library.library.CopyFrom(facts.graph_def.library)
 
-    def is_back_edge(self, source: str, consumer: str) -> bool:
-        return self.facts.node[source].op == "NextIteration" and self._is_merge(consumer)
-
     def _is_merge(self, name: str) -> bool:
         return self.facts.node[name].op == "Merge"
 
     def is_loop_variable(self, name: str) -> bool:
         """Returns whether a node is the ``Merge`` at which a loop's variable enters each turn."""
         return self._is_merge(name) and any(
-            self.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
+            self.facts.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
         )
 
     def next_value(self, variable: str) -> str:
         """Returns the ``NextIteration`` of a loop's variable."""
         sources = (source for source, _ in self.facts.inputs(variable))
-        return next(s for s in sources if self.is_back_edge(s, variable))
+        return next(s for s in sources if self.facts.is_back_edge(s, variable))
 
     def item_of(self, name: str, around: Context) -> Hashable:
         """Returns the item that a node belongs to on the level with the given context."""
@@ -119,7 +113,8 @@ class _Builder:
             if name in found or context[: len(around)] != around or self._opens_turn(name, around):
                 continue
             found.add(name)
-            pending += [s for s, _ in self.facts.inputs(name) if not self.is_back_edge(s, name)]
+            sources = (source for source, _ in self.facts.inputs(name))
+            pending += [s for s in sources if not self.facts.is_back_edge(s, name)]
         return sorted(found, key=self.position.__getitem__)
 
     def _opens_turn(self, name: str, around: Context) -> bool:
@@ -156,10 +151,6 @@ class _Level:
             elif isinstance(item, _Conditional):
                 self._make_conditional(item, members)
 
-    def value(self, source: str, number: int) -> Any:
-        """Returns the tensor made for an output of a node."""
-        return self.values[source, number]
-
     def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
         """Returns the items of this level, each after those it needs, else in order of creation."""
         builder = self._builder
@@ -185,7 +176,7 @@ class _Level:
     def _make_operation(self, name: str) -> None:
         node = self._builder.facts.node[name]
         inputs = self._builder.facts.inputs(name)
-        data = [self.value(s, k) for s, k in inputs if k != CONTROL]
+        data = [self.values[s, k] for s, k in inputs if k != CONTROL]
         stand_in = self._builder.stand_ins.get(node.op)
         with tf.control_dependencies(self._waits([name])):
             outputs = stand_in(node, data) if stand_in else None
@@ -219,13 +210,11 @@ class _Level:
             around = (*self._around, Branch(item.predicate, taken))
 
             def body() -> list[Any]:
-                values = {
-                    (name, int(taken)): self.value(*facts.inputs(name)[0]) for name in switches
-                }
+                values = {(n, int(taken)): self.values[facts.inputs(n)[0]] for n in switches}
                 level = _Level(builder, around, values, outer=self)
                 level.make([n for n in members if facts.context[n][: depth + 1] == around])
                 results = [
-                    level.value(source, number)
+                    level.values[source, number]
                     for merge in merges
                     for source, number in facts.inputs(merge)
                     if number != CONTROL and builder.side_of(source, number, depth).taken is taken
@@ -235,7 +224,7 @@ class _Level:
 
             return body
 
-        predicate = self.value(*split_input(item.predicate))
+        predicate = self.values[split_input(item.predicate)]
         with tf.control_dependencies(self._waits(members)):
             results = _functional().cond(predicate, side(True), side(False))
         for merge, result in zip(merges, tf.nest.flatten(results)):
@@ -258,25 +247,25 @@ class _Level:
             given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
             for name in here:
                 if facts.node[name].op == "Enter":
-                    given.setdefault((name, 0), self.value(*facts.inputs(name)[0]))
+                    given.setdefault((name, 0), self.values[facts.inputs(name)[0]])
             level = _Level(builder, around, given, outer=self)
             level.make(builder.needed_for(wanted, around))
             return level
 
         def condition(*values: Any) -> Any:
-            return turn(values, [test]).value(test, 0)
+            return turn(values, [test]).values[test, 0]
 
         def body(*values: Any) -> list[Any]:
             nexts = [builder.next_value(v) for v in variables]
             level = turn(values, nexts)
             with tf.control_dependencies([level.operations[n] for n in nexts]):
-                return [tf.identity(level.value(n, 0)) for n in nexts]
+                return [tf.identity(level.values[n, 0]) for n in nexts]
 
         enters = [
             next(s for s, _ in facts.inputs(v) if facts.node[s].op == "Enter") for v in variables
         ]
         with tf.control_dependencies(self._waits(members)):
-            first = [tf.identity(self.value(*facts.inputs(e)[0])) for e in enters]
+            first = [tf.identity(self.values[facts.inputs(e)[0]]) for e in enters]
             results = _functional().while_loop(condition, body, first)
         result_of = dict(zip(variables, results))
         for name in here:

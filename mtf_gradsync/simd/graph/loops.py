@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Sequence
 
-from mtf_gradsync.simd.graph.facts import GraphFacts
+from mtf_gradsync.simd.graph.facts import Context, GraphFacts, Loop
 
 
-def loop_turns(facts: GraphFacts, frame: str) -> int | None:
-    """Returns how often a loop runs, if it counts from one constant to another by a third.
+def turns_in(facts: GraphFacts, context: Context) -> int | None:
+    """Returns how often a step runs what is in a context; None if the graph does not say."""
+    turns = 1
+    for loop in context:
+        if isinstance(loop, Loop):
+            count = _turns(facts, loop)
+            if count is None:
+                return None
+            turns *= count
+    return turns
 
-    None where the graph does not determine it that plainly.
-    """
-    condition = next(
-        name
-        for name in facts.order
-        if facts.node[name].op == "LoopCond" and facts.loop_of(name).frame == frame
-    )
-    test = facts.inputs(condition)[0][0]
+
+def _turns(facts: GraphFacts, loop: Loop) -> int | None:
+    """Returns how often a loop runs, if it counts from one constant to another by a third."""
+    test = facts.inputs(facts.condition_of[loop])[0][0]
     if facts.node[test].op != "Less":
         return None
     counter, limit = (source for source, _ in facts.inputs(test)[:2])
@@ -34,12 +37,6 @@ def loop_turns(facts: GraphFacts, frame: str) -> int | None:
     if first is None or not step or step < 0:
         return None
     return max(0, math.ceil((float(end) - float(first)) / step))
-
-
-def product_of_turns(counts: Sequence[int | None]) -> int | None:
-    """Returns how often the innermost of nested loops runs; None if one of the counts is None."""
-    known = [count for count in counts if count is not None]
-    return math.prod(known) if len(known) == len(counts) else None
 
 
 def _step(facts: GraphFacts, name: str) -> float | None:

@@ -11,11 +11,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 class CycleError(ValueError):
-    """Items need each other in a cycle.
-
-    Attributes:
-      cycle: the items, each needed by the next, the last by the first.
-    """
+    """Items in a cycle: each is needed by the next, the last by the first."""
 
     def __init__(self, cycle: list[Hashable]):
         self.cycle = cycle
@@ -25,11 +21,7 @@ class CycleError(ValueError):
 def in_order(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
     """Returns items sorted so that each comes after those it needs, otherwise in the given order.
 
-    Args:
-      needs: each item -> the items of the same mapping that have to come first.
-
-    Raises:
-      CycleError: when items need each other.
+    What an item needs is in the mapping, too. Raises `CycleError` if items need each other.
     """
     items = list(needs)
     place = {item: i for i, item in enumerate(items)}

@@ -24,11 +24,7 @@ _REMEDIES = {
 
 
 def check_can_be_emulated(facts: GraphFacts) -> None:
-    """Raises an error for a graph that the emulator would get wrong.
-
-    Raises:
-      UnsupportedProgramError: names the operation, its type, and what to do.
-    """
+    """Raises `UnsupportedProgramError` for a graph that the emulator would get wrong."""
     if not facts.num_replicas:
         raise UnsupportedProgramError(
             "The graph holds no TPU program. Build the model inside simd.tpu_program(...) or "
@@ -53,11 +49,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
 
 
 def check_functions_are_silent(facts: GraphFacts) -> None:
-    """Raises an error for programs that call a function with a collective inside.
-
-    Raises:
-      UnsupportedProgramError: names the operation that calls the function.
-    """
+    """Raises `UnsupportedProgramError` for programs that call functions with collectives."""
     talking = _functions_with_collectives(
         {f.signature.name: f for f in facts.graph_def.library.function}
     )

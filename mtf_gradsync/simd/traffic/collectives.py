@@ -12,7 +12,7 @@ from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
 from mtf_gradsync.simd.graph.effects import variables_written
 from mtf_gradsync.simd.graph.facts import Branch, GraphFacts, Loop
-from mtf_gradsync.simd.graph.loops import loop_turns, product_of_turns
+from mtf_gradsync.simd.graph.loops import turns_in
 from mtf_gradsync.simd.graph.refusals import check_functions_are_silent
 from mtf_gradsync.simd.lowerings import lowerings_in
 from mtf_gradsync.simd.program import Program
@@ -54,8 +54,6 @@ def list_collectives(
     check_functions_are_silent(facts)
     collectives = find_collectives(facts)
     group_names = {} if mesh_impl is None else groups_by_axes(mesh_impl)
-    around = [c for collective in collectives.values() for c in collective.context]
-    turns = {c.frame: loop_turns(facts, c.frame) for c in around if isinstance(c, Loop)}
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
     stacked = _original_names(lowerings)
     reached = {
@@ -63,7 +61,7 @@ def list_collectives(
         for name, variables in _variables_reached(facts, collectives).items()
     }
     rows = [
-        _row(graph, collective, group_names, turns, reached[name])
+        _row(graph, facts, collective, group_names, reached[name])
         for name, collective in collectives.items()
     ]
     mesh = "" if mesh_impl is None else mesh_text(mesh_impl.shape)
@@ -72,15 +70,13 @@ def list_collectives(
 
 def _row(
     graph: tf.Graph,
+    facts: GraphFacts,
     collective: Collective,
     group_names: dict[frozenset, str],
-    turns: dict[str, int | None],
     variables: tuple[str, ...],
 ) -> CommunicationRow:
     operand = graph.get_operation_by_name(collective.name).inputs[0]
     shape = tuple(operand.shape.as_list()) if operand.shape.is_fully_defined() else None
-    loops = tuple(c.frame for c in collective.context if isinstance(c, Loop))
-    counts = [turns[frame] for frame in loops]
     groups = frozenset(frozenset(g) for g in collective.groups)
     lists = ",".join(str(list(g)).replace(" ", "") for g in collective.groups)
     return CommunicationRow(
@@ -90,8 +86,8 @@ def _row(
         shape=shape,
         bytes_per_core=None if shape is None else math.prod(shape) * operand.dtype.size,
         group=group_names.get(groups, lists),
-        loops=loops,
-        turns=product_of_turns(counts),
+        loops=tuple(c.frame for c in collective.context if isinstance(c, Loop)),
+        turns=turns_in(facts, collective.context),
         branches=tuple((c.predicate, c.taken) for c in collective.context if isinstance(c, Branch)),
         variables=variables,
         together=collective.together,
@@ -99,11 +95,7 @@ def _row(
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
-    """Returns every way to group a mesh's cores by axes.
-
-    Returns:
-      Sets of physical core numbers -> the axes' names, joined by "+".
-    """
+    """Returns every way to group a mesh's physical cores -> the axes' names, joined by "+"."""
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
     names: dict[frozenset, str] = {}
@@ -119,7 +111,7 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Returns name of each variable that Mesh-TF stacked -> the names of the variables in it."""
+    """Returns each variable that Mesh-TF stacked -> the variables in it, by name."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings

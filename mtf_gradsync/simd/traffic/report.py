@@ -149,7 +149,9 @@ class CommunicationReport:
             "where": [row.where for row in self.rows],
             "together": [row.together.rpartition("/")[2] for row in self.rows],
             "at": [row.name.rpartition("/")[0] or row.name for row in self.rows],
-            "variables": [_names(row.variables) for row in self.rows],
+            "variables": [
+                "?" if row.variables is None else some_of(row.variables, 2) for row in self.rows
+            ],
         }
         align = ["right" if name == "bytes/core" else "left" for name in columns]
         return tabulate(
@@ -227,10 +229,6 @@ def _total(rows: Sequence[CommunicationRow]) -> Total:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-def _names(names: Sequence[str] | None) -> str:
-    return "?" if names is None else some_of(names, 2)
 
 
 def _sentence(total: Total) -> str:

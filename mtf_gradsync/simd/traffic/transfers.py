@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.devices import process_of
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.simd.graph.facts import Branch, Context, GraphFacts, Loop
-from mtf_gradsync.simd.graph.loops import loop_turns, product_of_turns
+from mtf_gradsync.simd.graph.loops import turns_in
 from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
 
 # Operations that call functions, whose content is not listed.
@@ -18,10 +18,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether a graph calls functions, into which `list_transfers` does not look.
-
-    An update that is not always due may be such a call.
-    """
+    """Returns whether a graph calls functions (an update may be one), which are not listed."""
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
 
@@ -171,8 +168,6 @@ def _row(
     facts: GraphFacts, key: tuple[str, str, str, Context], tensors: list[tf.Tensor], cores: int
 ) -> CommunicationRow:
     scope, dtype, axes, context = key
-    loops = tuple(c.frame for c in context if isinstance(c, Loop))
-    counts = [loop_turns(facts, frame) for frame in loops]
     known = all(t.shape.is_fully_defined() for t in tensors)
     total = sum(t.shape.num_elements() * t.dtype.size for t in tensors) if known else None
     return CommunicationRow(
@@ -182,7 +177,7 @@ def _row(
         shape=None,
         bytes_per_core=None if total is None else math.ceil(total / cores),
         group=axes,
-        loops=loops,
-        turns=product_of_turns(counts),
+        loops=tuple(c.frame for c in context if isinstance(c, Loop)),
+        turns=turns_in(facts, context),
         branches=tuple((c.predicate, c.taken) for c in context if isinstance(c, Branch)),
     )
