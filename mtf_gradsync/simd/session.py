@@ -23,7 +23,7 @@ class ReplicaSession(abc.ABC):
     """
 
     def __init__(self, session: tf.Session, ops: MasterOps):
-        """Begins a session; the graph of the ``tf.Session`` holds the operations by their names."""
+        """Begins a session; the graph of `session` holds these operations under their names."""
         self._session = session
         self._ops = ops
 

@@ -17,7 +17,7 @@ _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """Returns how many dimensions to make rows, for rows and columns as equal as possible."""
+    """Returns how many of a tensor's dimensions make rows, to have about as many rows as columns."""
 
     def factors(number: int) -> int:
         return math.prod(shape[:number]) + math.prod(shape[number:])

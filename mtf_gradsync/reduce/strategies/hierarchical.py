@@ -178,7 +178,7 @@ class HierarchicalAllReduce(Strategy):
 
 
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
-    """Returns the entries of a specification, with defaults; raises ValueError if it is none."""
+    """Returns the entries of a specification, with defaults; raises ValueError if it is invalid."""
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:
         raise ValueError(f"spec must have an entry, such as ('add_n/add_n', 1, -1), got {spec!r}.")

@@ -79,7 +79,7 @@ def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
 
 
 def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
-    """Returns the name; raises ValueError, with a hint if it can, if no algorithm has it."""
+    """Returns name; raises ValueError, with a hint for known ones, if no algorithm here has it."""
     if not isinstance(name, str) or name not in ALGORITHMS:
         hint = _ELSEWHERE.get(name) if isinstance(name, str) else None
         raise ValueError(

@@ -17,7 +17,7 @@ from mtf_gradsync.simd.graph.facts import Context, GraphFacts, Loop
 
 
 class Meeting(NamedTuple):
-    """A collective or a write to a shared variable, which each group of cores reaches together."""
+    """A collective or a write to a shared variable; each group has to reach it together."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
@@ -89,7 +89,7 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 def divergence_of(error: Any, checks: dict[str, Agreement]) -> BranchDivergenceError | None:
     """Returns the divergence that an ``InvalidArgumentError`` reports; None for another error.
 
-    `checks` has what each comparing operation compares, by its name.
+    `checks`: name of each comparing operation -> what it compares.
     """
     name = error.op.name if error.op is not None else None
     if name not in checks:

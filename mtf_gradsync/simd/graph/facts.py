@@ -173,7 +173,7 @@ class GraphFacts:
     def _find_pivots(self) -> dict[str, str]:
         """Returns the predicate that a conditional's Switch nodes test, by its first Switch."""
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
-        # Identity(p), which all other Switch nodes test. Conditionals may share a p.
+        # Identity(p), which all other Switch nodes test. Several conditionals may share p.
         found: dict[str, str] = {}
         open_pivots: dict[str, list[str]] = collections.defaultdict(list)
         for node in self.graph_def.node:

@@ -18,7 +18,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether a graph calls functions (an update may be one), which are not listed."""
+    """Returns whether a graph calls functions (as an update may), whose copies are not listed."""
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
 
