@@ -17,7 +17,7 @@ _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """Returns how many of a tensor's dimensions make rows, to have about as many rows as columns."""
+    """Returns how many dimensions of a shape to make rows, to have about as many as columns."""
 
     def factors(number: int) -> int:
         return math.prod(shape[:number]) + math.prod(shape[number:])

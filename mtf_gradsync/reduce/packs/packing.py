@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns tensors of one dtype as one: stacked if of one shape, else flattened and concatenated."""
+    """Returns tensors of one dtype as one: stacked if of one shape, else flattened and joined."""
     if _one_shape([t.shape.as_list() for t in tensors]):
         return tf.stack(tensors)
     flat = tf.constant([-1])

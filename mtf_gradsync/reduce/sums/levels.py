@@ -55,7 +55,7 @@ def level_groups(
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
     """Returns the groups of the first sum and of the second; None if inner groups differ in size.
 
-    The first members of a group's inner groups make one outer group, the second ones another, and so on.
+    The first members of a group's inner groups make one outer group, the second another, and so on.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:
