@@ -6,7 +6,7 @@ import functools
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import scalar_multiplied, slice_function
+from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
 from mtf_gradsync.gradients.partial_sums import partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSum, PendingSums
 from mtf_gradsync.gradients.pending.linear import linear_positions
@@ -125,7 +125,7 @@ def undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[Callable[[mtf.Tensor], mt
         if _is_linear_by_element(operation):
             redo.append(functools.partial(_by_element, operation, grad.dtype))
         elif isinstance(operation, mtf.ScalarMultiplyOperation):
-            redo.append(functools.partial(_times, scalar_multiplied(operation)))
+            redo.append(functools.partial(_times, scalar_of(operation)))
         else:
             return grad, redo[::-1]
         (grad,) = operation.inputs

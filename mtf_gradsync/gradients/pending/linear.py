@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Collection
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import differentiated, reduction, slice_function
+from mtf_gradsync._private.mesh_tensorflow import output_gradients, reduction, slice_function
 from mtf_gradsync.gradients.pending.functions import linear_arguments
 
 # Linear in all of their inputs together: each output is a sum of terms of one input each.
@@ -94,7 +94,7 @@ def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tupl
     if isinstance(operation, _IN_EACH):
         return tuple(pending) if len(pending) == 1 else None
     if isinstance(operation, mtf.GenericGradOperation):
-        found = range(len(inputs) - len(differentiated(operation).output_gradients), len(inputs))
+        found = range(len(inputs))[-len(output_gradients(operation)) :]
     elif isinstance(operation, mtf.ReduceOperation):
         found = range(1 if reduction(operation) == "SUM" else 0)
     elif isinstance(operation, mtf.PoolBackPropOperation):

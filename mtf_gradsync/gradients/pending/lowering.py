@@ -12,7 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     give_outputs,
     loop_body,
     loop_condition,
-    scalar_added,
+    scalar_of,
 )
 from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums, share
 from mtf_gradsync.gradients.pending.flow import Flow, Use
@@ -287,7 +287,7 @@ class PendingLowering(PartLowering):
             return self._lowered(operation, inputs)
         mesh_impl = self._lowering.mesh_impl(operation)
         count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in use.axes]).size
-        scalar = scalar_added(operation)
+        scalar = scalar_of(operation)
 
         def add(x: tf.Tensor) -> tf.Tensor:
             return x + tf.cast(scalar, x.dtype) / tf.cast(count, x.dtype)
