@@ -35,14 +35,9 @@ class ReduceGradients(StageOperation):
     ):
         """Adds the operation.
 
-        Args:
-          grads: pending or per-shard gradients, at least one.
-          variables: their variables.
-          shard_dims: the shard dims that the gradients are reduced over.
-          axes: the replica axes.
-          strategy: its `reduce_gradients` reduces over the replica axes, its `all_reduce` over
-            other axes.
-          state: a structure of mesh variables, with or without shard dims in front.
+        The gradients are pending or per shard, and are reduced over the replica axes of
+        `shard_dims`; over other axes by the strategy's `all_reduce`. The state is a structure of
+        mesh variables, with or without shard dims in front.
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]

@@ -99,14 +99,7 @@ class SumGradients(StageOperation):
         strategy: Strategy,
         batch_dims: Sequence[str] | None = None,
     ):
-        """Adds the operation.
-
-        Args:
-          grads: pending, reduced or per-shard gradients.
-          sum_dims: for each gradient the dims to sum over.
-          strategy: the reduction strategy.
-          batch_dims: names of the dimensions that the batch is split along; None finds them.
-        """
+        """Adds the operation; `sum_dims` are the dims of each gradient to sum over."""
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
         plain = [g for g, dims in zip(grads, self._sum_dims) if not dims]

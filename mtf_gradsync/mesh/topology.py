@@ -74,7 +74,7 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
 
 
 def kind_of(device: str) -> str:
-    """Returns the kind of a device: "CPU" where the string names none, "unknown" if it is no device."""
+    """Returns the kind of a device: "CPU" where the string names none, "unknown" if it is none."""
     try:
         return tf.DeviceSpec.from_string(device).device_type or "CPU"
     except (AttributeError, TypeError, ValueError):

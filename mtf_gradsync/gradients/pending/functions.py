@@ -46,18 +46,11 @@ def linear_arguments(
     specs: Sequence[tuple[Sequence[int], tf.DType]],
     arguments: Sequence[int],
 ) -> bool:
-    """Finds out whether a function is linear in some of its arguments together.
+    """Returns whether a function is known to be linear in the arguments at some positions together.
 
-    The function is run once, in a graph of its own. Only TensorFlow's simplest operations are
-    followed, so that some linear functions are not recognised.
-
-    Args:
-      fn: from tf tensors to one tensor or a tuple of them.
-      specs: shape and dtype of each argument.
-      arguments: positions.
-
-    Returns:
-      Whether all results are known to be linear.
+    The function takes tf tensors of the shapes and dtypes in `specs`. It is run once, in a graph of
+    its own. Only TensorFlow's simplest operations are followed, so that some linear functions are
+    not recognised.
     """
     try:
         traced = trace_function(fn, [tf.TensorSpec(shape, dtype) for shape, dtype in specs])
