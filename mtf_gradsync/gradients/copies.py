@@ -18,9 +18,7 @@ GroupAssignment = Sequence[Sequence[int]]
 
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
     """Returns lists of shard numbers, checked; None for no groups, which may be given as [] too."""
-    if group_assignment is None or (
-        isinstance(group_assignment, (list, tuple)) and not group_assignment
-    ):
+    if group_assignment is None:
         return None
     ok = isinstance(group_assignment, (list, tuple)) and all(
         isinstance(group, (list, tuple))
@@ -32,7 +30,7 @@ def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
             "group_assignment must be a list of lists of shard numbers, such as "
             f"[[0, 1], [2, 3]], got {group_assignment!r}."
         )
-    return [[int(i) for i in group] for group in group_assignment]
+    return [[int(i) for i in group] for group in group_assignment] or None
 
 
 def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> int:

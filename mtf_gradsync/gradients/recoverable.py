@@ -60,10 +60,10 @@ def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
     if not present:
         return []
     flow = _flow(present, axes)
-    if any(use.first for use in flow.uses.values()):
-        return [i for i, g in enumerate(grads) if g is not None]
-    beyond = {g for g in present if flow.axes.get(g, frozenset()) - set(axes.mesh_axes)}
-    return [i for i, g in enumerate(grads) if g in beyond]
+    sums_first = any(use.first for use in flow.uses.values())
+    replica_axes = set(axes.mesh_axes)
+    found = {g for g in present if sums_first or flow.axes.get(g, frozenset()) - replica_axes}
+    return [i for i, g in enumerate(grads) if g in found]
 
 
 def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:

@@ -188,6 +188,15 @@ class ReplicaAxes:
         )
 
 
+def check_axes(axes: Any) -> None:
+    """Raises TypeError if axes are no ReplicaAxes."""
+    if not isinstance(axes, ReplicaAxes):
+        raise TypeError(
+            "axes must be a ReplicaAxes, such as ReplicaAxes('batch:4;model:2', 'batch:batch'), "
+            f"got {axes!r}."
+        )
+
+
 def resolve_axes(
     axes: ReplicaAxes | None = None,
     mesh_shape: MeshShapeLike | None = None,
@@ -196,8 +205,7 @@ def resolve_axes(
 ) -> ReplicaAxes | None:
     """Returns replica axes from either form that the wrappers take; None when neither is given."""
     if axes is not None:
-        if not isinstance(axes, ReplicaAxes):
-            raise TypeError(f"axes must be a ReplicaAxes, got {axes!r}.")
+        check_axes(axes)
         if mesh_shape is not None or layout is not None:
             raise ValueError(
                 "Give either axes or mesh_shape and layout, not both: got "

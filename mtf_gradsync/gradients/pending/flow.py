@@ -297,9 +297,8 @@ class Flow:
     def _gathers(self, tensor: mtf.Tensor) -> bool:
         """Whether a tensor is made of gathered values of all shards, without a sum."""
         operation = tensor.operation
-        if passes_on(operation) or is_product_or_sum(operation):
-            return False
-        if isinstance(operation, mtf.WhileLoopOperation):
+        is_loop = isinstance(operation, mtf.WhileLoopOperation)
+        if is_loop or passes_on(operation) or is_product_or_sum(operation):
             return False
         split = Axes().union(*[self._layout.split_over_shards(t) for t in operation.inputs])
         return bool(split - self._layout.split_over_shards(tensor))
