@@ -182,15 +182,18 @@ class PendingLowering(PartLowering):
         for tensor in operation.outputs:
             lazy = self._tensors.get(tensor)
             if isinstance(lazy, mtf.LazyAllreduceSum) and not isinstance(lazy, PendingSum):
-                parts = lazy.laid_out_input.to_laid_out_tensor()
-                self._tensors[tensor] = PendingSum(
-                    lazy.mesh_impl,
-                    sorted(lazy.mesh_axes),  # Mesh-TF adds up those of one order alone
-                    parts.slice_shape,
-                    lambda parts=parts: parts,
-                    self._sum_for(tensor),
-                    lazy.add_counter_fn,
-                )
+                self._tensors[tensor] = self._pending(tensor, lazy)
+
+    def _pending(self, tensor: mtf.Tensor, lazy: mtf.LazyAllreduceSum) -> PendingSum:
+        parts = lazy.laid_out_input.to_laid_out_tensor()
+        return PendingSum(
+            lazy.mesh_impl,
+            sorted(lazy.mesh_axes),  # Mesh-TF adds up those of one order alone
+            parts.slice_shape,
+            lambda: parts,
+            self._sum_for(tensor),
+            lazy.add_counter_fn,
+        )
 
     def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
         """Makes the function that reduces a sum, alone or with others."""
