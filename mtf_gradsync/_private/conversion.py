@@ -10,8 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 def explain_mesh_tensors_to_tensorflow() -> None:
     """Makes TensorFlow's operations raise an error for mesh tensors that says what to use instead.
 
-    TensorFlow itself says "Failed to convert elements of Tensor[...] to Tensor". It is a TypeError
-    as before, so that ``tf_tensor * mesh_tensor`` still is a product on the mesh.
+    It is a TypeError as before, so that ``tf_tensor * mesh_tensor`` still is a product on the mesh.
     """
     tf.register_tensor_conversion_function((mtf.Tensor, mtf.Variable), _refuse)
 

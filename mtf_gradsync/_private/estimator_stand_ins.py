@@ -1,7 +1,7 @@
-"""Estimator's specs and configs, for TensorFlows without Estimator.
+"""Estimator's specs and configs as plain data, for TensorFlows without Estimator.
 
-They are plain data. With them a model_fn that was written for Estimator or TPUEstimator can be
-called, and run by `mtf_gradsync.estimator.Estimator`. Fields and defaults are TensorFlow 2.15's.
+With them `mtf_gradsync.estimator.Estimator` runs a model_fn that was written for Estimator or
+TPUEstimator. Fields and defaults are TensorFlow 2.15's.
 """
 
 from __future__ import annotations
@@ -16,21 +16,6 @@ class ModeKeys:
     TRAIN = "train"
     EVAL = "eval"
     PREDICT = "infer"
-
-
-def _check(spec: Any) -> None:
-    """Raises ValueError for a spec that lacks what its mode needs."""
-    needed = {
-        ModeKeys.TRAIN: ("loss", "train_op"),
-        ModeKeys.EVAL: ("loss",),
-        ModeKeys.PREDICT: ("predictions",),
-    }
-    kind = type(spec).__name__
-    if spec.mode not in needed:
-        raise ValueError(f"mode of {kind} must be one of {list(needed)}, got {spec.mode!r}.")
-    missing = [name for name in needed[spec.mode] if getattr(spec, name) is None]
-    if missing:
-        raise ValueError(f"{kind} of mode {spec.mode!r} needs {' and '.join(missing)}.")
 
 
 class _EstimatorFields(NamedTuple):
@@ -61,28 +46,37 @@ class _TPUFields(NamedTuple):
     prediction_hooks: Sequence[Any] = ()
 
 
-class EstimatorSpec(_EstimatorFields):
+class _Spec:
+    """A spec that has what its mode needs."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        needed = {
+            ModeKeys.TRAIN: ("loss", "train_op"),
+            ModeKeys.EVAL: ("loss",),
+            ModeKeys.PREDICT: ("predictions",),
+        }
+        spec: Any = super().__new__(cls, *args, **kwargs)
+        kind = cls.__name__
+        if spec.mode not in needed:
+            raise ValueError(f"mode of {kind} must be one of {list(needed)}, got {spec.mode!r}.")
+        missing = [name for name in needed[spec.mode] if getattr(spec, name) is None]
+        if missing:
+            raise ValueError(f"{kind} of mode {spec.mode!r} needs {' and '.join(missing)}.")
+        return spec
+
+
+class EstimatorSpec(_Spec, _EstimatorFields):
     """The return value of a model_fn."""
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> EstimatorSpec:
-        """Makes a spec, and checks that it has what its mode needs."""
-        spec = super().__new__(cls, *args, **kwargs)
-        _check(spec)
-        return spec
 
-
-class TPUEstimatorSpec(_TPUFields):
+class TPUEstimatorSpec(_Spec, _TPUFields):
     """The return value of a model_fn for TPUEstimator."""
 
     __slots__ = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> TPUEstimatorSpec:
-        """Makes a spec, and checks that it has what its mode needs."""
-        spec = super().__new__(cls, *args, **kwargs)
-        _check(spec)
-        return spec
 
 
 class _Settings:

@@ -1,7 +1,4 @@
-"""Records the calls of `mtf.gradients`, which Mesh-TF 0.1.21 does not.
-
-``tests/private/test_mesh_tensorflow.py`` has the tests.
-"""
+"""Records the calls of `mtf.gradients`, which Mesh-TF 0.1.21 does not."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Seed(mtf.Constant):
     rounded: Callable[[tf.Tensor], tf.Tensor] = staticmethod(tf.identity)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        """Lowers the operation; see `mtf.Operation.lower`."""
+        """See `mtf.Operation.lower`."""
         super().lower(lowering)
         if self.scale is None:
             return

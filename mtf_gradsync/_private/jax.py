@@ -1,9 +1,8 @@
 """What this package uses of jax without a public name, one function each.
 
-The functions that compile and run programs are in `mtf_gradsync.xla.runner`, which exported steps
-need, too. All were read on jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1; public names of
-later versions are tried first. Each function imports what it needs, because jax belongs to an
-extra.
+What compiles and runs programs is in `mtf_gradsync.xla.runner`, because exported steps need it,
+too. All were read on jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1; public names of later
+versions are tried first. Each function imports what it needs, because jax belongs to an extra.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ class MemoryBytes(NamedTuple):
     """The memory that a compiled program takes on one device, in bytes.
 
     Attributes:
-      arguments: its arguments.
-      outputs: its results.
-      aliased: the part of the results that is written over arguments.
-      temporaries: everything in between, at its peak.
+      aliased: the part of the outputs that is written over arguments.
+      temporaries: everything between arguments and outputs, at its peak.
       code: the program itself.
     """
 
@@ -35,9 +32,8 @@ class MemoryBytes(NamedTuple):
 def writes_over_arguments_well() -> bool:
     """Returns whether results may be written over arguments.
 
-    On CPU devices, an executable of jaxlib 0.4.34 or 0.4.38 that was deserialized reads values
-    that it has overwritten, and 0.4.34 returns only after a step whose results are written over
-    its arguments; 0.10.2 does neither.
+    On CPU devices, deserialized executables of jaxlib 0.4.34 and 0.4.38 read values that they have
+    overwritten. 0.10.2 does not.
     """
     import jaxlib
 
@@ -84,11 +80,7 @@ def _hlo() -> Any:
 
 
 def hlo_to_module(hlo: bytes) -> Any:
-    """Returns the MLIR module of StableHLO for a serialized ``HloModuleProto``.
-
-    Returns:
-      The MLIR module, in the current context.
-    """
+    """Returns the StableHLO of a serialized ``HloModuleProto``, as a module in MLIR's context."""
     from jaxlib.mlir import ir
 
     try:
@@ -116,8 +108,7 @@ def stablehlo_to_hlo(module: str) -> bytes:
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
     """Compiles StableHLO for devices that a topology describes; the program cannot be run.
 
-    Raises:
-      RuntimeError: when XLA refuses the program.
+    XLA refuses a program by a RuntimeError.
     """
     client = devices[0].client
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
@@ -157,8 +148,7 @@ class Cluster(NamedTuple):
 def detected_cluster(timeout: float) -> Cluster:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
-    Args:
-      timeout: seconds that jax may wait for an answer of the cluster's manager.
+    jax may wait `timeout` seconds for an answer of the cluster's manager.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -178,36 +168,27 @@ def distributed_is_initialized() -> bool:
 
 
 def use_cpu_collectives(implementation: str) -> None:
-    """Sets how CPU devices of several processes exchange values, unless the user has set it.
-
-    Later versions of jax need no such setting.
-    """
+    """Sets how CPU devices of several processes exchange values, unless the user has set it."""
     import jax
 
     name = "jax_cpu_collectives_implementation"
+    # Later versions of jax need no such setting.
     if not hasattr(jax.config, name) and jax.config.read(name) in (None, "none"):
         jax.config.update(name, implementation)
 
 
 class Profiler:
-    """Profiles jax's devices, without the frames of Python.
-
-    jax has a public way to leave those out from 0.5 on, with the profiles in a folder.
-    """
+    """Profiles jax's devices, without the frames of Python."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._session: Any = None
 
     def start(self) -> None:
-        """Begins.
-
-        Raises:
-          RuntimeError: when another profiler runs.
-        """
+        """Begins. Raises RuntimeError when another profiler runs."""
         import jax
 
-        if hasattr(jax.profiler, "ProfileOptions"):
+        if hasattr(jax.profiler, "ProfileOptions"):  # from 0.5 on
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             self._folder = tempfile.TemporaryDirectory(prefix="mtf_gradsync_")

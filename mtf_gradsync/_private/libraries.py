@@ -1,23 +1,19 @@
 """The libraries underneath, ``tf`` and ``mtf``: makes ``mesh_tensorflow`` importable.
 
 Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later TensorFlows moved or dropped
-four things that it names while it is being imported:
+things that it names while it is being imported:
 
-- ``ops.register_tensor_conversion_function``: moved to another module in 2.13;
-- ``tf.estimator``: gone from 2.16 on (also read by ``gin.tf``);
-- ``tensorflow.python.tpu.tpu_config`` and ``.tpu_estimator``: gone from 2.16 on.
+- ``ops.register_tensor_conversion_function``: moved to another module in 2.13; - ``tf.estimator``
+(also read by ``gin.tf``), ``tensorflow.python.tpu.tpu_config`` and
+  ``.tpu_estimator``: gone from 2.16 on.
 
-Importing this module adds what is missing, and nothing else. The session hooks of ``tf.estimator``
-are TensorFlow's own, from ``tf.train``. Specs and configs are data, and work. Names that really
-need Estimator can be imported, subclassed and used in annotations; they raise
-`EstimatorRemovedError` when a program constructs or calls one.
+Importing this module adds what is missing, and nothing else. Specs and configs of Estimator are
+data, and work; its session hooks are those of ``tf.train``. Names that really need Estimator can be
+imported, subclassed and used in annotations; calling one raises `EstimatorRemovedError`.
 
-``mesh_tensorflow.transformer`` is not imported here (it needs the ``train`` extra), but it can be
-imported afterwards.
-
-Not done here: parsing absl flags. ``mesh_tensorflow.simd_mesh_impl`` defines two and reads them
-when a ``SimdMeshImpl`` is made; a program that runs without ``absl.app`` calls
-``absl.flags.FLAGS.mark_as_parsed()`` itself.
+``mesh_tensorflow.transformer`` needs the ``train`` extra, and can be imported afterwards. Flags of
+absl are not parsed: a program without ``absl.app`` that makes a ``SimdMeshImpl``, which reads two,
+calls ``absl.flags.FLAGS.mark_as_parsed()`` itself.
 """
 
 from __future__ import annotations
@@ -65,7 +61,6 @@ _ESTIMATOR_CLASSES = (
     "WarmStartSettings",
     "train_and_evaluate",
 )
-_TPU_ESTIMATOR_CLASSES = ("TPUEstimator",)
 
 
 class EstimatorRemovedError(RuntimeError):
@@ -199,12 +194,8 @@ def _restore_estimator(modules: list[Any]) -> None:
     lacking = [module for module in modules if not hasattr(module, "estimator")]
     if not lacking:
         return
-    stand_in = next(
-        (m.estimator for m in modules if hasattr(m, "estimator") and _is_stand_in(m.estimator)),
-        None,
-    )
-    if stand_in is None:
-        stand_in = _estimator_stand_in()
+    made = (m.estimator for m in modules if hasattr(m, "estimator"))
+    stand_in = next(filter(_is_stand_in, made), None) or _estimator_stand_in()
     for module in lacking:
         module.estimator = stand_in
 
@@ -217,10 +208,6 @@ def _restore_tpu_module(name: str, members: dict[str, Any]) -> None:
     module = _stand_in_module(full_name, members)
     sys.modules[full_name] = module
     setattr(_tpu_package, name, module)
-
-
-def _removed_classes(names: tuple[str, ...], module: str) -> dict[str, Any]:
-    return {name: _removed_class(name, f"{_TPU_PACKAGE}.{module}") for name in names}
 
 
 #: Whether this TensorFlow still has Estimator and TPUEstimator (2.15 and older).
@@ -236,8 +223,8 @@ _restore_tpu_module("tpu_config", _TPU_CONFIG_DATA)
 _restore_tpu_module(
     "tpu_estimator",
     {
+        "TPUEstimator": _removed_class("TPUEstimator", f"{_TPU_PACKAGE}.tpu_estimator"),
         "TPUEstimatorSpec": _data.TPUEstimatorSpec,
-        **_removed_classes(_TPU_ESTIMATOR_CLASSES, "tpu_estimator"),
     },
 )
 

@@ -43,8 +43,7 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
     """Initializes a variable that replaces another one in an optimizer, with a value of its own.
 
-    It is in none of the graph's lists and has no master of its own; its name and dtypes are those
-    of the other one.
+    It has the other one's name and dtypes, no master, and stands in none of the graph's lists.
     """
     vars(replacement).update(vars(variable))
     replacement._inputs = []
@@ -54,8 +53,8 @@ def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: m
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     """Gives a variable that is not lowered yet a value of another shape with as many elements.
 
-    Its master, and so what checkpoints hold, keeps its shape. The old value is to become the output
-    of another operation (`take_over`).
+    Its master, which checkpoints hold, keeps its shape. `take_over` is to make the old value the
+    output of another operation.
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
@@ -113,20 +112,12 @@ def keeps_no_slot_of_shape(optimizer: Any, shape: mtf.Shape) -> bool:
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:
-    """Returns the function of tf tensors that an operation calls on the slices of its inputs.
-
-    `AddOperation` and `MinMaxOperation` are binary operations too.
-    """
+    """Returns the function of tf tensors that an operation calls on the slices of its inputs."""
     return operation._tf_fn
 
 
-def scalar_added(operation: mtf.ScalarAddOperation) -> Any:
-    """Returns the number or tf scalar that is added to every element."""
-    return operation._scalar
-
-
-def scalar_multiplied(operation: mtf.ScalarMultiplyOperation) -> Any:
-    """Returns the number or tf scalar that every element is multiplied by."""
+def scalar_of(operation: mtf.ScalarAddOperation | mtf.ScalarMultiplyOperation) -> Any:
+    """Returns the number or tf scalar that every element is added to or multiplied by."""
     return operation._scalar
 
 
@@ -135,23 +126,12 @@ def reduction(operation: mtf.ReduceOperation) -> str:
     return operation._reduction_fn_string
 
 
-class DifferentiatedOperation(NamedTuple):
-    """What a `GenericGradOperation` differentiates.
+def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
+    """Returns the gradients that an operation takes, one for each output of the forward operation.
 
-    Its outputs are the gradients of the operation's inputs, in order.
-
-    Attributes:
-      operation: the forward operation.
-      output_gradients: an `mtf.Tensor` for each of its outputs.
+    They are the last of its inputs.
     """
-
-    operation: mtf.Operation
-    output_gradients: list[mtf.Tensor]
-
-
-def differentiated(operation: mtf.GenericGradOperation) -> DifferentiatedOperation:
-    """Returns the operation that a gradient by `tf.gradients` is of."""
-    return DifferentiatedOperation(operation._forward_op, operation._grad_ys)
+    return operation._grad_ys
 
 
 def custom_gradient_results(operation: mtf.CustomGradientOperation) -> list[mtf.Tensor]:
@@ -164,10 +144,9 @@ class LoopPart(NamedTuple):
 
     Attributes:
       inputs: the tensors that stand for the loop's variables in it.
-      operations: its operations, in order; the loop's own list. They stand in no graph's list
-        of operations.
-      outputs: the returned tensors. A loop with accumulators has more outputs than inputs;
-        those past the inputs are summed over the iterations.
+      operations: the loop's own list of its operations, which stand in no graph's list.
+      outputs: the returned tensors. Those past the inputs are accumulators, which are summed over
+        the iterations.
     """
 
     inputs: list[mtf.Tensor]
@@ -210,8 +189,8 @@ def keep_masks_finite() -> None:
 def check_imported_shapes() -> None:
     """Makes a step fail whose input has another shape than the mtf tensor that it becomes.
 
-    Where TensorFlow does not know the shape before, a placement mesh and a SIMD mesh would take
-    as much of the input as the mtf tensor has, and train on a part of the batch.
+    Where TensorFlow does not know the shape before, the meshes would take as much of the input as
+    the mtf tensor has, and train on a part of the batch.
     """
     made = mtf.ImportOperation.__init__
     if hasattr(made, "__wrapped__"):

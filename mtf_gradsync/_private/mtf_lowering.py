@@ -11,10 +11,9 @@ _IS_OURS = "mtf_gradsync_is_called_before"
 
 
 def call_before_lowering(call: Callable[[mtf.Graph], None]) -> None:
-    """Makes every lowering, and `mtf.Graph.rewrite_stack_variables`, call a function first.
+    """Makes every lowering and `mtf.Graph.rewrite_stack_variables` call a function first.
 
-    Args:
-      call: gets the graph, which may still be added to.
+    The function gets the graph, and may add to it.
     """
     lower, rewrite = mtf.Lowering.__init__, mtf.Graph.rewrite_stack_variables
     # The latter is wrapped by gin, too.

@@ -1,7 +1,4 @@
-"""Keeps the shards of a recomputed block apart, which Mesh-TF 0.1.21 ties together.
-
-``tests/private/test_mesh_tensorflow.py`` has the test.
-"""
+"""Keeps the shards of a recomputed block apart, which Mesh-TF 0.1.21 ties together."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ _NOTHING = 1e-30
 def recompute_each_shard_by_itself() -> None:
     """Makes `mtf.recompute_grad` wait for the gradient of each example alone, not for their sum.
 
-    XLA would merge a recomputation with the original. So Mesh-TF adds next to nothing of the
-    incoming gradient to what the block is recomputed from, but of its sum over all examples:
-    an all-reduce for each block, by which a NaN of one shard reaches the gradients of all.
+    So that XLA does not merge a recomputation with the original, Mesh-TF adds next to nothing of
+    the incoming gradient to what the block is recomputed from, but of its sum over all examples: an
+    all-reduce for each block, by which a NaN of one shard reaches the gradients of all.
     """
     mtf.ops._recompute_grad_grad = _recompute
 

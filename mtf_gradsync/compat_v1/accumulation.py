@@ -20,11 +20,9 @@ AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
 
 
 class _State(NamedTuple):
-    """Local variables of one training operation.
+    """Local variables of one training operation: micro steps in the sums, and the sums.
 
-    Attributes:
-      count: micro steps in the sums.
-      sums: one for each gradient that is not None.
+    There is a sum for each gradient that is not None.
     """
 
     count: tf.Variable

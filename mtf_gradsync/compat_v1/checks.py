@@ -88,12 +88,7 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
 
 def refuse_with_v1(opt: Any, **arguments: Any) -> None:
-    """Raises ValueError for arguments that have no meaning for an optimizer of tf.compat.v1.train.
-
-    Args:
-      opt: the optimizer.
-      **arguments: a wrapper's arguments for mesh optimizers by name; None where one is not given.
-    """
+    """Raises ValueError for arguments, None where not given, that go with mesh optimizers only."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
@@ -134,22 +129,14 @@ class OffMesh:
     """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns gradients by the inner optimizer; see `tf.compat.v1.train.Optimizer`.
-
-        Raises:
-          TypeError: the loss or a variable is one of Mesh-TensorFlow.
-        """
+        """Returns gradients by the inner optimizer; see `tf.compat.v1.train.Optimizer`."""
         self._refuse_mesh(loss, args, kwargs)
         return super().compute_gradients(loss, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
 
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
     ) -> tf.Operation:
-        """Applies gradients; see `tf.compat.v1.train.Optimizer`.
-
-        Raises:
-          TypeError: a gradient or variable is one of Mesh-TensorFlow.
-        """
+        """Applies gradients; see `tf.compat.v1.train.Optimizer`."""
         pairs = list(grads_and_vars)
         self._refuse_mesh(pairs, args, kwargs)
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc] # TensorFlow's

@@ -10,17 +10,15 @@ import gin
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.compat_v1.checks import NOT_GIVEN, V1OptimizerLike, given_optimizer
-from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of, slots_of
+from mtf_gradsync.compat_v1.rules import RULES, Rule, Slot, rule_of
 from mtf_gradsync.gradients.checks import check_grads_and_variables
 from mtf_gradsync.step import Plan, gated_update
 
 
 class _State(NamedTuple):
-    """The variables that the optimizer has made in one mtf graph.
+    """The variables that the optimizer has made in one mtf graph: slots, and scalars by name.
 
-    Attributes:
-      slots: variable and key -> slot.
-      powers: name -> scalar variable.
+    The keys of slots are a variable and the slot's own key.
     """
 
     slots: dict[tuple[mtf.Variable, str], mtf.Variable]
@@ -130,7 +128,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
     def get_slot_names(self) -> list[str]:
         """Returns names of the slots, sorted."""
-        return sorted(slot.key for slot in slots_of(self.opt))
+        return sorted(slot.key for slot in rule_of(self.opt, call=False).slots)
 
     def variables(self) -> list[mtf.Variable]:
         """Returns all variables made in the graph in which gradients were applied last."""
@@ -255,19 +253,17 @@ def _update(
         kept, rest = others[: len(slots)], others[len(slots) :]
         by = {**scalars, **dict(zip(tensors, rest))}
         first, new = rule.step(grad, rest[-1] if rule.reads_variable else None, kept, by)
-        return (first, *new) if new else first
+        return (first, *new) if new else first  # Mesh-TF takes no tuple of one
 
-    # A list of one makes Mesh-TF look for a tuple of one.
     number = 1 + len(slots)
     results = mtf.slicewise(
         step,
         inputs,
-        output_shape=[variable.shape] * number if slots else variable.shape,
-        output_dtype=[dtype] * number if slots else dtype,
+        output_shape=[variable.shape] * number,
+        output_dtype=[dtype] * number,
         splittable_dims=variable.shape.dims,
         name="update",
     )
-    results = results if slots else (results,)
     assign = mtf.assign if rule.replaces else mtf.assign_sub
     return [
         assign(variable, results[0]),

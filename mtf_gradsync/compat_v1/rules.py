@@ -33,16 +33,15 @@ class Rule(NamedTuple):
 
     Attributes:
       step: computes an update element by element. It is called as `step(gradient, variable, slots,
-        scalars)` with tf tensors of one shape, a core's slices: the gradient; the variable, or None
-        if not `reads_variable`; a list of slots, in the order of `slots`; and scalars by name. It
-        returns the change, which the caller subtracts from the variable, and a list of new slots.
+        scalars)` with tf tensors of one shape, a core's slices: the variable is None if not
+        `reads_variable`, and slots are in the order of `slots`. It returns the change, which the
+        caller subtracts from the variable, and a list of new slots.
       slots: the slots of each variable, in the order in which TensorFlow makes them.
       scalars: the hyperparameters of the step, numbers or scalar tensors by name.
       powers: pairs (name, base) of scalar variables that are multiplied by base in each update:
         Adam's powers of beta1 and beta2.
-      with_powers: if there are powers, a function that returns the scalars that the step is called
-        with. It is called as `with_powers(scalars, powers)`: with those of `scalars`, and with the
-        powers before the update as float32 mtf scalars by name.
+      with_powers: if there are powers, a function of `scalars` and of the powers before the update,
+        float32 mtf scalars by name, that returns the scalars for the step.
       reads_variable: whether the step is called with the variable.
       replaces: whether the step returns the variable's new value in place of the change.
     """
@@ -56,29 +55,17 @@ class Rule(NamedTuple):
     replaces: bool = False
 
 
-def rule_of(optimizer: tf.train.Optimizer) -> Rule:
-    """Returns the update rule of an optimizer.
+def rule_of(optimizer: tf.train.Optimizer, call: bool = True) -> Rule:
+    """Returns the update rule of an optimizer of a class in `RULES`.
 
-    Args:
-      optimizer: an optimizer of a class in `RULES`.
-
-    Returns:
-      Its rule; functions among the hyperparameters were called for it.
+    With `call`, functions among the hyperparameters are called for it.
     """
-    given = hyperparameters(optimizer)
     # TensorFlow makes float32 of them before it computes, 1 - beta for example.
-    given = {k: _rounded(v) for k, v in given.items()}
+    given = {
+        k: float(np.float32(v)) if isinstance(v, (float, np.floating)) else v
+        for k, v in hyperparameters(optimizer, call).items()
+    }
     return RULES[type(optimizer)](given, optimizer.get_name())
-
-
-def slots_of(optimizer: tf.train.Optimizer) -> tuple[Slot, ...]:
-    """Returns the slots that an optimizer keeps for each variable; calls no user function."""
-    given = hyperparameters(optimizer, call=False)
-    return RULES[type(optimizer)](given, optimizer.get_name()).slots
-
-
-def _rounded(value: Any) -> Any:
-    return float(np.float32(value)) if isinstance(value, (float, np.floating)) else value
 
 
 def _gradient_descent(given: dict[str, Any], name: str) -> Rule:

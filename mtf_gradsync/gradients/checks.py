@@ -11,11 +11,7 @@ GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
 
 def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns grads as a new list, checked.
-
-    Raises:
-      TypeError: something in it is neither an mtf tensor nor None.
-    """
+    """Returns grads as a new list; raises TypeError for what is neither an mtf tensor nor None."""
     if isinstance(grads, mtf.Tensor) or not hasattr(grads, "__iter__"):
         raise TypeError(f"grads must be a list of mtf.Tensor or None, got {grads!r}.")
     grads = list(grads)
@@ -26,11 +22,7 @@ def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
-    """Returns variables, or variables of given values, as a new list of mtf.Variable.
-
-    Raises:
-      TypeError: an element is not a mesh variable or the value of one.
-    """
+    """Returns variables, or variables of given values, as a new list of mtf.Variable."""
     if isinstance(variables, (mtf.Variable, mtf.Tensor)) or not hasattr(variables, "__iter__"):
         raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
     result = []
@@ -48,13 +40,10 @@ def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
 def check_grads_and_variables(
     grads: Sequence[Any], variables: Sequence[Any]
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-    """Checks that gradients and variables belong together; does not check shapes.
-
-    Returns:
-      Both as new lists.
+    """Returns gradients and variables as new lists, which belong together; does not check shapes.
 
     Raises:
-      TypeError: wrong types.
+      TypeError: something is no gradient, no variable, or a gradient of integers.
       ValueError: lengths differ, a variable is listed twice, or meshes differ.
     """
     grads, variables = check_gradients(grads), check_variables(variables)
@@ -87,14 +76,11 @@ def check_grads_and_variables(
 
 
 def check_pairs(grads_and_vars: Any) -> GradsAndVars:
-    """Checks the argument of apply_gradients.
-
-    Returns:
-      A new list of (gradient or None, variable).
+    """Returns the argument of apply_gradients as a new list of (gradient or None, variable).
 
     Raises:
-      ValueError: grads_and_vars is not a list of pairs, or is empty.
-      TypeError: an element of a pair has the wrong type.
+      TypeError: as `check_grads_and_variables`.
+      ValueError: it is not a list of pairs, or empty, or as `check_grads_and_variables`.
     """
     wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
     if not hasattr(grads_and_vars, "__iter__") or isinstance(grads_and_vars, (str, mtf.Tensor)):

@@ -12,13 +12,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.gradients.stages import (
-    check_axes,
-    on_present,
-    per_shard,
-    sum_shards,
-)
-from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.gradients.stages import on_present, per_shard, sum_shards
+from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 
 ClipNorm = Union[float, tf.Tensor, mtf.Tensor]

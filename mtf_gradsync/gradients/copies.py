@@ -17,20 +17,8 @@ GroupAssignment = Sequence[Sequence[int]]
 
 
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
-    """Checks that a group assignment is a list of lists of integers.
-
-    Args:
-      group_assignment: lists of shard numbers; None or an empty list for no groups.
-
-    Returns:
-      The assignment; None for no groups.
-
-    Raises:
-      ValueError: it is not a list of lists of whole numbers.
-    """
-    if group_assignment is None or (
-        isinstance(group_assignment, (list, tuple)) and not group_assignment
-    ):
+    """Returns lists of shard numbers, checked; None for no groups, which may be given as [] too."""
+    if group_assignment is None:
         return None
     ok = isinstance(group_assignment, (list, tuple)) and all(
         isinstance(group, (list, tuple))
@@ -42,22 +30,11 @@ def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
             "group_assignment must be a list of lists of shard numbers, such as "
             f"[[0, 1], [2, 3]], got {group_assignment!r}."
         )
-    return [[int(i) for i in group] for group in group_assignment]
+    return [[int(i) for i in group] for group in group_assignment] or None
 
 
 def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> int:
-    """Checks a group assignment against the number of shards.
-
-    Args:
-      group_assignment: what `check_group_assignment` returned.
-      num_shards: the number of shards.
-
-    Returns:
-      The size of a group.
-
-    Raises:
-      ValueError: the groups do not hold each shard once, or differ in size.
-    """
+    """Returns the groups' size; raises ValueError unless equal groups hold each shard once."""
     numbers = [i for group in group_assignment for i in group]
     missing = sorted(set(range(num_shards)) - set(numbers))
     unknown = sorted(set(numbers) - set(range(num_shards)))
@@ -93,11 +70,8 @@ class SumCopies(StageOperation):
     ):
         """Adds the operation.
 
-        Args:
-          grads: tensors with shard dims, at any positions.
-          shard_dims: the shard dims of each tensor, in the order that numbers the shards.
-          groups: checked groups of shard numbers; None for one group of all.
-          strategy: the reduction strategy.
+        `shard_dims` are those of each tensor, at any positions, in the order that numbers the
+        shards. All shards are one group if no groups are given.
         """
         self._shard_dims = [list(dims) for dims in shard_dims]
         self._groups = groups
@@ -167,7 +141,7 @@ def _sum_several_a_processor(
 ) -> list[Any]:
     """Sums over groups where a processor holds several shards, of any groups.
 
-    Each processor adds up its shards by group. The sums of all groups are reduced, and each shard
+    Each processor adds up its shards by group, the sums of all groups are reduced, and each shard
     takes that of its group.
     """
     group_of = np.empty([d.size for d in dims], np.int32)

@@ -60,14 +60,9 @@ def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
-    """Notes that an optimizer takes gradients without scaling their loss.
+    """Notes that an optimizer takes gradients without scaling their loss; `names` are for errors.
 
-    Args:
-      grads: gradients given to a stack of optimizers; None passes through.
-      names: what to call them.
-
-    Raises:
-      ValueError: another optimizer has scaled the loss behind one of them.
+    Raises ValueError if another optimizer has scaled the loss behind one of them.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -84,23 +79,21 @@ def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
 def unscaled_gradients(
     grads: MaybeGradients, make_scale: Callable[[], Scale], owner: str, names: Sequence[str]
 ) -> list[mtf.Tensor | None]:
-    """Scales the losses behind gradients, and unscales the gradients.
+    """Scales the losses behind gradients, and returns the gradients without the scale.
 
-    The scale multiplies the seed of `mtf.gradients`; the loss itself keeps its value.
+    The scale multiplies the seed of `mtf.gradients`; the loss itself keeps its value. Gradients may
+    have been cast, summed or scaled since. They become at least float32; pending ones stay pending.
+    None and gradients that were unscaled already pass through.
 
     Args:
-      grads: gradients by `mtf.gradients`, perhaps cast, summed or scaled since. None and gradients
-        that were unscaled already pass through.
+      grads: gradients by `mtf.gradients`.
       make_scale: returns a number, or an mtf scalar that is the value of a variable; called after
         all checks.
       owner: name of the optimizer whose scale it is.
-      names: what to call the gradients.
-
-    Returns:
-      Gradients of the loss without the scale, at least float32; pending ones stay pending.
+      names: names of the gradients' variables.
 
     Raises:
-      ValueError: gradients come from no loss, or something that is not linear has changed them, or
+      ValueError: gradients come from no loss, something that is not linear has changed them, or
         another optimizer has scaled the loss.
     """
     present = [g for g in grads if g is not None]
@@ -140,11 +133,7 @@ def unscaled_gradients(
 
 
 def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """The losses that gradients come from, but for those inside of loops.
-
-    Args:
-      grads: of one graph, perhaps cast, summed or scaled since.
-    """
+    """The losses that gradients of one graph come from, but for those inside of loops."""
     if not grads:
         return []
     computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}

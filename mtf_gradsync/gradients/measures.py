@@ -102,7 +102,11 @@ class SumOverGradients(StageOperation):
 
 
 class NotFinite(StageOperation):
-    """Whether each gradient of each shard has a NaN or an infinity; pending ones stay pending."""
+    """Finds gradients of each shard with a NaN or an infinity; pending ones stay pending.
+
+    Its output is a float32 tensor `[shards..., gradients]`: greater than 0 where an entry is not
+    finite.
+    """
 
     takes_pending = True
 
@@ -113,17 +117,7 @@ class NotFinite(StageOperation):
         strategy: Strategy,
         only_apart: bool = False,
     ):
-        """Adds the operation.
-
-        Args:
-          grads: pending, per-shard or reduced gradients, at least one.
-          axes: the replica axes; None for no shards.
-          strategy: the reduction strategy.
-          only_apart: whether to skip gradients that all shards share.
-
-        Outputs:
-          A float32 tensor `[shards..., gradients]`: greater than 0 where an entry is not finite.
-        """
+        """Adds the operation; with `only_apart` it skips gradients that all shards share."""
         self._strategy, self._only_apart = strategy, only_apart
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
@@ -168,13 +162,8 @@ def _measured(
 def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
     """Returns the square root of the sum of squares over all gradients.
 
-    Args:
-      grads: gradients, at least one; pending ones are reduced first. Shard dims are dimensions
-        like any other.
-      reducer: the reduction strategy; None takes `FusedAllReduce()`.
-
-    Returns:
-      An mtf scalar, float32, or float64 if a gradient is.
+    Pending gradients are reduced first; shard dims are dimensions like any other. The norm is an
+    mtf scalar, float32, or float64 if a gradient is.
     """
     return mtf.sqrt(_measured(grads, reducer))
 
@@ -182,48 +171,26 @@ def global_norm(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) ->
 def shard_norms(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """Returns the norm of each shard's gradients.
+    """Returns the norm of each shard's gradients, `[shard dims...]`, in the dtype of `global_norm`.
 
-    Args:
-      grads: gradients per shard (`[shard dims...] + var dims`), at least one.
-      axes: the replica axes.
-      reducer: as for `global_norm`.
-
-    Returns:
-      An mtf tensor of shape `[shard dims...]`, float32, or float64 if a gradient is.
-
-    Raises:
-      ValueError: gradients have different shard dims.
+    The gradients are per shard (`[shard dims...] + var dims`); different shard dims are a
+    ValueError.
     """
     shard_dims = common_shard_dims(grads, axes)
     return mtf.sqrt(_measured(grads, reducer, _sum_of_squares, shard_dims, axes))
 
 
 def not_finite(grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-    """Returns whether a gradient has a NaN or an infinity.
-
-    Args:
-      grads: as for `global_norm`.
-      reducer: as for `global_norm`.
-
-    Returns:
-      A float mtf scalar, the same on all processors: 0 if all entries are finite, else more.
-    """
+    """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more."""
     return _measured(grads, reducer, _any_not_finite)
 
 
 def shards_not_finite(
     grads: Sequence[mtf.Tensor], axes: ReplicaAxes, reducer: Strategy | None = None
 ) -> mtf.Tensor:
-    """Returns which shards have gradients with a NaN or an infinity.
+    """Returns a float mtf tensor `[shard dims...]`: 0 where all entries are finite, else more.
 
-    Args:
-      grads: gradients per shard (`[shard dims...] + var dims`), at least one.
-      axes: the replica axes.
-      reducer: as for `global_norm`.
-
-    Returns:
-      A float mtf tensor of shape `[shard dims...]`: 0 where all entries are finite, else more.
+    The gradients are per shard (`[shard dims...] + var dims`).
     """
     return _measured(grads, reducer, _any_not_finite, axes.shard_dims, axes)
 

@@ -33,14 +33,8 @@ def partial_sum(
 ) -> PartialSum:
     """Returns the partial sums behind a tensor, even if it was reduced for another reader.
 
-    Args:
-      lowering: a lowering that has lowered the tensor.
-      tensor: the tensor.
-      dims: dimensions of the tensor to sum over too, without communication.
-      reduced: whether the tensor itself is to be reduced first.
-
-    Returns:
-      The partial sums, without `dims`.
+    They lack `dims`, which each processor sums over in its own slice. With `reduced` the tensor
+    itself is reduced first.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
@@ -69,16 +63,10 @@ def reduce_partial_sums(
     strategy: Strategy,
     cuts: Sequence[Cuts] | None = None,
 ) -> list[Any]:
-    """Reduces partial sums over their mesh axes; those with the same axes together.
+    """Reduces partial sums over their mesh axes, those with the same axes together.
 
-    Args:
-      mesh_impl: the mesh that they lie on.
-      sums: the partial sums.
-      strategy: the reduction strategy.
-      cuts: for each how the sum is cut, of which each processor gets its part; None for no cuts.
-
-    Returns:
-      A `LaidOutTensor` for each sum, in order.
+    Returns a `LaidOutTensor` for each, in order. If `cuts` say how each sum is cut, each processor
+    gets its part.
     """
     cuts = [()] * len(sums) if cuts is None else cuts
     # Along the other mesh axes processors hold the same sum already.
@@ -102,11 +90,9 @@ def reduce_partial_sums(
 
 
 def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Makes results for the positions of each key together, and returns them in order.
+    """Returns a result for each position, made together with those of all positions of its key.
 
-    Args:
-      keys: a key for each position.
-      make: a function from a key and its positions to a result for each of them.
+    `make` gets a key and its positions, and returns a result for each of them.
     """
     positions: dict[_K, list[int]] = {}
     for position, key in enumerate(keys):
@@ -126,12 +112,8 @@ def terms_of_processors(
 ) -> list[Any]:
     """Returns each processor's terms of gradients, whose sums over replica axes are the gradients.
 
-    Args:
-      lowering: the lowering.
-      grads: pending, reduced or per-shard gradients, at least one.
-      sum_dims: for each gradient the dims to sum over.
-      replica_axes: for each gradient the mesh axes to keep terms along.
-      strategy: the reduction strategy for the other mesh axes that gradients are pending over.
+    Each gradient is pending, reduced or per shard, with the dims to sum over and the mesh axes to
+    keep terms along. The strategy reduces over other mesh axes.
     """
     mesh_impl = lowering.mesh_impl(grads[0])
     sums = [partial_sum(lowering, grad, dims) for grad, dims in zip(grads, sum_dims)]

@@ -35,17 +35,10 @@ _SAYS = {
 
 
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
-    """Finds gradients in which shards are mixed.
+    """Returns, by the position of each gradient that mixes shards, an operation that mixed them.
 
-    Args:
-      grads: gradients of the variables' shapes, or None.
-      axes: the replica axes, of the mesh that the program will be lowered on.
-
-    Returns:
-      For the position of each such gradient an operation that mixed the shards.
-
-    Raises:
-      ValueError: the batch is split over other axes.
+    The gradients have no shard dims. The axes are of the mesh that the program will be lowered on;
+    a batch that is split over others is a ValueError.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -59,32 +52,22 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 
 
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
-    """Finds gradients that `per_shard` has to reduce over axes other than the replica axes.
+    """Returns the positions of gradients for which `per_shard` may make a sum of their size.
 
-    Args:
-      grads: as for `mixed_gradients`.
-      axes: as for `mixed_gradients`.
-
-    Returns:
-      The positions of gradients for which `per_shard` may make a sum of their size.
+    It reduces these over axes other than the replica axes.
     """
     present = [g for g in grads if g is not None]
     if not present:
         return []
     flow = _flow(present, axes)
-    if any(use.first for use in flow.uses.values()):
-        return [i for i, g in enumerate(grads) if g is not None]
-    beyond = {g for g in present if flow.axes.get(g, frozenset()) - set(axes.mesh_axes)}
-    return [i for i, g in enumerate(grads) if g in beyond]
+    sums_first = any(use.first for use in flow.uses.values())
+    replica_axes = set(axes.mesh_axes)
+    found = {g for g in present if sums_first or flow.axes.get(g, frozenset()) - replica_axes}
+    return [i for i, g in enumerate(grads) if g in found]
 
 
 def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:
-    """Returns for each gradient whether it is pending over a replica axis.
-
-    Args:
-      grads: gradients of the variables' shapes.
-      axes: the replica axes, of the mesh that the program will be lowered on.
-    """
+    """Returns for each gradient without shard dims whether it is pending over a replica axis."""
     if not grads:
         return []
     flow = _flow(grads, axes)
@@ -98,16 +81,10 @@ def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
 def check_recoverable(
     grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str] | None = None
 ) -> None:
-    """Checks that per-shard gradients are recoverable.
+    """Raises ValueError unless per-shard gradients are recoverable; see `mixed_gradients`.
 
-    Args:
-      grads: as for `mixed_gradients`.
-      axes: as for `mixed_gradients`.
-      names: names of the gradients for the error; None takes those of the tensors.
-
-    Raises:
-      ValueError: shards are mixed in gradients (the error names them and the operations, and says
-        what helps), or the batch is split over other axes.
+    The error names the gradients, by `names` or by their tensors, and the operations, and says what
+    helps.
     """
     mixed = mixed_gradients(grads, axes)
     if not mixed:

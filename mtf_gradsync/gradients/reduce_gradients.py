@@ -35,21 +35,16 @@ class ReduceGradients(StageOperation):
     ):
         """Adds the operation.
 
-        Args:
-          grads: pending or per-shard gradients, at least one.
-          variables: their variables.
-          shard_dims: the shard dims that the gradients are reduced over.
-          axes: the replica axes.
-          strategy: its `reduce_gradients` reduces over the replica axes, its `all_reduce` over
-            other axes.
-          state: a structure of mesh variables, with or without shard dims in front.
+        The gradients are pending or per shard, and are reduced over the replica axes of
+        `shard_dims`; over other axes by the strategy's `all_reduce`. The state is a structure of
+        mesh variables, with or without shard dims in front.
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]
         self._sum_dims = dims_to_sum(grads, variables)
         pending = [g for g, dims in zip(grads, self._sum_dims) if not dims]
         PendingSums.want(pending, False, [d.name for d in axes.shard_dims], strategy)
-        held = [v for v in tf.nest.flatten(state) if v is not None]
+        held = _present(state)
         self._num_grads = len(grads)
         super().__init__(
             [*grads, *(v.value for v in held)],
@@ -75,10 +70,8 @@ class ReduceGradients(StageOperation):
         name = type(self._strategy).__name__
         _check([*sums], values, f"{name}.reduce_gradients returned sums that")
         tf.nest.assert_same_structure(before, after)
-        old, new = (
-            [x for x in tf.nest.flatten(state) if x is not None] for state in (before, after)
-        )
-        _check(new, old, f"{name}.reduce_gradients returned a state that")
+        new = _present(after)
+        _check(new, _present(before), f"{name}.reduce_gradients returned a state that")
         shapes = [mesh_impl.slice_shape(variable.shape) for variable, _ in self.new_state]
         laid_out = [reshaped(mesh_impl, *x) for x in zip(new, shapes)]
         self.set_outputs(lowering, [*sums, *laid_out])
@@ -91,6 +84,10 @@ class ReduceGradients(StageOperation):
         shape = [size for dim, size in sizes if dim.name not in names]
         value = lowering.tensors[tensor].to_laid_out_tensor()
         return reshaped(mesh_impl, value, shape)
+
+
+def _present(state: State) -> list[Any]:
+    return [x for x in tf.nest.flatten(state) if x is not None]
 
 
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
-from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import scalar_multiplied, slice_function
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
 from mtf_gradsync.gradients.partial_sums import partial_sum, reduce_partial_sums
 from mtf_gradsync.gradients.pending import PendingSum, PendingSums
 from mtf_gradsync.gradients.pending.linear import linear_positions
@@ -43,15 +43,7 @@ class ScatterGradients(StageOperation):
         axes: ReplicaAxes,
         strategy: Strategy,
     ):
-        """Adds the operation.
-
-        Args:
-          grads: pending, reduced or per-shard gradients.
-          variables: their variables.
-          shapes: for each the shape of its part, or the variable's own.
-          axes: the replica axes.
-          strategy: the reduction strategy.
-        """
+        """Adds the operation; the shape of a part that is not cut is the variable's own."""
         self._wholes = [v.shape for v in variables]
         self._axes, self._strategy = axes, strategy
         self._sum_dims = dims_to_sum(grads, variables)
@@ -91,49 +83,30 @@ def scatter_gradients(
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
     """Reduces gradients over the mesh, of which each replica gets its part.
 
-    Args:
-      grads: pending, reduced or per-shard gradients, at least one.
-      variables: their variables.
-      shapes: for each the shape of its part, or the variable's own.
-      axes: the replica axes.
-      strategy: the reduction strategy.
-
-    Returns:
-      What was sent (gradients before casts and scales, which are done again after the sum), and
-      the parts.
+    Gradients are pending, reduced or per shard; `shapes` are those of the parts, or the variables'
+    own. Returns what was sent (gradients before casts and scales, which are done again after the
+    sum), and the parts.
     """
-    sources, redo = zip(*map(undone, grads))
+    sources, operations = zip(*map(_undone, grads))
     parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
-    return sources, [functools.reduce(lambda x, do: do(x), dos, x) for x, dos in zip(parts, redo)]
+    return sources, [functools.reduce(_done, some, x) for x, some in zip(parts, operations)]
 
 
-def undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[Callable[[mtf.Tensor], mtf.Tensor]]]:
-    """Goes back from a gradient to what was cast or scaled to make it.
+def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
+    """Returns what was cast or scaled to make a gradient, and the operations that did it, in order.
 
     Done after the sum, casts and scales give the bits that they give without parts, and what is
     sent is in the dtype that Mesh-TF sends.
-
-    Args:
-      grad: a gradient.
-
-    Returns:
-      What it was made of, and what to do to that again, in order.
     """
-    redo: list[Callable[[mtf.Tensor], mtf.Tensor]] = []
-    while True:
-        operation = grad.operation
-        if _is_linear_by_element(operation):
-            redo.append(functools.partial(_by_element, operation, grad.dtype))
-        elif isinstance(operation, mtf.ScalarMultiplyOperation):
-            redo.append(functools.partial(_times, scalar_multiplied(operation)))
-        else:
-            return grad, redo[::-1]
-        (grad,) = operation.inputs
+    operations: list[mtf.Operation] = []
+    while _is_cast_or_scale(grad.operation):
+        operations.append(grad.operation)
+        (grad,) = grad.operation.inputs
+    return grad, operations[::-1]
 
 
-def _is_linear_by_element(operation: mtf.Operation) -> bool:
-    """Whether an operation is a cast, a negation or the like."""
-    return (
+def _is_cast_or_scale(operation: mtf.Operation) -> bool:
+    return isinstance(operation, mtf.ScalarMultiplyOperation) or (
         isinstance(operation, mtf.SlicewiseOperation)
         and len(operation.inputs) == len(operation.outputs) == 1
         and operation.inputs[0].shape == operation.outputs[0].shape
@@ -142,13 +115,11 @@ def _is_linear_by_element(operation: mtf.Operation) -> bool:
     )
 
 
-def _times(factor: Any, x: mtf.Tensor) -> mtf.Tensor:
-    return x * factor
-
-
-def _by_element(operation: mtf.Operation, dtype: tf.DType, x: mtf.Tensor) -> mtf.Tensor:
-    """What an operation makes of another tensor."""
-    fn = slice_function(operation)
+def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
+    """Casts or scales a tensor as an operation did with another one."""
+    if isinstance(operation, mtf.ScalarMultiplyOperation):
+        return x * scalar_of(operation)
+    fn, dtype = slice_function(operation), operation.outputs[0].dtype
     return mtf.slicewise(fn, [x], output_dtype=dtype, splittable_dims=x.shape.dims)
 
 

@@ -11,12 +11,10 @@ from mtf_gradsync._private.mesh_tensorflow import give_outputs
 class StageOperation(mtf.Operation):
     """An operation on a list of tensors, all of which are lowered at once.
 
-    Subclasses give the shapes of their outputs.
-
     Attributes:
-      takes_pending: whether it reads pending sums as they are. If true, only those inputs are
-        reduced for which it called `PendingSums.want` with `reduced=True`. If false, all inputs of
-        an operation that is not linear are reduced.
+      takes_pending: whether it reads pending sums as they are, but for those for which it called
+        `PendingSums.want` with `reduced=True`. If false, all inputs of an operation that is not
+        linear are reduced.
       is_linear: whether its outputs are linear in all of its inputs together.
     """
 
@@ -30,14 +28,7 @@ class StageOperation(mtf.Operation):
         name: str,
         dtypes: Any = None,
     ):
-        """Adds the operation to the graph of its inputs.
-
-        Args:
-          inputs: the tensors, at least one.
-          shapes: the shape of each output.
-          name: the name of the operation.
-          dtypes: the dtype of each output; None takes those of the inputs, in order.
-        """
+        """Adds the operation, with the dtypes of the inputs, in order, unless others are given."""
         super().__init__(list(inputs), name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
         tensors = [

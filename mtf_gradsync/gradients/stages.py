@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._warn import warn_once
@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.partial_sums import (
 from mtf_gradsync.gradients.pending import PendingSums, check_batch_dims, gradient_name
 from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.gradients.stage import StageOperation, reshaped
-from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import OwnWrites
@@ -99,14 +99,7 @@ class SumGradients(StageOperation):
         strategy: Strategy,
         batch_dims: Sequence[str] | None = None,
     ):
-        """Adds the operation.
-
-        Args:
-          grads: pending, reduced or per-shard gradients.
-          sum_dims: for each gradient the dims to sum over.
-          strategy: the reduction strategy.
-          batch_dims: names of the dimensions that the batch is split along; None finds them.
-        """
+        """Adds the operation; `sum_dims` are the dims of each gradient to sum over."""
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
         plain = [g for g, dims in zip(grads, self._sum_dims) if not dims]
@@ -226,13 +219,3 @@ def sum_shards(
         return sums
 
     return on_present(grads, make)
-
-
-def check_axes(axes: Any) -> ReplicaAxes:
-    """Returns axes, or raises TypeError if they are no ReplicaAxes."""
-    if not isinstance(axes, ReplicaAxes):
-        raise TypeError(
-            "axes must be a ReplicaAxes, such as ReplicaAxes('batch:4;model:2', 'batch:batch'), "
-            f"got {axes!r}."
-        )
-    return axes

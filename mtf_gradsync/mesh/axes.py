@@ -32,11 +32,7 @@ LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 
 
 def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns dimension names as a tuple; a string holds names separated by commas.
-
-    Raises:
-      ValueError: a name stands there twice, or something is not a name.
-    """
+    """Returns dimension names as a tuple, checked; a string holds names separated by commas."""
     if isinstance(batch_dims, str):
         batch_dims = [name.strip() for name in batch_dims.split(",") if name.strip()]
     try:
@@ -192,21 +188,24 @@ class ReplicaAxes:
         )
 
 
+def check_axes(axes: Any) -> None:
+    """Raises TypeError if axes are no ReplicaAxes."""
+    if not isinstance(axes, ReplicaAxes):
+        raise TypeError(
+            "axes must be a ReplicaAxes, such as ReplicaAxes('batch:4;model:2', 'batch:batch'), "
+            f"got {axes!r}."
+        )
+
+
 def resolve_axes(
     axes: ReplicaAxes | None = None,
     mesh_shape: MeshShapeLike | None = None,
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Returns replica axes from either form that the wrappers take; None when neither is given.
-
-    Raises:
-      ValueError: both forms are given, or mesh_shape without layout or the reverse.
-      TypeError: axes is not a ReplicaAxes.
-    """
+    """Returns replica axes from either form that the wrappers take; None when neither is given."""
     if axes is not None:
-        if not isinstance(axes, ReplicaAxes):
-            raise TypeError(f"axes must be a ReplicaAxes, got {axes!r}.")
+        check_axes(axes)
         if mesh_shape is not None or layout is not None:
             raise ValueError(
                 "Give either axes or mesh_shape and layout, not both: got "
@@ -227,23 +226,16 @@ def resolve_axes(
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:
-    """Returns replica axes of the mesh that the program has made for this graph.
+    """Returns replica axes of the one mesh that the program has made for this graph.
 
     Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
-    optimizer, so that a wrapper can find it without arguments.
-
-    Args:
-      wrapper: name of the class that asks, for errors.
-      what: the fact that it needs the mesh for, for errors.
-      batch_dims: names of the tensor dimensions that the batch is split along.
-
-    Raises:
-      ValueError: no mesh was made in TensorFlow's default graph yet, or several.
+    optimizer, so that a wrapper can find it without arguments. Where there is none or are several,
+    a ValueError says that `wrapper` needs it for `what`.
     """
-    meshes = meshes_made()
-    if len(meshes) == 1:
-        return ReplicaAxes(*meshes[0], batch_dims)
-    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes)
+    axes = axes_of_program(batch_dims)
+    if axes is not None:
+        return axes
+    found = "; ".join(f"{shape.to_string} with {layout}" for shape, layout in meshes_made())
     raise ValueError(
         f"{wrapper} has to know {what} when the graph is built, and "
         + (f"the program has made several meshes ({found})" if found else "there is no mesh yet")
@@ -252,10 +244,6 @@ def axes_of_pipeline(
 
 
 def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
-    """Returns replica axes of the program's mesh; None unless the program has made just one.
-
-    Args:
-      batch_dims: names of the tensor dimensions that the batch is split along.
-    """
+    """Returns replica axes of the program's mesh; None unless the program has made just one."""
     meshes = meshes_made()
     return ReplicaAxes(*meshes[0], batch_dims) if len(meshes) == 1 else None

@@ -11,8 +11,7 @@ from mtf_gradsync._private.libraries import tf
 def canonical_device(device: Any, argument: str = "A device") -> str:
     """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
-    Raises:
-      ValueError: it is no device string.
+    `argument` is what the ValueError about something else calls it.
     """
     cause: Exception | None = None
     try:
@@ -30,10 +29,7 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 # Asked for each device of each operation of a program.
 @functools.lru_cache(maxsize=None)
 def full_name(device: str) -> str:
-    """Returns a device's name in full; strings that name the same device give the same one.
-
-    The empty string stays empty.
-    """
+    """Returns a device's full name, one name for all ways to write it; "" stays empty."""
     return tf.DeviceSpec.from_string(device).to_string()
 
 

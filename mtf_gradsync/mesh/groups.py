@@ -74,12 +74,7 @@ def check_mesh(mesh_impl: Any) -> None:
 
 
 def check_groups(mesh_impl: Any, groups: Any) -> None:
-    """Checks that groups are of the processors of a mesh.
-
-    Raises:
-      TypeError: mesh_impl is no mesh, or groups are no `ProcessorGroups`.
-      ValueError: the groups have more or fewer processors than the mesh.
-    """
+    """Raises TypeError or ValueError unless groups are `ProcessorGroups` of a mesh's processors."""
     check_mesh(mesh_impl)
     if not isinstance(groups, ProcessorGroups):
         raise TypeError(
@@ -95,15 +90,9 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 
 
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
-    """Returns the number of a mesh dimension.
+    """Returns the number of a mesh dimension that is given by name or number.
 
-    Args:
-      shape: the mesh's shape.
-      axis: a dimension by name or number.
-      argument: name of the caller's argument, for errors.
-
-    Raises:
-      ValueError: the mesh has no such dimension.
+    `argument` is what the ValueError about any other dimension calls it.
     """
     names = shape.dimension_names
     if axis in names:

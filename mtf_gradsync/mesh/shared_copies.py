@@ -15,9 +15,8 @@ _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
     """Calls a function once for all processors that share a memory and have the same inputs.
 
-    `inputs` are lists of what each processor gives the function, and the result has one for each
-    processor. A function that makes operations with state, as random numbers have, is called for
-    each processor.
+    Each input is a list of one value for each processor, and so is the result. A function that
+    makes operations with state, as random numbers have, is called for each processor.
     """
     result: list[Any] = [None] * mesh_impl.size
     for memory in memories(mesh_impl.devices):
@@ -47,8 +46,8 @@ def shares_all(mesh_impl: Any) -> bool:
 def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
     """For each group the first group with the very same tensors in the same memories.
 
-    Processors that differ only along a dimension that a tensor is not split over have copies of it,
-    which are one tensor where copies are shared.
+    Where copies are shared, processors that differ only along a dimension that a tensor is not
+    split over have one tensor together.
     """
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     first: dict[Any, list[int]] = {}
@@ -78,12 +77,10 @@ def _has_state(num_before: int) -> bool:
 
 
 class SharedVariable:
-    """A laid-out variable that has each slice once in each memory.
+    """A laid-out variable, in place of Mesh-TF's, that has each slice once in each memory.
 
     Processors that share a memory and a slice have one tf variable together. It is on the device of
     one of them, the devices taking turns, and is written once.
-
-    On a mesh of several processors it replaces Mesh-TF's `LaidOutVariable`.
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
@@ -92,12 +89,7 @@ class SharedVariable:
     """
 
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
-        """Makes the tf variables.
-
-        Args:
-          variable: the mesh variable, whose master exists.
-          mesh_impl: a placement mesh that has `next_turn`.
-        """
+        """Makes the tf variables of a variable that has a master; the mesh has `next_turn`."""
         self._variable, self._mesh_impl = variable, mesh_impl
         shape = variable.outputs[0].shape
         self._owners: list[int] = []
@@ -130,12 +122,7 @@ class SharedVariable:
         )
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns to each tf variable once; see `mtf.LaidOutVariable`.
-
-        Args:
-          assign_fn: a function of the mtf variable, a tf variable and its new value.
-          values: the new value of each processor's slice.
-        """
+        """Assigns the value of each processor's slice, each tf variable once."""
         owners = self._owners
         slices = self.laid_out_tensor.all_slices
         return tf.group(

@@ -21,13 +21,11 @@ class Topology(NamedTuple):
     Attributes:
       size: number of processors.
       simd: whether one program runs on all of them; nothing else is known then.
-      kinds: kind of each processor's device, such as "CPU"; "unknown" for a string that names
-        none.
+      kinds: kind of each processor's device, such as "CPU"; see `kind_of`.
       processes: for each processor a value that is equal for devices of one process.
-      chips: for each processor a value that is equal for processors that share a device, or have
-        two devices that are parts of one GPU.
-      linked: whether links join all GPUs of each process, directly or over each other; None where
-        that is not known, as for GPUs of other processes.
+      chips: for each processor a value that is equal for processors on one device or one GPU.
+      linked: whether links join all GPUs of each process, directly or over each other; None if
+        unknown, as for GPUs of other processes.
       models: names of the GPUs, where TensorFlow knows them.
     """
 
@@ -53,13 +51,11 @@ class Topology(NamedTuple):
 
 
 def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) -> Topology:
-    """Finds out what a mesh runs on.
+    """Finds out what a placement or SIMD mesh runs on.
 
-    Args:
-      mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
-      device_attributes: TensorFlow's `DeviceAttributes` of devices on the mesh. None asks
-        TensorFlow for those of this process if the mesh has GPUs here; it starts all GPUs that it
-        can see for that, as a session would.
+    `device_attributes` are TensorFlow's `DeviceAttributes` of devices on the mesh. Without them
+    TensorFlow is asked if the mesh has GPUs of this process, and starts all GPUs that it can see,
+    as a session would.
     """
     if is_simd(mesh_impl):
         return Topology(mesh_impl.shape.size, simd=True)
@@ -78,10 +74,7 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
 
 
 def kind_of(device: str) -> str:
-    """Returns the kind of a device: "CPU" where the string names none, "unknown" if it is not one.
-
-    Custom devices have kinds of their own.
-    """
+    """Returns the kind of a device: "CPU" where the string names none, "unknown" if it is none."""
     try:
         return tf.DeviceSpec.from_string(device).device_type or "CPU"
     except (AttributeError, TypeError, ValueError):

@@ -1,7 +1,7 @@
 """What this package uses of TensorFlow that has no public name, one function each.
 
-Every function names the versions that it was read on; ``tests/private`` has a test of
-each that fails where a version means something else.
+All were read on TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each that fails where a
+version means something else.
 """
 
 from mtf_gradsync._private.tensorflow.graphs import (

@@ -9,18 +9,12 @@ from mtf_gradsync._private.libraries import tf
 
 
 def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
-    """Sets an attribute of an operation that stands in a graph and has not run yet.
-
-    Read on TensorFlow 2.12 to 2.21, which check neither name nor value here.
-    """
+    """Sets an attribute, which TensorFlow does not check, of an operation that has not run yet."""
     operation._set_attr(name, value)
 
 
 def control_flow_context(graph: tf.Graph) -> Any:
-    """Returns the branch or loop of control flow v1 that is being built, None outside of any.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns the branch or loop of control flow v1 that is being built, None outside of any."""
     return graph._get_control_flow_context()
 
 
@@ -48,9 +42,8 @@ def control_flow_v1() -> Iterator[None]:
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
     """Replaces tensors from outside that a function would otherwise capture.
 
-    Called while a ``tf.function`` is traced, with its graph. `make` returns the tensor to use in
-    place of a tensor of another graph, or None to capture that as usual. Read on TensorFlow 2.12 to
-    2.21: ``FuncGraph`` hands every tensor that an operation uses to its method ``capture``.
+    Call it while a ``tf.function`` is traced, with its graph. `make` returns the tensor to use in
+    place of a tensor of another graph, or None to capture that as usual.
     """
     capture = func_graph.capture
 
@@ -69,8 +62,7 @@ class TracedFunction(NamedTuple):
     Attributes:
       operations: all of them, in the order in which they were made; placeholders included.
       inputs: the placeholder of each argument.
-      captures: pairs of a tensor of the graph outside that the function uses, and the placeholder
-        that stands for it.
+      captures: pairs of a tensor from outside that the function uses, and its placeholder.
       outputs: the function's results, flattened; each may be a placeholder.
     """
 
@@ -83,9 +75,9 @@ class TracedFunction(NamedTuple):
 def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> TracedFunction:
     """Runs a function of a tensor for each spec in a graph of its own, and returns what it made.
 
-    Nothing is added to the current graph, whether or not the function uses tensors of it. Variables
-    that the function makes would still be listed in the current graph's collections. Conditionals
-    and loops are of control flow v2. ``FuncGraph`` read on TensorFlow 2.12 to 2.21.
+    Nothing is added to the current graph, even if the function uses tensors of it, but variables
+    that the function makes are listed in its collections. Conditionals and loops are of control
+    flow v2.
     """
     from tensorflow.python.framework import func_graph
 

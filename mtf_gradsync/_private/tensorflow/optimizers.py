@@ -8,13 +8,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 class MovingAverageSettings(NamedTuple):
-    """The arguments of a `tf.train.ExponentialMovingAverage`.
-
-    Attributes:
-      decay: a number, or a tensor.
-      num_updates: the number that bounds the decay, None for no bound.
-      zero_debias: whether averages start at zero and are corrected for that.
-    """
+    """The arguments of a `tf.train.ExponentialMovingAverage`, numbers or tensors."""
 
     decay: Any
     num_updates: Any
@@ -24,10 +18,7 @@ class MovingAverageSettings(NamedTuple):
 def moving_average_settings(
     average: tf.train.ExponentialMovingAverage,
 ) -> MovingAverageSettings:
-    """Returns the arguments of a moving average.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns the arguments of a moving average."""
     return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
 
 
@@ -72,10 +63,9 @@ _HYPERPARAMETERS = {
 
 
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
-    """Returns the constructor's arguments, by name, of an optimizer of ``tf.compat.v1.train``.
+    """Returns the constructor's arguments, by name, of an optimizer of one of these classes.
 
-    The optimizer is of one of the seven classes, not of a user's subclass. With `call`, arguments
-    that are functions are called. Read on TensorFlow 2.12 to 2.21.
+    With `call`, arguments that are functions are called.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
@@ -83,10 +73,7 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
-    """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first.
-
-    Read on TensorFlow 2.12 to 2.21: wrappers have the inner one as ``_opt`` or ``_optimizer``.
-    """
+    """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first."""
     found: list[Any] = []
     while optimizer is not None and optimizer not in found:
         found.append(optimizer)
@@ -95,24 +82,14 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
-    """Makes the slots of an optimizer, which otherwise makes them when it first applies gradients.
-
-    Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      optimizer: an optimizer of ``tf.compat.v1.train``; a wrapper has no slots of its own.
-      variables: the variables that it is going to update.
-    """
+    """Makes the slots of an optimizer, which otherwise come with its first update."""
     for inside in optimizers_inside(optimizer):
         with tf.init_scope():
             inside._create_slots(variables)
 
 
 def number_of_tpu_shards() -> int | None:
-    """Returns how many shards the TPU program has that is being built; None outside of any.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns how many shards the TPU program has that is being built; None outside of any."""
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.get_tpu_context().number_of_shards

@@ -14,10 +14,8 @@ _NEVER_FORWARD = -2
 def write_to_own_memory(operation: tf.Operation) -> None:
     """Keeps an operation's kernel from writing its output into the memory of its first input.
 
-    An `AddN` then adds up in its inputs' order: it begins with the input whose memory it takes.
-
-    Read on TensorFlow 2.12 to 2.21: the executor takes from the attribute ``_forward_input`` which
-    input's memory is reserved for which output, in pairs.
+    An `AddN` then adds up in its inputs' order: it begins with the input whose memory it takes. The
+    attribute ``_forward_input`` holds pairs of an input and the output that its memory is for.
     """
     pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])
     set_attr(operation, "_forward_input", tf.AttrValue(list=pairs))
@@ -28,15 +26,9 @@ def collective_sum(
 ) -> tf.Tensor:
     """Returns a sum over a group of which this is one member, by TensorFlow's own operation.
 
-    Read on TensorFlow 2.12 to 2.21.
-
-    Args:
-      tensor: this member's summand, of one shape and dtype in the group: float32, float64, int32
-        or int64.
-      group_size: the number of members.
-      group_key: identifies the group's devices, the same for all its collectives.
-      instance_key: identifies this sum, the same for its members and for no other sum.
-      timeout_seconds: seconds to wait for the other members before an error; 0 waits for ever.
+    The tensor has one shape and dtype in the group: float32, float64, int32 or int64. `group_key`
+    identifies the group's devices, and `instance_key` one sum of its members. A timeout of 0 waits
+    for the other members for ever.
     """
     from tensorflow.python.ops import collective_ops
 
@@ -46,10 +38,7 @@ def collective_sum(
 
 
 def local_devices() -> Sequence[Any]:
-    """Returns TensorFlow's `DeviceAttributes` of this process's devices.
-
-    Read on TensorFlow 2.12 to 2.21; the public names lack the links between devices.
-    """
+    """Returns TensorFlow's `DeviceAttributes` of this process's devices, links included."""
     from tensorflow.python.client import device_lib
 
     return device_lib.list_local_devices()

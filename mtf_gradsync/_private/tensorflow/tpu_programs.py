@@ -16,10 +16,7 @@ TOGETHER_ATTR = "_mtf_gradsync_together"
 
 @contextlib.contextmanager
 def summed_together() -> Iterator[None]:
-    """Marks the sums over cores that are made inside as one group, under a name of its own.
-
-    ``Graph._attr_scope`` read on TensorFlow 2.12 to 2.21.
-    """
+    """Marks the sums over cores that are made inside as one group, under a name of its own."""
     graph = tf.get_default_graph()
     name = graph.unique_name("summed_together").encode()
     with graph._attr_scope({TOGETHER_ATTR: tf.AttrValue(s=name)}):
@@ -28,13 +25,10 @@ def summed_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
-    """Marks the operations made inside as part of a TPU program, which begins at `pivot`.
-
-    Read on TensorFlow 2.12, which has the class in ``tpu.tpu``, and on 2.13 to 2.21.
-    """
+    """Marks the operations made inside as part of a TPU program, which begins at `pivot`."""
     from tensorflow.python.tpu import tpu as home
 
-    if not hasattr(home, "TPUReplicateContext"):
+    if not hasattr(home, "TPUReplicateContext"):  # from 2.13 on
         from tensorflow.python.tpu import tpu_replication as home
 
     context = home.TPUReplicateContext(name=name, num_replicas=num_replicas, pivot=pivot)
@@ -46,41 +40,32 @@ def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> 
 
 
 def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
-    """Returns the operation that says how many cores run the TPU program around it.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns the operation that says how many cores run the TPU program around it."""
     from tensorflow.python.tpu.ops import tpu_ops
 
     return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
 
 
 def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
-    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Tells functions called inside, such as ``tf.tpu.cross_replica_sum``, the number of cores."""
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.tpu_shard_context(num_replicas)
 
 
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
-    """Returns one tensor of a TPU program that has another value on every core.
-
-    The given tensors, one for each core, have one dtype and shape. Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns one tensor of a TPU program from each core's own, which have one dtype and shape."""
     from tensorflow.python.tpu.ops import tpu_ops
 
     return tpu_ops.tpu_replicated_input(list(tensors), name=name)
 
 
+# TensorFlow looks through thousands of kernels for each answer.
 @functools.lru_cache(maxsize=None)
 def kernel_devices(op_type: str) -> frozenset[str]:
     """Returns kinds of devices, such as "CPU", that TensorFlow can run a type of operation on.
 
-    "DEFAULT" stands for all devices. Kept, because TensorFlow looks through thousands of kernels
-    for each answer. Read on TensorFlow 2.12 to 2.21.
+    "DEFAULT" stands for all devices.
     """
     from tensorflow.python.framework import kernels
 

@@ -11,10 +11,7 @@ from mtf_gradsync._private.tensorflow.graphs import set_attr
 
 
 def eager_mode() -> ContextManager[None]:
-    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Switches eager execution on for a while, also where ``disable_v2_behavior`` was called."""
     from tensorflow.python.eager import context
 
     return context.eager_mode()
@@ -26,7 +23,7 @@ def xla_custom_call(
     """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
     `settings` is the call's ``backend_config``. The result has the given shape and the input's
-    dtype. Read on TensorFlow 2.12 to 2.21.
+    dtype.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -47,8 +44,8 @@ def cross_replica_scatter(
 ) -> tf.Tensor:
     """Returns this core's part of a sum over groups of the cores of a TPU program.
 
-    The dimension is cut into as many parts as a group has physical core numbers; the member at a
-    position gets the part there. ``XlaReduceScatter`` read on TensorFlow 2.12 to 2.21.
+    Groups are of physical core numbers. The dimension is cut into as many parts as a group has
+    members, and each gets the part at its position.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -61,10 +58,9 @@ def cross_replica_scatter(
 
 
 def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
-    """Each core of a group of a TPU program hands a row of ``[size of a group, ...]`` to each.
+    """Exchanges rows of ``[size of a group, ...]`` among the cores of each group of a TPU program.
 
-    The member at a position gets the row there, and the row at a position of the result is from the
-    member there. Read on TensorFlow 2.12 to 2.21.
+    Each core sends the member at a position the row there, and gets that member's row in its place.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -85,7 +81,7 @@ def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis:
     """Returns, on each core of a group of a TPU program, the parts of all, joined along `axis`.
 
     TensorFlow has no all-gather for TPUs: each core sends its part to each other by ``AllToAll``,
-    which is the same number of bytes. The operation says by an attribute that it is one.
+    which is the same number of bytes and gets the attribute `GATHERS`.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -103,10 +99,7 @@ def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis:
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:
-    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns the same bytes in a type that TensorFlow takes; 2.12 has a bfloat16 of its own."""
     own = tf.bfloat16.as_numpy_dtype
     if value.dtype.name == "bfloat16" and value.dtype != own:
         return value.view(np.uint16).view(own)
@@ -118,21 +111,14 @@ class BridgeError(RuntimeError):
 
 
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
-    """Returns the HLO that TensorFlow's bridge to XLA makes of a function, before optimization.
+    """Returns the HLO that TensorFlow's bridge to XLA makes of a concrete function, unoptimized.
 
-    Read on TensorFlow 2.12 to 2.21: what ``experimental_get_compiler_ir`` of a ``tf.function``
-    calls. It needs eager execution.
-
-    Args:
-      function: a concrete function.
-      input_specs: specs of its arguments, without what it captures.
-
-    Returns:
-      A serialized ``HloModuleProto``. Its results are the function's, then the new values of the
-      variables that the function assigns; the module's aliases say which is whose.
+    It needs eager execution. `input_specs` are of the function's arguments, without its captures.
+    The result is a serialized ``HloModuleProto``, whose results are the function's, then the new
+    values of the variables that it assigns; the module's aliases say which is whose.
 
     Raises:
-      BridgeError: when XLA has no kernel for an operation.
+      BridgeError: XLA has no kernel for an operation.
     """
     from tensorflow.python.eager.polymorphic_function import compiler_ir
 
@@ -145,26 +131,17 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
 
 def profile_space(serialized: bytes) -> Any:
-    """Reads a serialized ``XSpace``, a profile as TensorFlow's and jax's profilers write it.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Reads a serialized ``XSpace``, a profile as TensorFlow's and jax's profilers write it."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     return xplane_pb2.XSpace.FromString(serialized)
 
 
 def hlo_module(serialized: bytes) -> Any:
-    """Reads a program of XLA.
+    """Reads a program of XLA, a serialized ``HloModuleProto``; no bytes give a module to fill.
 
-    Read on TensorFlow 2.12 to 2.21. Later versions know more fields; what a version does not know
-    it keeps as unknown fields.
-
-    Args:
-      serialized: a serialized ``HloModuleProto``; empty for a module to fill.
-
-    Raises:
-      google.protobuf.message.DecodeError: when it is something else.
+    Fields of later versions stay as unknown fields. Bytes of something else raise
+    google.protobuf.message.DecodeError.
     """
     from tensorflow.compiler.xla.service import hlo_pb2
 
@@ -172,10 +149,7 @@ def hlo_module(serialized: bytes) -> Any:
 
 
 def xla_element_types() -> dict[str, int]:
-    """Returns XLA's element types, such as "F32", with their numbers in an ``HloModuleProto``.
-
-    Read on TensorFlow 2.12 to 2.21.
-    """
+    """Returns XLA's element types, such as "F32", with their numbers in an ``HloModuleProto``."""
     from tensorflow.compiler.xla import xla_data_pb2
 
     return dict(xla_data_pb2.PrimitiveType.items())

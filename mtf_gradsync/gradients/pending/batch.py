@@ -35,8 +35,8 @@ class Split(NamedTuple):
 
     Attributes:
       dims: for each mesh axis the name of the dimension that is split over it.
-      is_of_weights: whether variables have all of these dimensions, too: then the axes may be
-        those of model parallelism.
+      is_of_weights: whether variables have all of these dimensions, too: then the axes may be those
+        of model parallelism.
     """
 
     dims: dict[int, str]
@@ -50,19 +50,11 @@ def used_axes(
     targets: Sequence[mtf.Tensor],
     names: Iterable[Sequence[str] | None],
 ) -> Axes:
-    """Finds the mesh axes that the batch of a program is split over.
+    """Returns the mesh axes that the batch of a program is split over.
 
-    Args:
-      graph: the graph.
-      mesh: a mesh of the graph.
-      axis_of: as for `Layout`.
-      targets: gradients.
-      names: names of the batch's dimensions, as given by each wrapper; None from a wrapper that
-        was given none.
-
-    Returns:
-      The axes of the names. If the graph lacks one of them, or none were given, the axes that
-      inputs and losses are split over.
+    They are those of the dimensions in `names`, which has what each wrapper was given, None from
+    one that was given none. If the graph lacks one of these dimensions, or none were given, the
+    axes are those that inputs and losses are split over.
     """
     names = list(names)
     given = list(dict.fromkeys(name for some in names for name in some or ()))
@@ -90,15 +82,9 @@ def used_axes(
 
 
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
-    """Checks that the batch is split over the given replica axes.
+    """Raises ValueError where the inputs are split over other axes than the given replica axes.
 
-    Args:
-      targets: gradients of one graph, at least one.
-      axes: the replica axes, of the mesh that the program will be lowered on.
-
-    Raises:
-      ValueError: no tensor has a dimension of `batch_dims`, and inputs are split along another
-        dimension, over another mesh axis.
+    It looks at the inputs only if no tensor has one of the dimensions in `batch_dims`.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     missing = missing_names(graph, mesh, axes.batch_dims)
@@ -138,16 +124,8 @@ def split_of_inputs(
 ) -> Split:
     """Finds the dimensions that the inputs and the losses of gradients are split along.
 
-    A dimension that a variable also has counts as one of the model, unless there is no other.
-
-    Args:
-      graph: the graph.
-      mesh: a mesh of the graph.
-      axis_of: as for `Layout`.
-      targets: gradients.
-
-    Returns:
-      The dimensions: those of mesh axes that both inputs and losses are split over, if any.
+    They are of the mesh axes that both are split over, if any. A dimension that a variable also has
+    counts as one of the model, unless there is no other.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims

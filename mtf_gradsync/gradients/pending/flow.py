@@ -61,29 +61,19 @@ class Cause(enum.Enum):
 
 
 class Mixing(NamedTuple):
-    """An operation after which per-shard gradients are not recoverable.
-
-    Attributes:
-      operation: the operation.
-      cause: how it mixes shards.
-    """
+    """An operation after which per-shard gradients are not recoverable, and why."""
 
     operation: mtf.Operation
     cause: Cause
-
-    @property
-    def name(self) -> str:
-        """The operation's name."""
-        return self.operation.name
 
 
 class Flow:
     """Foresees which operations on the way to target tensors keep sums pending.
 
     It follows the operations that compute the targets, back to where shards hold different data,
-    and operations whose outputs are made of pending sums on the way, so that these need no
-    reduction unless their results are used. (Mesh-TF makes the gradients of all inputs of an
-    operation, used or not.)
+    and those whose outputs are made of pending sums on the way, so that these need no reduction
+    unless their results are used. (Mesh-TF makes the gradients of all inputs of an operation, used
+    or not.)
 
     Attributes:
       operations: the operations that are followed.
@@ -103,14 +93,7 @@ class Flow:
         layout: Layout,
         sums: Iterable[mtf.Tensor] = (),
     ):
-        """Follows the sums.
-
-        Args:
-          graph: the graph.
-          targets: tensors of the graph, usually gradients.
-          layout: where tensors lie.
-          sums: more targets, which are sums themselves even if the shards hold different data.
-        """
+        """Follows targets, usually gradients, and sums, of which each shard may hold other data."""
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}
@@ -265,14 +248,9 @@ class Flow:
         return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
-        """Finds the pending sums that have to be reduced for some tensors.
+        """Returns the pending sums, each once, that have to be reduced for some tensors.
 
-        Args:
-          targets: the tensors.
-          reduced: whether the tensors themselves are to be reduced, or stay pending.
-
-        Returns:
-          Pending tensors, each once.
+        `reduced` says whether the tensors themselves are to be reduced, or stay pending.
         """
         found: dict[mtf.Tensor, None] = {}
         seen: set[tuple[mtf.Tensor, bool]] = set()
@@ -297,12 +275,7 @@ class Flow:
     def mixes_shards(
         self, target: mtf.Tensor, causes: Collection[Cause] = frozenset(Cause)
     ) -> Mixing | None:
-        """Finds an operation that mixes shards other than by a sum on the way to a tensor.
-
-        Args:
-          target: the tensor.
-          causes: the causes to look for.
-        """
+        """Finds an operation that mixes shards other than by a sum on the way to a tensor."""
         replica_axes = self._layout.replica_axes(target.mesh)
         for tensor in self._tensors_before(target):
             operation = tensor.operation
@@ -324,9 +297,8 @@ class Flow:
     def _gathers(self, tensor: mtf.Tensor) -> bool:
         """Whether a tensor is made of gathered values of all shards, without a sum."""
         operation = tensor.operation
-        if passes_on(operation) or is_product_or_sum(operation):
-            return False
-        if isinstance(operation, mtf.WhileLoopOperation):
+        is_loop = isinstance(operation, mtf.WhileLoopOperation)
+        if is_loop or passes_on(operation) or is_product_or_sum(operation):
             return False
         split = Axes().union(*[self._layout.split_over_shards(t) for t in operation.inputs])
         return bool(split - self._layout.split_over_shards(tensor))

@@ -13,22 +13,26 @@ from mtf_gradsync._private.tensorflow import trace_function
 
 _logger = logging.getLogger("mtf_gradsync")
 
-# Linear in one input; others are shapes, axes, divisors and the like.
+# Linear in the first input; others are shapes, axes, divisors and the like.
 _FIRST = frozenset({
-    "BroadcastTo", "Conj", "Cumsum", "Div", "DivNoNan", "ExpandDims", "GatherNd", "GatherV2",
-    "Identity", "MatrixDiagV3", "Mean", "MirrorPad", "Neg", "Pad", "RealDiv", "Reshape",
-    "ReverseV2", "Roll", "Slice", "Snapshot", "Squeeze", "StopGradient", "StridedSlice", "Sum",
-    "Tile", "Transpose", "Unpack",
+    "BroadcastTo", "Cast", "Conj", "Cumsum", "Div", "DivNoNan", "ExpandDims", "GatherNd",
+    "GatherV2", "Identity", "MatrixDiagV3", "Mean", "MirrorPad", "Neg", "Pad", "RealDiv", "Reshape",
+    "ReverseV2", "Roll", "Slice", "Snapshot", "SplitV", "Squeeze", "StopGradient", "StridedSlice",
+    "Sum", "Tile", "Transpose", "Unpack",
 })  # fmt: skip
-_IN_ONE = {**dict.fromkeys(_FIRST, 0), "Split": 1, "SplitV": 0}
-# Linear in all of their inputs together.
-_TOGETHER = frozenset({"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"})
+# The inputs that an operation is linear in together.
+_TOGETHER = {
+    **dict.fromkeys(_FIRST, slice(1)),
+    "Split": slice(1, 2),
+    **dict.fromkeys(("Add", "AddN", "AddV2", "Pack", "Sub"), slice(None)),
+    "ConcatV2": slice(-1),  # the last is an axis
+    **dict.fromkeys(("Select", "SelectV2"), slice(1, None)),
+}
 # Linear in each input by itself.
 _PRODUCTS = frozenset({
     "BatchMatMul", "BatchMatMulV2", "Conv2D", "Conv2DBackpropFilter", "Conv2DBackpropInput",
     "Conv3D", "Einsum", "MatMul", "Mul", "MulNoNan",
 })  # fmt: skip
-_CHOICES = frozenset({"Select", "SelectV2"})
 # Stateful for TensorFlow, but with the same result on all processors.
 _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
@@ -46,18 +50,11 @@ def linear_arguments(
     specs: Sequence[tuple[Sequence[int], tf.DType]],
     arguments: Sequence[int],
 ) -> bool:
-    """Finds out whether a function is linear in some of its arguments together.
+    """Returns whether a function is known to be linear in the arguments at some positions together.
 
-    The function is run once, in a graph of its own. Only TensorFlow's simplest operations are
-    followed, so that some linear functions are not recognised.
-
-    Args:
-      fn: from tf tensors to one tensor or a tuple of them.
-      specs: shape and dtype of each argument.
-      arguments: positions.
-
-    Returns:
-      Whether all results are known to be linear.
+    The function takes tf tensors of the shapes and dtypes in `specs`. It is run once, in a graph of
+    its own. Only TensorFlow's simplest operations are followed, so that some linear functions are
+    not recognised.
     """
     try:
         traced = trace_function(fn, [tf.TensorSpec(shape, dtype) for shape, dtype in specs])
@@ -88,18 +85,10 @@ def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
     linear = [i for i, term in enumerate(inputs) if term is _Term.LINEAR]
     if not linear:
         return _Term.SHARED
-    if op.type == "Cast":
-        floats = op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating
-        return _Term.LINEAR if floats else None
-    if op.type in _IN_ONE:
-        return _Term.LINEAR if linear == [_IN_ONE[op.type]] else None
     if op.type in _PRODUCTS:
         return _Term.LINEAR if len(linear) == 1 else None
-    if op.type in _CHOICES:
-        values = inputs[1:]
-        fits = linear and 0 not in linear and _Term.SHARED not in values
-        return _Term.LINEAR if fits else None
-    if op.type in _TOGETHER:
-        values = inputs[:-1] if op.type == "ConcatV2" else inputs  # the last is an axis
-        return None if _Term.SHARED in values else _Term.LINEAR
-    return None
+    if op.type == "Cast" and not all(x.dtype.is_floating for x in (*op.inputs, *op.outputs)):
+        return None
+    together = range(len(inputs))[_TOGETHER.get(op.type, slice(0))]
+    fits = set(linear).issubset(together) and all(inputs[i] is not _Term.SHARED for i in together)
+    return _Term.LINEAR if fits else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Collection
 
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import differentiated, reduction, slice_function
+from mtf_gradsync._private.mesh_tensorflow import output_gradients, reduction, slice_function
 from mtf_gradsync.gradients.pending.functions import linear_arguments
 
 # Linear in all of their inputs together: each output is a sum of terms of one input each.
@@ -63,14 +63,7 @@ def runs_on_slices(operation: mtf.Operation) -> bool:
 
 
 def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
-    """Returns the shape of an einsum's sum if that has to be broadcast afterwards.
-
-    Args:
-      operation: any mtf operation.
-
-    Returns:
-      The shape; None for other operations, and for einsums whose dimensions all are in an input.
-    """
+    """Returns the shape of an einsum's sum if that is broadcast to dimensions that no input has."""
     if not isinstance(operation, mtf.EinsumOperation):
         return None
     known = {d for t in operation.inputs for d in t.shape.dims}
@@ -80,21 +73,15 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """Finds the inputs, pending ones included, that an operation is linear in together.
+    """Returns positions of inputs, pending ones included, that an operation is linear in together.
 
-    Args:
-      operation: any mtf operation.
-      pending: positions of inputs, at least one.
-
-    Returns:
-      Positions of inputs, or None where the operation is not known to be linear in the pending
-      ones.
+    None says that the operation is not known to be linear in the pending ones, at least one.
     """
     inputs = operation.inputs
     if isinstance(operation, _IN_EACH):
         return tuple(pending) if len(pending) == 1 else None
     if isinstance(operation, mtf.GenericGradOperation):
-        found = range(len(inputs) - len(differentiated(operation).output_gradients), len(inputs))
+        found = range(len(inputs))[-len(output_gradients(operation)) :]
     elif isinstance(operation, mtf.ReduceOperation):
         found = range(1 if reduction(operation) == "SUM" else 0)
     elif isinstance(operation, mtf.PoolBackPropOperation):

@@ -12,7 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     give_outputs,
     loop_body,
     loop_condition,
-    scalar_added,
+    scalar_of,
 )
 from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums, share
 from mtf_gradsync.gradients.pending.flow import Flow, Use
@@ -27,10 +27,9 @@ from mtf_gradsync.step.hook import flat
 
 
 class Bucket(NamedTuple):
-    """Sums of one bucket are reduced together.
+    """What sums have in common that are reduced together.
 
     Attributes:
-      strategy: the reduction strategy.
       by_program: whether only the program uses the sums, which it may do on some steps only.
     """
 
@@ -52,14 +51,7 @@ class PendingLowering(PartLowering):
         buckets: dict[mtf.Tensor, Bucket],
         unsummed: Unsummed,
     ):
-        """Begins a lowering.
-
-        Args:
-          lowering: the lowering.
-          flow: which operations of the graph keep sums pending.
-          buckets: sums that are reduced with others; the dictionary is changed.
-          unsummed: warns of operations that drop a sum.
-        """
+        """Begins a lowering; `buckets`, which is changed, has the sums to reduce with others."""
         self.flow = flow
         self._lowering = lowering
         self._buckets = buckets
@@ -143,7 +135,7 @@ class PendingLowering(PartLowering):
             sorted(self._axes_of(small)),
             mesh_impl.slice_shape(output.shape),
             lambda: broadcast(self._tensors[small].laid_out_input),
-            lambda _: broadcast(self._tensors[small]),
+            lambda x: x.set_reduced(broadcast(self._tensors[small])),
             sources=[self._tensors[small]],
         )
 
@@ -157,10 +149,7 @@ class PendingLowering(PartLowering):
             self._differs[operation] = self._differs.get(operation, Axes()) | axes
 
     def inside_branch(self) -> ContextManager[None]:
-        """See `PartLowering.inside_branch`.
-
-        Parts and sums that are made in a branch have no value outside, or in the other branch.
-        """
+        """See `PartLowering.inside_branch`: what a branch makes has no value outside of it."""
         copies = {
             tensor: copy.copy(lowered)
             for tensor, lowered in self._tensors.items()
@@ -261,13 +250,17 @@ class PendingLowering(PartLowering):
             self._note_summed(operation, use.own_axes - axes)
             return share(mesh_impl, value, use.own_axes - axes)
 
-        def reduced(number: int) -> Any:
-            value = once("reduced", lambda: self._lowered(operation, self._reduced(operation)))
-            return value[number].to_laid_out_tensor()
+        def lower_on_sums() -> list[Any]:
+            sums = {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
+            return self._lowered(operation, sums)
+
+        def reduce(number: int, one: PendingSum) -> None:
+            one.set_reduced(once("reduced", lower_on_sums)[number].to_laid_out_tensor())
 
         sources = [] if use.is_new_sum else [self._tensors[t] for t in operation.inputs]
         for number, tensor in enumerate(operation.outputs):
-            make = self._sum_for(tensor) if use.is_new_sum else lambda _, n=number: reduced(n)
+            is_new = use.is_new_sum
+            make = self._sum_for(tensor) if is_new else functools.partial(reduce, number)
             self._tensors[tensor] = PendingSum(
                 mesh_impl,
                 sorted(use.axes | use.own_axes),
@@ -277,9 +270,6 @@ class PendingLowering(PartLowering):
                 sources=sources,
             )
 
-    def _reduced(self, operation: mtf.Operation) -> dict[mtf.Tensor, Any]:
-        return {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
-
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
         """Lowers an operation on each processor's part."""
         inputs = self._parts_of_inputs(operation, use)
@@ -287,7 +277,7 @@ class PendingLowering(PartLowering):
             return self._lowered(operation, inputs)
         mesh_impl = self._lowering.mesh_impl(operation)
         count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in use.axes]).size
-        scalar = scalar_added(operation)
+        scalar = scalar_of(operation)
 
         def add(x: tf.Tensor) -> tf.Tensor:
             return x + tf.cast(scalar, x.dtype) / tf.cast(count, x.dtype)

@@ -41,18 +41,12 @@ class PendingSums(Part):
         strategy: Strategy,
         are_sums: bool = False,
     ) -> None:
-        """Declares that gradients are going to be used.
+        """Declares that gradients of one graph are going to be used, reduced or as they are.
 
         The sums behind all gradients that are to be reduced are reduced together, at the first
-        place that needs one of them, which may be in the model.
-
-        Args:
-          tensors: gradients of one graph.
-          reduced: whether they are to be reduced, or stay pending.
-          batch_dims: names of the dimensions that the batch is split along; None if not known.
-          strategy: the reduction strategy.
-          are_sums: whether they are sums themselves, over any mesh axes: then they are reduced
-            together even if each shard holds its own part of them.
+        place that needs one of them, which may be in the model. Without `batch_dims` the graph
+        tells what the batch is split along. Tensors that `are_sums` themselves, over any mesh axes,
+        are reduced together even if each shard holds its own part of them.
         """
         if not tensors:
             return

@@ -17,7 +17,6 @@ class PendingSum(mtf.LazyAllreduceSum):
     Attributes:
       mesh_impl: the mesh that it lies on.
       mesh_axes: numbers of the mesh axes to sum over.
-      slice_shape: shape of a processor's part, and of a slice of the sum.
       add_counter_fn: Mesh-TF's, to be called when the sum is made.
       context: the loop or branch that it was made in.
     """
@@ -28,21 +27,15 @@ class PendingSum(mtf.LazyAllreduceSum):
         mesh_axes: list[int],
         slice_shape: list[int],
         make_part: Callable[[], Any],
-        make_reduced: Callable[[PendingSum], Any],
+        make_reduced: Callable[[PendingSum], None],
         add_counter_fn: Callable[[], None] | None = None,
         sources: Sequence[Any] = (),
     ):
         """Describes the sum; makes nothing.
 
-        Args:
-          mesh_impl: the mesh.
-          mesh_axes: the mesh axes to sum over.
-          slice_shape: the shape of its slices.
-          make_part: makes the `LaidOutTensor` of the parts.
-          make_reduced: returns the `LaidOutTensor` of the sum, or calls `set_reduced` with it and
-            returns None.
-          add_counter_fn: see the attribute.
-          sources: the lowered tensors that the sum is computed from, if it is not reduced itself.
+        `make_part` returns the `LaidOutTensor` of the parts, and `make_reduced` calls `set_reduced`
+        with that of the sum. `sources` are the lowered tensors that the sum is computed from, if it
+        is not reduced itself.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -57,7 +50,7 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     @property
     def slice_shape(self) -> list[int]:
-        """Shape of a slice."""
+        """Shape of a processor's part, and of a slice of the sum."""
         return self._slice_shape
 
     @property
@@ -91,9 +84,7 @@ class PendingSum(mtf.LazyAllreduceSum):
     def to_laid_out_tensor(self) -> Any:
         """Returns the `LaidOutTensor` of the sum, made on the first call."""
         if self._reduced_value is None:
-            value = self._make_reduced(self)
-            if value is not None:
-                self._reduced_value = value
+            self._make_reduced(self)
         return self._reduced_value
 
     @property

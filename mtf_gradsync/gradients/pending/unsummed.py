@@ -20,12 +20,7 @@ class Unsummed:
     """Warns where an operation behind a gradient drops the sum over the shards."""
 
     def __init__(self, flow: Flow, targets: Sequence[mtf.Tensor]):
-        """Looks for such operations.
-
-        Args:
-          flow: which operations before the targets keep sums pending.
-          targets: gradients.
-        """
+        """Looks for such operations behind the targets, which are gradients."""
         self._found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         for target in targets if flow.any_gathers else ():
             mixing = flow.mixes_shards(target, (Cause.DROPS_SUM, Cause.GATHERS))
@@ -34,10 +29,7 @@ class Unsummed:
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Watches the lowering of an operation.
-
-        Mesh-TF's own operations on slices send nothing; the program's own ones may sum.
-        """
+        """Warns, unless the operation that is lowered inside of the block sums by itself."""
         if operation not in self._found:
             yield
             return
