@@ -17,7 +17,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Turns an OSError of the block, such as a full disk, into a TrainingError that says what to do."""
+    """Turns an OSError of the block into a TrainingError that says what to do about it."""
     try:
         yield
     except BrokenPipeError:  # raised when the reader of the output has gone
@@ -56,7 +56,7 @@ def check_drawing() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty matplotlib figure, sized in inches; raises a ConfigError without matplotlib."""
+    """Returns an empty figure, sized in inches; raises a ConfigError without matplotlib."""
     check_drawing()
     # Not pyplot: its state would outlive the call, and its backend is the program's choice.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -24,17 +24,7 @@ from mtf_gradsync.train.transformer import transformer_utils
 
 
 class TrainingJob(NamedTuple):
-    """The settings of a run that define its training step.
-
-    Attributes:
-      model: the model, its mesh and its batch.
-      train_dataset_fn: makes the training data.
-      optimizer: called with ``learning_rate=``.
-      learning_rate: None, a number, or a function of ``step``.
-      variable_filter: which variables train.
-      reports: whether the step returns what its optimizers report.
-      noise_scale: whether it estimates the gradient noise scale.
-    """
+    """The settings of a run that define its training step; see `build_train_graph`."""
 
     model: ModelSettings
     train_dataset_fn: Callable[..., Any]
@@ -49,23 +39,19 @@ class TrainingJob(NamedTuple):
         """Targets in a global batch, padding included."""
         return self.model.batch_size * self.model.sequence_length["targets"]
 
-    def dataset(self) -> tf.data.Dataset:
-        """Returns the training examples."""
-        return self.train_dataset_fn(
-            sequence_length=self.model.sequence_length,
-            vocabulary=self.model.vocabulary,
-            dataset_split="train",
-        )
-
     def batches(self) -> TrainingBatches:
-        """Returns the training batches, in a graph of their own.
-
-        Raises:
-          ConfigError: if the data set cannot be trained on, as far as can be known.
-        """
+        """Returns the training batches, in a graph of their own."""
         utils, vocabulary = transformer_utils(), self.model.vocabulary
+
+        def dataset() -> tf.data.Dataset:
+            return self.train_dataset_fn(
+                sequence_length=self.model.sequence_length,
+                vocabulary=vocabulary,
+                dataset_split="train",
+            )
+
         return TrainingBatches(
-            self.dataset,
+            dataset,
             self.model.batch_size,
             self.model.feature_length,
             {
@@ -94,11 +80,7 @@ class TrainingJob(NamedTuple):
 
 
 def resolve_job(config: RunConfig) -> TrainingJob:
-    """Checks the settings of a config that define the training step, and returns them as a job.
-
-    Raises:
-      ConfigError: if a setting cannot work.
-    """
+    """Checks the settings of a config that define the training step, and returns them as a job."""
     check_count("train_steps", config.train_steps)
     check_count("outer_batch_size", config.outer_batch_size, optional=True)
     check_count("total_run_steps", config.total_run_steps, optional=True)
@@ -136,8 +118,7 @@ def build_on(
 ) -> TrainGraph:
     """Adds a job's training step to the default graph, for a runtime.
 
-    The step counter stands outside a program. `features` are int tensors ``[batch_size, length]``
-    by feature name; None for placeholders.
+    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders.
     """
 
     @contextlib.contextmanager
@@ -149,14 +130,7 @@ def build_on(
 
 
 def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
-    """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
-
-    Args:
-      job: the step to build; its features are placeholders.
-
-    Returns:
-      The graph's handles and the program.
-    """
+    """Adds a job's training step, with placeholders, as a SIMD program to the default graph."""
     place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
     graph = build_on(place, job)
     assert place.program is not None  # just built
@@ -164,13 +138,9 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
 
 
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
-    """Adds a placeholder for each feature of the training data to the default graph.
+    """Returns placeholders ``[batch_size, length]`` for the training data, by feature name.
 
-    Args:
-      job: its data set is made in a graph of its own, for its shapes alone; nothing is read.
-
-    Returns:
-      Placeholders ``[batch_size, length]`` by feature name.
+    The data set is made for its shapes alone, in a graph of its own; nothing is read.
     """
     with job.batches() as batches:
         return batches.placeholders()

@@ -106,7 +106,7 @@ class MeshModel:
         return imported
 
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
-        """Adds the model for "train" or "eval"; returns mtf logits ``[..., length, vocab]`` and loss."""
+        """Returns logits ``[..., length, vocab]`` and the loss, in the mode "train" or "eval"."""
         targets = features["targets"]
         if self.settings.model_type == "lm":
             inputs = transformer_models().autoregressive_inputs(

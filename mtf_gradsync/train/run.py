@@ -63,7 +63,8 @@ class RunResult(NamedTuple):
 class Accepted(NamedTuple):
     """Which checkpoints a user lets a run go on from, besides its own undamaged newest.
 
-    `differences`: one of another configuration. `damage`: an older one, where the newest is damaged.
+    `differences` allows one of another configuration; `damage` an older one where the newest is
+    damaged.
     """
 
     differences: bool = False
@@ -152,7 +153,7 @@ def run(
 
 
 class _CheckedRun(NamedTuple):
-    """The checked settings of a run; this process writes everything else to `directory`."""
+    """The checked settings of a run; this process writes to `directory`."""
 
     config: RunConfig
     job: TrainingJob

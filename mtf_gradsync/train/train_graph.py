@@ -25,16 +25,13 @@ class TrainGraph(NamedTuple):
 
     Attributes:
       lowering: the mtf.Lowering.
-      loss: float32 scalar tensor, the training loss of the batch.
-      updates: operations that assign the new values; the program's own, unlike `step`.
-      step: int64 scalar tensor; fetching it makes a training step and returns the number of
-        steps made.
-      fields: tensors that the optimizers want shown, by the name to show them under.
-      reported: tensors by name, for summaries: the learning rate where the config has one, and the
+      loss: float32 scalar.
+      step: int64 scalar; fetching it makes a training step and returns the number of steps made.
+      fields: tensors to show beside the loss, by name.
+      reported: tensors for summaries, by name: the learning rate where the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
-      update_step: int scalar tensor, updates made, with the step that it is fetched with; None
-        where every step is an update, as far as the optimizers say.
-      skipped: int scalar tensor, steps skipped, likewise; None where no optimizer skips steps.
+      update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
+      skipped: int scalar, steps skipped, likewise.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -42,7 +39,6 @@ class TrainGraph(NamedTuple):
 
     lowering: Any
     loss: tf.Tensor
-    updates: list[tf.Operation]
     step: tf.Tensor
     fields: dict[str, tf.Tensor]
     reported: dict[str, tf.Tensor]
@@ -74,16 +70,11 @@ def build_train_graph(
         loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
         skipped steps.
       learning_rate: None, a number, or a function of ``step``.
-      variable_filter: which variables train: all (None), those whose name a regular expression
-        finds, or those for which a function of the mtf variable is true.
-      mesh_block: makes a context manager that gives the mesh to lower on; the program is built
-        inside it, the step counter outside, as a TPU program wants it. Where it gives None, that
-        is the placement mesh of the settings.
+      variable_filter: see `RunConfig`.
+      mesh_block: makes a context manager that gives the mesh to lower on, None for the placement
+        mesh of the settings. The step counter is built outside it, as a TPU program wants it.
       reports: whether to fetch the optimizers' reports.
       noise_scale: whether to estimate the gradient noise scale, in sequences.
-
-    Raises:
-      ConfigError: if the optimizer has no apply_grads, or nothing is left to train.
     """
     global_step = tf.train.get_or_create_global_step()
     # Read once, before anything is assigned: the schedule and the increment use the same step.
@@ -129,7 +120,6 @@ def build_train_graph(
     return TrainGraph(
         lowering=lowering,
         loss=tf_loss,
-        updates=updates,
         step=step,
         fields=tf_fields,
         reported=tf_reported,
@@ -142,7 +132,6 @@ def build_train_graph(
 
 
 def _noise_scale(opt: Any, batch_size: int) -> Any:
-    """Returns the noise scale in sequences."""
     stack = opt._wrappers() if isinstance(opt, Wrapper) else []
     for one in stack:
         if isinstance(one, GradientAccumulationOptimizer) and one.accumulate == "local":

@@ -80,15 +80,10 @@ def compile_config(
     compare_with_bare: bool = False,
     update_not_split: bool = False,
 ) -> Any:
-    """Compiles the training step that gin's configuration describes.
+    """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
 
-    The arguments are those of `mtf_gradsync.xla.compile_for_tpu`; compare_with_bare estimates the
-    innermost optimizer alone, too. The step counter and the learning rate that follows from it stay
-    outside the program, on the host, as with TPUEstimator.
-
-    Raises:
-      ConfigError: if a binding or the topology cannot work.
-      TrainingError: if this environment has no TPU compiler, or the compiler died.
+    The step counter and the learning rate that follows from it stay outside the program, on the
+    host, as with TPUEstimator.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync import xla

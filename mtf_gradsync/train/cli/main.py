@@ -52,13 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line of the process, or of `argv`, and returns the exit code.
 
-    Args:
-      argv: arguments after the program's name; None for the process's own.
-
-    Returns:
-      The exit code: 0 done, 1 failed, 2 bad arguments or config, 128 + n stopped by signal n.
+    It is 0 when done, 1 when failed, 2 for bad arguments or config, 128 + n stopped by signal n.
     """
     args = build_parser().parse_args(argv)
     try:

@@ -92,12 +92,7 @@ def plan_config(
 ) -> Any:
     """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
-    Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
-    layouts the config's.
-
-    Raises:
-      ConfigError: if a binding, a mesh or a topology cannot be.
-      TrainingError: if this environment has no TPU compiler.
+    Without mesh_shapes it takes all factorizations over the axes of the config's mesh.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
@@ -135,7 +130,7 @@ def plan_config(
 
 
 def _as_text(layout: Any) -> str:
-    """Layout rules as text, from text or from pairs of names."""
+    """Returns layout rules as text, from text or from pairs of names."""
     if isinstance(layout, str):
         return layout
     try:

@@ -12,7 +12,12 @@ from mtf_gradsync.train.cli.cluster_arguments import (
     process_of_flags,
     task_of_flags,
 )
-from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.cli.gin_arguments import (
+    add_gin_arguments,
+    config_of_run,
+    loaded_config,
+    positive_count,
+)
 from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
@@ -50,11 +55,15 @@ def add_parser(subparsers: Any) -> None:
     add_gin_arguments(parser)
     parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
     parser.add_argument(
-        "--steps", type=_count, default=10, metavar="N", help="steps to record (default: 10)"
+        "--steps",
+        type=positive_count,
+        default=10,
+        metavar="N",
+        help="steps to record (default: 10)",
     )
     parser.add_argument(
         "--warm_up",
-        type=_count,
+        type=positive_count,
         default=5,
         metavar="N",
         help="steps before those, which compile and fill caches (default: 5)",
@@ -112,16 +121,7 @@ def _merged(files: list[str]) -> Timeline:
 
 
 def _recorded(args: argparse.Namespace) -> Timeline | None:
-    before = []
-    if args.model_dir:
-        config_file = Path(args.model_dir) / "operative_config.gin"
-        if not config_file.is_file():
-            raise ConfigError(
-                f"--model_dir={args.model_dir} is no run: it has no {config_file.name}, which "
-                "mtf-gradsync train writes"
-            )
-        before = [str(config_file)]
-    with loaded_config(args, before):
+    with loaded_config(args, [config_of_run(args.model_dir)] if args.model_dir else ()):
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.processes.errors import MissingProcessesError
         from mtf_gradsync.train import gin_files
@@ -145,9 +145,3 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
                 return run_on_cluster(config, folder, task, **watch, work=work)
         except MissingProcessesError as error:
             raise TrainingError(str(error)) from error
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
-    return int(text)
