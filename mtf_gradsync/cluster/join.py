@@ -37,8 +37,8 @@ class Cluster(Membership):
     """This process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
     The chief works inside the context. Any other task that reaches its end serves its devices until
-    the chief reaches the end, too. An exception that leaves the
-    context of one task ends the other tasks with an error that quotes it.
+    the chief reaches the end, too. An exception that leaves the context of one task ends the other
+    tasks with an error that quotes it.
 
     Attributes:
       task: the task that this process is.
@@ -163,10 +163,7 @@ def _task(
 
 @contextlib.contextmanager
 def _serving_in_spite_of_signals(task: Task) -> Iterator[None]:
-    """Makes a task serve on after a signal, so that the chief can save its work.
-
-    A second signal ends the task.
-    """
+    """Lets a task serve on after a first signal, so that the chief can save its work."""
     received: list[float] = []
 
     def handle(number: int, unused_frame: Any) -> None:

@@ -98,9 +98,9 @@ class SpecBuilder:
     ) -> Any:
         """Returns the spec of a training step.
 
-        Checkpoints are written as config says: the slices are copied to the masters first, and back
-        after one was restored. Checkpoints of a run without the wrapper, or of another mesh, are
-        read too (`ReshardingSaver`); one of another model is an error that names what differs.
+        Checkpoints are written as config says. Those of a run without the wrapper, or of another
+        mesh, are read too (`ReshardingSaver`); one of another model is an error that names what
+        differs.
 
         Args:
           loss: an mtf tensor; the mean is taken of one with several elements.
@@ -285,7 +285,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Replicates mtf tensors, so that each processor has all of their elements."""
+    """Replicates the mtf tensors among them, so that each processor has all elements."""
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()
