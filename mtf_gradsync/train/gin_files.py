@@ -32,8 +32,6 @@ def load(
     to ``train.run`` where that has a parameter of the name. Returns the ``utils.run`` bindings that
     have no meaning here.
     """
-    if not gin_files and not gin_params:
-        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
     gin.clear_config()

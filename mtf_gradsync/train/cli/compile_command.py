@@ -9,7 +9,8 @@ from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_confi
 from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
-_DESCRIPTION = """\
+HELP = "compile what gin files describe for a TPU, without a TPU"
+DESCRIPTION = """\
 Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
 compiler. Prints whether it is accepted, the collectives before and after the compiler's
 optimizations, the memory per core and the compiler's estimate of a step's cost. Nothing is
@@ -17,7 +18,7 @@ trained and no TPU is needed.
 
 Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
   mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
@@ -26,15 +27,8 @@ The topology must have as many cores as the config's mesh. Exit code 0: accepted
 docs/tpu.md says what the numbers mean."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "compile",
-        help="compile what gin files describe for a TPU, without a TPU",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--topology",
@@ -58,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="write the program before and after optimization there, as HLO text",
     )
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from mtf_gradsync.train.cli.gin_arguments import (
     add_gin_arguments,
@@ -14,11 +13,12 @@ from mtf_gradsync.train.cli.gin_arguments import (
 )
 from mtf_gradsync.train.errors import ConfigError
 
-_DESCRIPTION = """\
+HELP = "let the model of a run write"
+DESCRIPTION = """\
 Prints what the language model of a run writes after a prompt: the run's own config and its newest
 checkpoint, whatever runtime has made it. The run may be finished, stopped, or still going on."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
@@ -29,15 +29,8 @@ examples:
 Every token takes a pass of the whole model: that is for a look at a model, not for serving one."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "sample",
-        help="let the model of a run write",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
@@ -66,7 +59,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default: 0")
     add_gin_arguments(parser)
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
@@ -24,7 +24,8 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     from mtf_gradsync.timelines import Timeline
 
-_DESCRIPTION = """\
+HELP = "record where the time of a training step goes"
+DESCRIPTION = """\
 Makes some training steps of a run and tells where their time goes: compute, collectives, the part
 of those that no compute hides, the host, and idle time, core by core, with the longest operations
 and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
@@ -32,7 +33,7 @@ and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrom
 With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
 With --gin_file alone they begin with new values."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
   mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --steps=20 --trace=lm.trace.json.gz
@@ -43,15 +44,8 @@ Processes on XLA devices all take the command; process 0 writes the result for a
 what one process recorded, for --merge. docs/guides/timeline.md explains the numbers."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "timeline",
-        help="record where the time of a training step goes",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
     parser.add_argument(
@@ -84,7 +78,6 @@ def add_parser(subparsers: Any) -> None:
         help="make no steps, but put files of --part together; given once for each",
     )
     add_cluster_arguments(parser)
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:
