@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Callable, ContextManager, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple
 
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.train.config.bindings import RunConfig, VariableFilter
 from mtf_gradsync.train.config.checks import check_callable, check_count, check_vocabulary
 from mtf_gradsync.train.config.mesh import resolve_mesh
@@ -19,12 +16,25 @@ from mtf_gradsync.train.config.settings import (
 )
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.model import ModelSettings
-from mtf_gradsync.train.train_graph import TrainGraph, build_train_graph
 from mtf_gradsync.train.transformer import transformer_utils
 
 
 class TrainingJob(NamedTuple):
-    """The settings of a run that define its training step; see `build_train_graph`."""
+    """The settings of a run that define its training step.
+
+    Attributes:
+      model: the model, its mesh and its batch.
+      train_dataset_fn: see `RunConfig`.
+      optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
+        returns mtf operations. It, and each optimizer inside a wrapper, may have
+        ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
+        loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
+        skipped steps.
+      learning_rate: None, a number, or a function of ``step``.
+      variable_filter: see `RunConfig`.
+      reports: whether the step returns what its optimizers report.
+      noise_scale: whether it estimates the gradient noise scale, in sequences.
+    """
 
     model: ModelSettings
     train_dataset_fn: Callable[..., Any]
@@ -61,23 +71,6 @@ class TrainingJob(NamedTuple):
             self.model.reads,
         )
 
-    def build(
-        self,
-        features: dict[str, tf.Tensor],
-        mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
-    ) -> TrainGraph:
-        """Adds the training step to the default graph; see `build_train_graph`."""
-        return build_train_graph(
-            self.model,
-            features,
-            self.optimizer,
-            self.learning_rate,
-            self.variable_filter,
-            mesh_block,
-            self.reports,
-            self.noise_scale,
-        )
-
 
 def resolve_job(config: RunConfig) -> TrainingJob:
     """Checks the settings of a config that define the training step, and returns them as a job."""
@@ -111,30 +104,6 @@ def resolve_job(config: RunConfig) -> TrainingJob:
         ),
         variable_filter=config.variable_filter,
     )
-
-
-def build_on(
-    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
-) -> TrainGraph:
-    """Adds a job's training step to the default graph, for a runtime.
-
-    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders.
-    """
-
-    @contextlib.contextmanager
-    def block() -> Iterator[Any]:
-        with place.building() as program:
-            yield None if program is None else program.mesh_impl
-
-    return job.build(features or placeholders(job), block)
-
-
-def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
-    """Adds a job's training step, with placeholders, as a SIMD program to the default graph."""
-    place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
-    graph = build_on(place, job)
-    assert place.program is not None  # just built
-    return graph, place.program
 
 
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:

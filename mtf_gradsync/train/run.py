@@ -29,7 +29,7 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
 from mtf_gradsync.train.files import check_drawing, writing_to
-from mtf_gradsync.train.job import TrainingJob, build_on, resolve_job
+from mtf_gradsync.train.job import TrainingJob, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.metrics.recorder import Recorder
@@ -41,7 +41,7 @@ from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
 from mtf_gradsync.train.runners.runner import Runner
 from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
 from mtf_gradsync.train.runtime import Runtime, choose_runtime
-from mtf_gradsync.train.train_graph import TrainGraph
+from mtf_gradsync.train.train_graph import TrainGraph, build_on
 
 CONFIG_FILE = "operative_config.gin"
 TIMELINE_FILE = "timeline.json"

@@ -84,7 +84,8 @@ def compile_config(
     from mtf_gradsync.simd.compiled_only import compiled_only
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.comparison.steps import innermost_of
-    from mtf_gradsync.train.job import build_simd, resolve_job
+    from mtf_gradsync.train.job import resolve_job
+    from mtf_gradsync.train.train_graph import build_simd
 
     # Before the graph, which may take a minute.
     missing = xla.why_no_tpu_compiler()

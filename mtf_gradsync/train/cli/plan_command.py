@@ -90,7 +90,8 @@ def plan_config(
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
     from mtf_gradsync.train import gin_files
-    from mtf_gradsync.train.job import build_simd, resolve_job
+    from mtf_gradsync.train.job import resolve_job
+    from mtf_gradsync.train.train_graph import build_simd
 
     config = gin_files.run_config()
     axes = [dim.name for dim in resolve_job(config).model.mesh.shape.dims]

@@ -11,7 +11,8 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.train.comparison.parts import PARTS, parts_of
-from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
+from mtf_gradsync.train.job import TrainingJob, placeholders
+from mtf_gradsync.train.train_graph import build_simd, build_train_graph
 
 
 class Step(NamedTuple):
@@ -112,5 +113,6 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
     devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
     mesh_impl = mesh.placement_mesh(devices)
     with tf.Graph().as_default():
-        graph = job.build(placeholders(job), lambda: contextlib.nullcontext(mesh_impl))
+        features = placeholders(job)
+        graph = build_train_graph(job, features, lambda: contextlib.nullcontext(mesh_impl))
         return simd.list_transfers([graph.loss, graph.step], mesh_impl)
