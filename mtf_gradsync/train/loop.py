@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import math
-import signal
-import threading
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
@@ -28,43 +27,8 @@ _OF_A_STEP = (
     TypeError,
     ValueError,
 )
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Terminals and process managers deliver one Ctrl-C more than once.
-_SAME_KEYSTROKE_SECONDS = 1.0
 # The first steps fill caches.
 _STEPS_BEFORE_TIMELINE = 5
-
-
-class StopSignal:
-    """Turns SIGINT and SIGTERM into a request to stop, while it is entered.
-
-    A second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C
-    twice does not want to wait for a checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._received_at = 0.0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *unused_exception: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _handle(self, number: int, unused_frame: Any) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self._received_at = number, now
-        elif now - self._received_at > _SAME_KEYSTROKE_SECONDS:
-            raise KeyboardInterrupt
 
 
 class LoopSettings(NamedTuple):
