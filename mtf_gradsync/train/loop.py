@@ -42,7 +42,7 @@ class LoopSettings(NamedTuple):
 
 
 class LoopResult(NamedTuple):
-    """How far a training loop came, in `steps_made` steps of its own.
+    """How far a training loop got, in `steps_made` steps of its own.
 
     `stopped_by` is the signal that ended it early; `seconds` is the time spent in steps.
     """

@@ -49,7 +49,7 @@ TRACE_FILE = "timeline.trace.json.gz"
 
 
 class RunResult(NamedTuple):
-    """How far a run came, its score on held-out data, and the baseline's on the same data.
+    """How far a run got, its score on held-out data, and the baseline's on the same data.
 
     `stopped_by` is the signal that stopped it early; there are no scores then.
     """

@@ -36,7 +36,7 @@ class TrainingBatches:
         """Makes the data set: single examples, vectors of integers by feature name.
 
         Of features that are `wanted`, feature_length gives the length, and vocab_sizes the number
-        of ids where they hold ids. What can be known to be wrong unread is a ConfigError.
+        of ids where they hold ids.
         """
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
         self._first = self._step = 0

@@ -122,7 +122,7 @@ class HeldOut:
         )
 
     def finish(self, path: str | None, **result: Any) -> Score | None:
-        """Evaluates the finished model, and writes samples and the result file with more items.
+        """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
         Returns the held-out score; None without held-out data.
         """

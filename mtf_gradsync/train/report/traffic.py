@@ -30,7 +30,7 @@ class TrafficRow(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes per core of a training step without and with an update, and the rows of these.
+    """The bytes per core of a training step without and with an update, and their `rows`.
 
     `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
     functions, such as an update that is one call, are not looked into.
