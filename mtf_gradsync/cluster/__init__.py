@@ -1,7 +1,4 @@
-"""A mesh over the tasks of a ``tf.train.Server`` cluster.
-
-See ``docs/clusters.md``.
-"""
+"""A mesh over the tasks of a ``tf.train.Server`` cluster; see ``docs/clusters.md``."""
 
 from mtf_gradsync.cluster.join import Cluster, join_cluster
 from mtf_gradsync.cluster.task import Task, task_of_environment, task_of_spec

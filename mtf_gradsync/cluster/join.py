@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
-import threading
 import time
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.cluster.task import Task, task_of_environment, task_of_spec
 from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.processes.meeting import Place, meet
@@ -28,17 +27,14 @@ _LOSSES = (
     tf.errors.UnavailableError,
     tf.errors.UnknownError,
 )
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Terminals and process managers deliver one Ctrl-C more than once.
-_SAME_KEYSTROKE_SECONDS = 1.0
 
 
 class Cluster(Membership):
     """This process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
     The chief works inside the context. Any other task that reaches its end serves its devices until
-    the chief reaches the end, too. An exception that leaves the
-    context of one task ends the other tasks with an error that quotes it.
+    the chief reaches the end, too. An exception that leaves the context of one task ends the other
+    tasks with an error that quotes it.
 
     Attributes:
       task: the task that this process is.
@@ -62,8 +58,18 @@ class Cluster(Membership):
         if self.is_chief:
             super()._leave()
         else:
-            with _serving_in_spite_of_signals(self.task):
+            # The chief wants to save its work on the devices of this task.
+            with StopSignal(self._say_that_it_serves):
                 self._watchdog.serve()
+
+    def _say_that_it_serves(self, number: int) -> None:
+        names = self.task.names
+        print(
+            f"mtf_gradsync: {names[self.task.number]} got {signal.Signals(number).name} and "
+            f"serves until {names[0]} has ended; a second signal ends it now",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _may_be_a_loss(self, error: BaseException | None) -> bool:
         while error is not None:
@@ -159,35 +165,3 @@ def _task(
             "cluster_spec, job_name and task_index."
         )
     return task
-
-
-@contextlib.contextmanager
-def _serving_in_spite_of_signals(task: Task) -> Iterator[None]:
-    """Makes a task serve on after a signal, so that the chief can save its work.
-
-    A second signal ends the task.
-    """
-    received: list[float] = []
-
-    def handle(number: int, unused_frame: Any) -> None:
-        now = time.monotonic()
-        if received and now - received[0] > _SAME_KEYSTROKE_SECONDS:
-            raise KeyboardInterrupt
-        if not received:
-            received.append(now)
-            print(
-                f"mtf_gradsync: {task.names[task.number]} got {signal.Signals(number).name} and "
-                f"serves until {task.names[0]} has ended; a second signal ends it now",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

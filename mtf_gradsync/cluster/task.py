@@ -13,13 +13,9 @@ _EXAMPLE = '"worker=host1:2222,host2:2222" or {"worker": ["host1:2222", "host2:2
 
 
 class Task(NamedTuple):
-    """A task of a cluster.
+    """A task of a cluster: its job, its number in the job, and the addresses of all jobs' tasks.
 
-    Attributes:
-      jobs: addresses "host:port" of each job's tasks. The chief's job comes first, then workers,
-        parameter servers, and other jobs by name.
-      job: the job of this task.
-      index: its number in the job.
+    The chief's job comes first, then workers, parameter servers, and other jobs by name.
     """
 
     jobs: dict[str, list[str]]
@@ -53,14 +49,7 @@ class Task(NamedTuple):
         return _host_and_port(self.jobs[job][index], job)
 
     def devices(self, each: int) -> list[str]:
-        """Returns the CPU devices of all tasks, task by task.
-
-        Args:
-          each: how many a task has.
-
-        Returns:
-          Device strings.
-        """
+        """Returns strings of the CPU devices of all tasks, task by task, `each` of one."""
         return [
             f"/job:{job}/task:{index}/device:CPU:{device}"
             for job, index in self.all_tasks
@@ -85,16 +74,10 @@ class Task(NamedTuple):
 def task_of_spec(
     cluster_spec: str | Mapping[str, Sequence[str]], job_name: str, task_index: int
 ) -> Task:
-    """Returns this process's task of a cluster, after checking the cluster.
+    """Returns this process's task of a cluster, or raises a ValueError if it is none.
 
-    Args:
-      cluster_spec: addresses "host:port" of each job's tasks; a dictionary, JSON of one, or text
-        like "worker=host1:2222,host2:2222" with ";" between jobs.
-      job_name: the job of this process.
-      task_index: its number in the job.
-
-    Raises:
-      ValueError: if that is no cluster, has no chief or worker, or not this task.
+    cluster_spec has addresses "host:port" of each job's tasks; it is a dictionary, JSON of one, or
+    text like "worker=host1:2222,host2:2222" with ";" between jobs.
     """
     spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     if not isinstance(spec, Mapping) or not spec:
@@ -135,11 +118,7 @@ def task_of_spec(
 def task_of_environment() -> Task | None:
     """Returns the task that the environment variable TF_CONFIG describes, as Estimator reads it.
 
-    Returns:
-      The task; None where there is no cluster in TF_CONFIG.
-
-    Raises:
-      ValueError: if it is no JSON, or describes what `task_of_spec` refuses.
+    It is None where TF_CONFIG has no cluster; what `task_of_spec` refuses is a ValueError.
     """
     text = os.environ.get("TF_CONFIG") or "{}"
     try:

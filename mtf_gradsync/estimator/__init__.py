@@ -1,8 +1,6 @@
 """Builds the specs of a model_fn on a mesh, and runs model_fns on every TensorFlow and runtime.
 
 See ``docs/guides/model_fn.md``.
-
-See ``docs/guides/model_fn.md``.
 """
 
 from mtf_gradsync.estimator.builder import SpecBuilder

@@ -98,9 +98,9 @@ class SpecBuilder:
     ) -> Any:
         """Returns the spec of a training step.
 
-        Checkpoints are written as config says: the slices are copied to the masters first, and back
-        after one was restored. Checkpoints of a run without the wrapper, or of another mesh, are
-        read too (`ReshardingSaver`); one of another model is an error that names what differs.
+        Checkpoints are written as config says. Those of a run without the wrapper, or of another
+        mesh, are read too (`ReshardingSaver`); one of another model is an error that names what
+        differs.
 
         Args:
           loss: an mtf tensor; the mean is taken of one with several elements.
@@ -156,27 +156,25 @@ class SpecBuilder:
             host_call = summaries_lib.write_on_host({"loss": tf_loss, **scalars}, model_dir)
             # The program's summaries are not the host's.
             mtf.utils.remove_summaries()
-            return tf.estimator.tpu.TPUEstimatorSpec(
-                self.mode,
+            return self._spec(
+                scaffold,
                 loss=tf_loss,
                 train_op=train_op,
                 host_call=host_call,
                 training_hooks=[restore, *saving],
-                scaffold_fn=scaffold,
             )
         if optimizer is not None:
             step = [tf_loss, train_op]
             traffic = summaries_lib.traffic_of_devices(step, self.mesh_impl, optimizer)
             scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
         summaries_lib.write_in_graph(scalars)
-        return tf.estimator.EstimatorSpec(
-            self.mode,
+        return self._spec(
+            scaffold,
             loss=tf_loss,
             train_op=train_op,
             # In one list, since a checkpoint of the beginning is written as soon as there are
             # slices, and Estimator's other hooks begin later.
             training_chief_hooks=[restore, *saving],
-            scaffold=scaffold(),
         )
 
     def evaluate(
@@ -205,19 +203,12 @@ class SpecBuilder:
         values = _exported(lowering, given)
         with outside_programs():
             restore = mtf.MtfRestoreHook(lowering)
-        if self._is_simd:
-            return tf.estimator.tpu.TPUEstimatorSpec(
-                self.mode,
-                loss=tf_loss,
-                eval_metrics=None if metrics is None else (metrics, values),
-                evaluation_hooks=[restore],
-            )
-        return tf.estimator.EstimatorSpec(
-            self.mode,
-            loss=tf_loss,
-            eval_metric_ops=None if metrics is None else metrics(**values),
-            evaluation_hooks=[restore],
-        )
+        measured: dict[str, Any] = {}
+        if metrics is not None and self._is_simd:
+            measured["eval_metrics"] = (metrics, values)
+        elif metrics is not None:
+            measured["eval_metric_ops"] = metrics(**values)
+        return self._spec(loss=tf_loss, evaluation_hooks=[restore], **measured)
 
     def predict(self, predictions: Mapping[str, Any]) -> Any:
         """Returns the spec of predictions, and of an exported model.
@@ -239,21 +230,14 @@ class SpecBuilder:
             return tf.train.Scaffold(local_init_op=_local_init_op(lowering))
 
         exported = {"serving_default": tf.estimator.export.PredictOutput(values)}
-        if self._is_simd:
-            return tf.estimator.tpu.TPUEstimatorSpec(
-                self.mode,
-                predictions=values,
-                export_outputs=exported,
-                scaffold_fn=scaffold,
-                prediction_hooks=[restore],
-            )
-        return tf.estimator.EstimatorSpec(
-            self.mode,
-            predictions=values,
-            export_outputs=exported,
-            scaffold=scaffold(),
-            prediction_hooks=[restore],
+        return self._spec(
+            scaffold, predictions=values, export_outputs=exported, prediction_hooks=[restore]
         )
+
+    def _spec(self, scaffold: Callable[[], tf.train.Scaffold] | None = None, **spec: Any) -> Any:
+        if self._is_simd:
+            return tf.estimator.tpu.TPUEstimatorSpec(self.mode, scaffold_fn=scaffold, **spec)
+        return tf.estimator.EstimatorSpec(self.mode, scaffold=scaffold and scaffold(), **spec)
 
     def _lower(self, loss: mtf.Tensor) -> tuple[mtf.Lowering, tf.Tensor]:
         mean = mtf.cast(mtf.reduce_mean(loss), tf.float32)
@@ -285,7 +269,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Replicates mtf tensors, so that each processor has all of their elements."""
+    """Replicates the mtf tensors among them, so that each processor has all elements."""
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()

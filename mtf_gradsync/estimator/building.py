@@ -15,12 +15,10 @@ _TRAIN = tf.estimator.ModeKeys.TRAIN
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and its arguments beside the caller's params.
+    """A model_fn, and what its params get besides the caller's items.
 
-    Attributes:
-      function: the model_fn.
-      is_for_tpu: whether params always get "use_tpu", as with TPUEstimator; in a program they do.
-      batch_sizes: params["batch_size"] by mode; None leaves it alone.
+    `batch_sizes` are their "batch_size" by mode, None for no change. With `is_for_tpu` they always
+    get "use_tpu", as from TPUEstimator, otherwise only in a program.
     """
 
     function: Callable[..., Any]
@@ -37,8 +35,7 @@ class ModelFn(NamedTuple):
     ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
         """Builds a step in the default graph, for the mode "train", "eval" or "infer".
 
-        Returns:
-          The spec, its scaffold, and hooks that the input needs.
+        Returns the spec, its scaffold, and hooks that the input needs.
         """
         is_program = isinstance(place, OnCores)
         # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
@@ -61,15 +58,11 @@ class ModelFn(NamedTuple):
     def spec(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Calls the function for devices, for a model that is exported.
-
-        Returns:
-          The spec and its scaffold.
-        """
+        """Returns the spec and its scaffold, on devices, for a model that is exported."""
         return self._call(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
-        """Returns a copy of the params, with what TPUEstimator adds to them."""
+        """Returns a copy of the params with the additions of TPUEstimator."""
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:

@@ -14,11 +14,7 @@ class Evaluation:
     """Averages a spec's losses and metrics over the steps of an evaluation."""
 
     def __init__(self, spec: Any, is_program: bool):
-        """Builds the metrics of the spec that the model_fn returned.
-
-        Raises:
-          ValueError: the metrics would be part of a program.
-        """
+        """Builds the metrics of the spec that the model_fn returned."""
         metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
         if metric_ops and is_program:
             raise ValueError(
@@ -36,13 +32,9 @@ class Evaluation:
         self._step = tf.train.get_global_step()
 
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
-        """Makes the steps; `steps` of None makes all that the input has.
+        """Makes the steps; returns the mean "loss", the metrics, and "global_step", by name.
 
-        Returns:
-          The mean loss as "loss", the metrics, and "global_step", by name.
-
-        Raises:
-          ValueError: there is no input.
+        `steps` of None makes all that the input has.
         """
         global_step = _without_hooks(session, self._step)
         losses: list[Any] = []

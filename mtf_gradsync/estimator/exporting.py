@@ -25,10 +25,9 @@ def write_saved_model(
     inputs: Mapping[str, tf.Tensor],
     checkpoint: str,
 ) -> None:
-    """Writes the default graph with a checkpoint's values to a directory that is not there yet.
+    """Writes the default graph with a checkpoint's values to a new directory.
 
-    The spec's export_outputs have an output by name of the signature; `inputs` are the tensors that
-    a server feeds; the scaffold's local_init_op runs where the model is loaded.
+    A server feeds `inputs`, and runs the scaffold's local_init_op where it loads the model.
     """
     saver = tf.train.Saver(sharded=True)
     begin = scaffold.local_init_op if scaffold else None

@@ -16,21 +16,12 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
 
 class HostFunction:
-    """A function of a step's tensors, called with the values that a session returned for them.
-
-    Attributes:
-      tensors: tensors to fetch with the step.
-    """
+    """A function of a step's `tensors`, called with the values that a session returned for them."""
 
     def __init__(self, call: Sequence[Any]):
-        """Builds the function's graph.
+        """Builds the graph of a function and its tensors, a list or by name.
 
-        Args:
-          call: a function and its tensors, a list or by name, as TPUEstimatorSpec's eval_metrics
-            and host_call are.
-
-        Raises:
-          ValueError: it is no such pair.
+        TPUEstimatorSpec's eval_metrics and host_call are such pairs.
         """
         if not isinstance(call, (list, tuple)) or len(call) != 2 or not callable(call[0]):
             raise ValueError(

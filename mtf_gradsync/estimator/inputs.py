@@ -10,21 +10,15 @@ from mtf_gradsync._private.libraries import tf
 
 
 def call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls a function with those of the arguments that its signature names, as Estimator does.
-
-    Arguments that a `functools.partial` has already are not replaced.
-    """
+    """Calls a function with those of the arguments that its signature names, as Estimator does."""
+    # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held
     return fn(**{name: value for name, value in known.items() if name in names})
 
 
 def set_items(params: Any, **items: Any) -> Any:
-    """Adds items to params, which are a dict or something with attributes.
-
-    Raises:
-      TypeError: params takes neither.
-    """
+    """Adds items to params, which are a dict or something with attributes."""
     for name, value in items.items():
         try:
             if hasattr(params, "__setitem__"):
@@ -54,20 +48,10 @@ class InitializeIterator(tf.train.SessionRunHook):
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
-    """Returns the tensors of a step, in the default graph.
+    """Returns a step's features, labels (or None), and hooks that the input needs.
 
-    Args:
-      input_fn: takes none, some or all of mode, params and config. Returns a `tf.data.Dataset` of
-        features, or of (features, labels), or such tensors.
-      mode: "train", "eval" or "infer".
-      params: passed on.
-      config: passed on.
-
-    Returns:
-      Features, labels (None where there are none), and hooks that the input needs.
-
-    Raises:
-      TypeError: it returns something else.
+    input_fn takes none, some or all of mode, params and config. It returns a `tf.data.Dataset` of
+    features, or of (features, labels), or such tensors.
     """
     result = call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []

@@ -13,13 +13,7 @@ _PROGRAM_BYTES = 300_000_000
 
 
 class ModelMesh(NamedTuple):
-    """The mesh that a model is lowered on.
-
-    Attributes:
-      impl: the mesh implementation.
-      variable_placer: places masters on hosts, for `mtf.Mesh`; None where the device is free.
-      is_simd: whether all processors run one program.
-    """
+    """The mesh that a model is lowered on, and for a SIMD program the placer of its masters."""
 
     impl: mtf.MeshImpl
     variable_placer: Any
@@ -34,16 +28,8 @@ def model_mesh(
 ) -> ModelMesh:
     """Makes the mesh of a model_fn.
 
-    Args:
-      mesh_shape: Mesh-TF's mesh shape.
-      layout: Mesh-TF's layout rules.
-      context: what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
-        ``params["context"]``; None for a placement mesh.
-      devices: of a placement mesh, a device string for each processor; None for virtual CPU
-        devices.
-
-    Raises:
-      ValueError: devices does not fit the mesh, or the mesh does not fit the cores.
+    `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
+    ``params["context"]``; None for a placement mesh, on `devices` or on virtual CPU devices.
     """
     shape = mtf.convert_to_shape(mesh_shape)
     layout = mtf.convert_to_layout_rules(layout)
@@ -76,5 +62,5 @@ def model_mesh(
 
 
 def outside_programs() -> Any:
-    """Returns a context manager for what stands outside of a TPU program that is being built."""
+    """Returns a context manager for operations outside of the TPU program that is being built."""
     return tf.control_dependencies(None)

@@ -6,11 +6,7 @@ from typing import Any, Iterator, Sequence
 
 
 def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns the predictions with the given keys; all of them for None.
-
-    Raises:
-      ValueError: the model does not predict one of them.
-    """
+    """Returns the predictions with the given keys; all of them for None."""
     if keys is None:
         return predictions
     keys = [keys] if isinstance(keys, str) else list(keys)
@@ -22,11 +18,7 @@ def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 
 
 def examples(batch: Any) -> Iterator[Any]:
-    """Yields the examples of a batch.
-
-    Raises:
-      ValueError: predictions have no row for each example.
-    """
+    """Yields the examples of a batch."""
     if not isinstance(batch, dict):
         yield from batch
         return

@@ -7,19 +7,7 @@ from mtf_gradsync.runtimes.places import RUNTIMES, RuntimeName
 
 
 def check_runtime(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
-    """Returns the name of the runtime to use.
-
-    Args:
-      runtime: one of `RUNTIMES`, or None for what use_tpu says.
-      use_tpu: whether the model_fn is to be called as for a TPU.
-      num_cores: how many cores it is for.
-
-    Returns:
-      One of `RUNTIMES`.
-
-    Raises:
-      ValueError: there is no such runtime, it does not run here, or the number of cores is missing.
-    """
+    """Returns the runtime, by default the one that use_tpu asks for, if it can run here."""
     chosen: RuntimeName = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen not in RUNTIMES:
         raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")

@@ -18,9 +18,9 @@ _SCALAR = tf.SummaryMetadata(
 
 
 def scalars_to_write(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """Returns float32 scalars to write, by name: the given ones, and those of `mtf.scalar_summary`.
+    """Returns float32 scalars by name: of mtf or tf values, and those of `mtf.scalar_summary`.
 
-    A value is an mtf or tf tensor, a scalar or one number for each shard.
+    A value with one number for each shard becomes that many scalars.
     """
     exported = {
         name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
@@ -34,10 +34,7 @@ def scalars_to_write(lowering: mtf.Lowering, values: Mapping[str, Any]) -> dict[
 def traffic_of_devices(
     fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any
 ) -> dict[str, float]:
-    """Returns the bytes that devices of a placement mesh receive in a step, by name.
-
-    One or two numbers; none where they cannot be known.
-    """
+    """Returns the bytes that devices receive in a step, by name; none where they are not known."""
     skips = traits_of(optimizer).schedules_updates
     if skips and has_calls(tf.get_default_graph()):
         return {}
@@ -66,8 +63,7 @@ def write_on_host(
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
     """Returns a host_call that writes summaries of the float32 scalars of a TPU program.
 
-    A function and its tensors, as TPUEstimatorSpec takes them; None where there is nothing to
-    write, since TPUEstimator would wait for it.
+    It is None where there is nothing to write, since TPUEstimator would wait for it.
     """
     if not scalars or not model_dir:
         return None

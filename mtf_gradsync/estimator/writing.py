@@ -20,18 +20,9 @@ def training_hooks(
     is_program: bool,
     listeners: Sequence[Any] | None,
 ) -> list[Any]:
-    """Returns hooks to train with besides the given ones: the spec's, and those that write.
+    """Returns hooks to train with besides the caller's: the spec's, and those that write.
 
-    Args:
-      config: the run's config, which has a model_dir.
-      given: the caller's hooks.
-      spec: the spec of the training.
-      scaffold: the spec's scaffold, or None.
-      is_program: whether the step is a SIMD program.
-      listeners: added to the hook that saves checkpoints.
-
-    Raises:
-      ValueError: there are listeners, and no hook that saves.
+    `listeners` are added to the hook that saves checkpoints; it is an error if there is none.
     """
     made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
     every = getattr(config, "log_step_count_steps", None)

@@ -1,1 +1,4 @@
-"""Trains transformers that gin describes, as a function and as a command."""
+"""Trains transformers that gin describes, as a function and as a command.
+
+A setting that cannot work is a `ConfigError`, here and in all rooms of this package.
+"""

@@ -17,11 +17,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Turns errors of the file system in a run's directory into errors that a user can act on.
-
-    Raises:
-      TrainingError: if the block raised OSError: a full disk, one that turned read-only, a quota.
-    """
+    """Turns an OSError of the block into a TrainingError that says what to do about it."""
     try:
         yield
     except BrokenPipeError:  # raised when the reader of the output has gone
@@ -50,11 +46,7 @@ def check_installed(library: str, work: str) -> None:
 
 
 def check_drawing() -> None:
-    """Raises an error if pictures cannot be drawn, after importing what draws them.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
-    """
+    """Raises a ConfigError if pictures cannot be drawn, after importing what draws them."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -64,7 +56,7 @@ def check_drawing() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty matplotlib figure, of inches; a ConfigError without matplotlib."""
+    """Returns an empty figure, sized in inches; raises a ConfigError without matplotlib."""
     check_drawing()
     # Not pyplot: its state would outlive the call, and its backend is the program's choice.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -25,25 +25,13 @@ _UTILS_RUN = "mesh_tensorflow.transformer.utils.run"
 def load(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> list[str]:
-    """Replaces gin's configuration by the content of files and bindings.
+    """Replaces gin's configuration by that of files and bindings; later ones override.
 
     Files are looked for as named, then in search_paths, then among the files that come with the
     package. What a file binds on ``utils.run`` (T5's way) and nobody binds on ``train.run`` goes
-    to ``train.run`` where that has a parameter of the name.
-
-    Args:
-      gin_files: names of gin files; later ones override.
-      gin_params: bindings such as ``"train.run.train_steps = 10"``; they override files.
-      search_paths: directories to look for files in.
-
-    Returns:
-      The ``utils.run`` bindings that have no meaning here.
-
-    Raises:
-      ConfigError: if a file is missing or a binding cannot be read or names nothing.
+    to ``train.run`` where that has a parameter of the name. Returns the ``utils.run`` bindings that
+    have no meaning here.
     """
-    if not gin_files and not gin_params:
-        raise ConfigError("Give at least one --gin_file or --gin_param; there is nothing to train")
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
     gin.clear_config()
@@ -66,11 +54,7 @@ def load(
 
 
 def run_config() -> RunConfig:
-    """Returns what gin's configuration binds on ``train.run``.
-
-    Raises:
-      ConfigError: if a binding is missing.
-    """
+    """Returns what gin's configuration binds on ``train.run``."""
     required = [f.name for f in dataclasses.fields(RunConfig) if f.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if not _is_bound(f"{_RUN}.{name}")]
     if missing:
@@ -79,10 +63,7 @@ def run_config() -> RunConfig:
 
 
 def explain(error: BaseException) -> str:
-    """Returns one readable message for an error that a gin configurable raised.
-
-    Gin adds the configurable's name to the message of any exception that passes through it.
-    """
+    """Returns one readable message for an error that a gin configurable raised."""
     text = _one_line(error)
     # The address and path of a function say no more than its name.
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)

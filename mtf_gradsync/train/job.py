@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Callable, ContextManager, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple
 
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.train.config.bindings import RunConfig, VariableFilter
 from mtf_gradsync.train.config.checks import check_callable, check_count, check_vocabulary
 from mtf_gradsync.train.config.mesh import resolve_mesh
@@ -19,7 +16,6 @@ from mtf_gradsync.train.config.settings import (
 )
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.model import ModelSettings
-from mtf_gradsync.train.train_graph import TrainGraph, build_train_graph
 from mtf_gradsync.train.transformer import transformer_utils
 
 
@@ -28,12 +24,16 @@ class TrainingJob(NamedTuple):
 
     Attributes:
       model: the model, its mesh and its batch.
-      train_dataset_fn: makes the training data.
-      optimizer: called with ``learning_rate=``.
+      train_dataset_fn: see `RunConfig`.
+      optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
+        returns mtf operations. It, and each optimizer inside a wrapper, may have
+        ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
+        loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
+        skipped steps.
       learning_rate: None, a number, or a function of ``step``.
-      variable_filter: which variables train.
+      variable_filter: see `RunConfig`.
       reports: whether the step returns what its optimizers report.
-      noise_scale: whether it estimates the gradient noise scale.
+      noise_scale: whether it estimates the gradient noise scale, in sequences.
     """
 
     model: ModelSettings
@@ -49,23 +49,19 @@ class TrainingJob(NamedTuple):
         """Targets in a global batch, padding included."""
         return self.model.batch_size * self.model.sequence_length["targets"]
 
-    def dataset(self) -> tf.data.Dataset:
-        """Returns the training examples."""
-        return self.train_dataset_fn(
-            sequence_length=self.model.sequence_length,
-            vocabulary=self.model.vocabulary,
-            dataset_split="train",
-        )
-
     def batches(self) -> TrainingBatches:
-        """Returns the training batches, in a graph of their own.
-
-        Raises:
-          ConfigError: if the data set cannot be trained on, as far as can be known.
-        """
+        """Returns the training batches, in a graph of their own."""
         utils, vocabulary = transformer_utils(), self.model.vocabulary
+
+        def dataset() -> tf.data.Dataset:
+            return self.train_dataset_fn(
+                sequence_length=self.model.sequence_length,
+                vocabulary=vocabulary,
+                dataset_split="train",
+            )
+
         return TrainingBatches(
-            self.dataset,
+            dataset,
             self.model.batch_size,
             self.model.feature_length,
             {
@@ -75,30 +71,9 @@ class TrainingJob(NamedTuple):
             self.model.reads,
         )
 
-    def build(
-        self,
-        features: dict[str, tf.Tensor],
-        mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
-    ) -> TrainGraph:
-        """Adds the training step to the default graph; see `build_train_graph`."""
-        return build_train_graph(
-            self.model,
-            features,
-            self.optimizer,
-            self.learning_rate,
-            self.variable_filter,
-            mesh_block,
-            self.reports,
-            self.noise_scale,
-        )
-
 
 def resolve_job(config: RunConfig) -> TrainingJob:
-    """Checks the settings of a config that define the training step, and returns them as a job.
-
-    Raises:
-      ConfigError: if a setting cannot work.
-    """
+    """Checks the settings of a config that define the training step, and returns them as a job."""
     check_count("train_steps", config.train_steps)
     check_count("outer_batch_size", config.outer_batch_size, optional=True)
     check_count("total_run_steps", config.total_run_steps, optional=True)
@@ -131,46 +106,10 @@ def resolve_job(config: RunConfig) -> TrainingJob:
     )
 
 
-def build_on(
-    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
-) -> TrainGraph:
-    """Adds a job's training step to the default graph, for a runtime.
-
-    The step counter stands outside a program. `features` are int tensors ``[batch_size, length]``
-    by feature name; None for placeholders.
-    """
-
-    @contextlib.contextmanager
-    def block() -> Iterator[Any]:
-        with place.building() as program:
-            yield None if program is None else program.mesh_impl
-
-    return job.build(features or placeholders(job), block)
-
-
-def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
-    """Adds a job's training step to the default graph as a SIMD program on the job's mesh.
-
-    Args:
-      job: the step to build; its features are placeholders.
-
-    Returns:
-      The graph's handles and the program.
-    """
-    place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
-    graph = build_on(place, job)
-    assert place.program is not None  # just built
-    return graph, place.program
-
-
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
-    """Adds a placeholder for each feature of the training data to the default graph.
+    """Returns placeholders ``[batch_size, length]`` for the training data, by feature name.
 
-    Args:
-      job: its data set is made in a graph of its own, for its shapes alone; nothing is read.
-
-    Returns:
-      Placeholders ``[batch_size, length]`` by feature name.
+    The data set is made for its shapes alone, in a graph of its own; nothing is read.
     """
     with job.batches() as batches:
         return batches.placeholders()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import math
-import signal
-import threading
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.errors import ConfigError, DataError, TrainingError, first_line
 from mtf_gradsync.train.metrics.recorder import Recorder
@@ -28,58 +27,12 @@ _OF_A_STEP = (
     TypeError,
     ValueError,
 )
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Terminals and process managers deliver one Ctrl-C more than once.
-_SAME_KEYSTROKE_SECONDS = 1.0
 # The first steps fill caches.
 _STEPS_BEFORE_TIMELINE = 5
 
 
-class StopSignal:
-    """Turns SIGINT and SIGTERM into a request to stop, while it is entered.
-
-    A second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C
-    twice does not want to wait for a checkpoint.
-
-    Attributes:
-      received: the number of the received signal, or None.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._received_at = 0.0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *unused_exception: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _handle(self, number: int, unused_frame: Any) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self._received_at = number, now
-        elif now - self._received_at > _SAME_KEYSTROKE_SECONDS:
-            raise KeyboardInterrupt
-
-
 class LoopSettings(NamedTuple):
-    """How long to train, and how often to save and log.
-
-    Attributes:
-      train_steps: stop after this step.
-      save_checkpoints_steps: a checkpoint every this many steps, and at the end.
-      log_steps: a line in the metrics file every this many steps.
-      tokens_per_step: tokens in a global batch.
-      timeline_steps: record where the time of this many steps goes; 0 for none.
-    """
+    """How long to train, and how often to save and log; see `RunConfig`."""
 
     train_steps: int
     save_checkpoints_steps: int
@@ -89,13 +42,9 @@ class LoopSettings(NamedTuple):
 
 
 class LoopResult(NamedTuple):
-    """The result of a training loop.
+    """How far a training loop got, in `steps_made` steps of its own.
 
-    Attributes:
-      step: steps made, in all.
-      stopped_by: the number of the signal that ended it early, or None.
-      seconds: time spent in training steps.
-      steps_made: steps made by this call.
+    `stopped_by` is the signal that ended it early; `seconds` is the time spent in steps.
     """
 
     step: int
@@ -119,27 +68,21 @@ def train_loop(
       runner: makes steps and checkpoints; it is entered here.
       optimizers: the optimizer and those inside it.
       settings: how long to train, and how often to save and log.
-      recorder: called with measurements every log_steps.
+      recorder: takes measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
-      on_first_step: called once, when the first step of this call has been shown: for work that can
-        wait until then.
+      on_first_step: called once the first step has been shown, for work that can wait until then.
       on_timeline: called once with the recorded steps, if settings ask for some.
 
-    Returns:
-      The step that was reached, and why it ended.
-
     Raises:
-      TrainingError: if SyncReplicasOptimizer has not made an update for too long, or the loss is
-        not finite (where the optimizer skips gradients that are not finite, only if updates have
-        stopped), or the learning rate is not finite or negative, or a step or a hook raises an
-        error of its own. Nothing is saved then.
+      TrainingError: if updates or the loss or the learning rate show that training cannot go on
+        (see `Patience`), or a step or a hook raises an error of its own. Nothing is saved then.
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
         loop = _Loop(runner, optimizers, settings, recorder, on_checkpoint, on_first_step)
 
         def train_to(last: int) -> int | None:
-            """Makes steps; returns the signal that all stop by, if there is one."""
+            """Makes steps; returns the signal that stopped all processes, if there was one."""
             while loop.step < last and not runner.should_stop():
                 stopped_by = runner.agreed_stop(stop.received)
                 if stopped_by is not None:
@@ -170,13 +113,7 @@ def train_loop(
 
 
 class _Loop:
-    """The state of one training loop.
-
-    Attributes:
-      step: steps dispatched, in all.
-      seconds: time spent in steps.
-      progress: shows them.
-    """
+    """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps."""
 
     def __init__(
         self,
@@ -322,21 +259,14 @@ class Patience:
     """
 
     def __init__(self, optimizers: Sequence[Any]):
-        """Begins a run.
-
-        Args:
-          optimizers: the optimizer and those inside it.
-        """
         self._most = most_bad_losses(optimizers)
         self._bad = 0
         self._update_step: int | None = None
 
     def goes_on(self, loss: float, update_step: int | None) -> bool:
-        """Returns whether to go on after a step.
+        """Returns whether to go on after a step with a loss.
 
-        Args:
-          loss: the step's loss.
-          update_step: updates made with it; None where the optimizers do not count.
+        update_step counts the updates made by then; None where the optimizers do not count.
         """
         if math.isfinite(loss) or update_step != self._update_step:
             self._bad = 0
@@ -346,5 +276,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """Returns what an error says about the steps before; empty if there is nothing to say."""
+        """Returns what an error says about the steps before, or ""."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

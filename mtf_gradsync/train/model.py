@@ -16,15 +16,8 @@ MODEL_TYPES = get_args(ModelType)
 class ModelSettings(NamedTuple):
     """The settings that a run's graphs, for training and for scoring, are built from.
 
-    Attributes:
-      model_type: one of `MODEL_TYPES`.
-      vocabulary: a vocabulary or an (inputs, targets) pair.
-      mesh: the mesh.
-      batch_size: sequences in a global batch.
-      outer_batch_size: size of the "outer_batch" dimension, 0 for none.
-      sequence_length: length of every feature.
-      autostack: whether Mesh-TensorFlow stacks variables of equal shape.
-      seed: seed of the initial values.
+    They are those of `RunConfig`, resolved: `batch_size` counts the sequences of a global batch,
+    and an `outer_batch_size` of 0 is none.
     """
 
     model_type: ModelType
@@ -53,20 +46,10 @@ class ModelSettings(NamedTuple):
 
 
 class MeshModel:
-    """A model in an mtf graph of its own; calling it adds operations there.
-
-    Attributes:
-      settings: its settings.
-      graph: the mtf graph.
-      mesh: the mesh of the graph.
-    """
+    """A model in an mtf graph of its own; calling it adds operations there."""
 
     def __init__(self, settings: ModelSettings, mesh_impl: Any = None):
-        """Begins an mtf graph; mesh_impl of None lowers on the placement mesh of the settings.
-
-        Raises:
-          ConfigError: if there is no such type of model.
-        """
+        """Begins an mtf graph; mesh_impl of None lowers on the placement mesh of the settings."""
         if settings.model_type not in MODEL_TYPES:
             raise ConfigError(
                 f"train.run.model_type must be one of {', '.join(MODEL_TYPES)}; "
@@ -87,17 +70,10 @@ class MeshModel:
         self.mesh = mtf.Mesh(self.graph, "mesh")
 
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
-        """Imports a batch into the mtf graph.
+        """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
 
-        Args:
-          features: int tensors ``[batch_size, length]`` by feature name.
-
-        Returns:
-          int32 mtf tensors ``[batch, length]`` or ``[outer_batch, batch, length]``, without
-          inputs where the model has none.
-
-        Raises:
-          ConfigError: if a feature is missing, or has another shape.
+        Returns int32 mtf tensors ``[batch, length]`` or ``[outer_batch, batch, length]`` of those
+        that the model reads.
         """
         settings = self.settings
         needed = ["targets"] if settings.model_type == "lm" else ["inputs", "targets"]
@@ -130,10 +106,7 @@ class MeshModel:
         return imported
 
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
-        """Adds the model in the mode "train" or "eval".
-
-        Returns the logits ``[batch..., length, vocab]`` and the loss, a scalar: mtf tensors.
-        """
+        """Returns logits ``[..., length, vocab]`` and the loss, in the mode "train" or "eval"."""
         targets = features["targets"]
         if self.settings.model_type == "lm":
             inputs = transformer_models().autoregressive_inputs(

@@ -30,18 +30,9 @@ def run_on_cluster(
 ) -> Any:
     """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
-    The chief builds, trains, evaluates and writes; the others serve their devices until it ends.
-    Without ``mesh_devices`` each task has as many CPU devices. watch_port, timeout and silence are
-    those of `mtf_gradsync.join_cluster`; `work` is called like `run` in each process that makes
-    steps.
-
-    Returns:
-      The result of `work` on the chief, None on the others.
-
-    Raises:
-      ConfigError: if a setting cannot work.
-      TrainingError: if training cannot go on, or the tasks do not fit together.
-      MissingProcessesError: if tasks do not come.
+    The chief builds, trains, evaluates and writes: it calls `work` like `run` and returns its
+    result. The others serve their devices until it ends, and return None. Without ``mesh_devices``
+    each task has as many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
     config, num_cpu_devices = _with_devices(config, task)

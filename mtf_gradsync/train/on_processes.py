@@ -32,16 +32,8 @@ def run_on_processes(
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
-    others can read. The numbers of processes and of seconds are those of
-    `mtf_gradsync.xla.start_processes`; `work` is called like `run` in each process.
-
-    Returns:
-      The result of `work`; scores are process 0's.
-
-    Raises:
-      ConfigError: if a setting cannot work.
-      TrainingError: if training cannot go on, or the processes do not fit together.
-      MissingProcessesError: if processes do not come.
+    others can read. The processes meet by `mtf_gradsync.xla.start_processes`; then `work` is called
+    like `run` in each, and its result is returned.
     """
     if config.runtime == "fastest":
         config = dataclasses.replace(config, runtime="xla")

@@ -24,10 +24,7 @@ class Progress:
         stream: TextIO | None = None,
         seconds_between_lines: float = 10.0,
     ):
-        """Begins to show a run from first_step to train_steps, on `stream` or standard error.
-
-        seconds_between_lines is the least time between plain lines.
-        """
+        """Begins to show a run from first_step to train_steps, on `stream` or standard error."""
         self._stream = stream or sys.stderr
         self._total = train_steps
         self._tokens_per_step = tokens_per_step
@@ -48,13 +45,7 @@ class Progress:
             )
 
     def update(self, step: int, loss: float, fields: dict[str, Any]) -> None:
-        """Shows a step.
-
-        Args:
-          step: steps made so far.
-          loss: the training loss of the last one.
-          fields: more to show, by name.
-        """
+        """Shows the loss of a step, and more fields by name."""
         self._rate.update(step)
         rate = self._rate.tokens_per_second()
         shown = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}" if rate else "-"}
@@ -94,10 +85,9 @@ class Progress:
 
 
 class _Rate:
-    """Measures how fast a run goes.
+    """Measures how fast a run goes: in the last seconds without pauses, and altogether with them.
 
-    Tokens per second are smoothed over the last seconds, without pauses. The time that is left is
-    computed from all steps but the first, which may have been compiled, and includes pauses.
+    The first step, which may have been compiled, does not count.
     """
 
     _SECONDS = 5.0

@@ -29,7 +29,7 @@ from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE, HeldOut
 from mtf_gradsync.train.evaluation.scores import Score
 from mtf_gradsync.train.files import check_drawing, writing_to
-from mtf_gradsync.train.job import TrainingJob, build_on, resolve_job
+from mtf_gradsync.train.job import TrainingJob, resolve_job
 from mtf_gradsync.train.loop import LoopResult, LoopSettings, train_loop
 from mtf_gradsync.train.metrics.file import read_metrics
 from mtf_gradsync.train.metrics.recorder import Recorder
@@ -41,7 +41,7 @@ from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
 from mtf_gradsync.train.runners.runner import Runner
 from mtf_gradsync.train.runners.simd_program import SimdProgramRunner
 from mtf_gradsync.train.runtime import Runtime, choose_runtime
-from mtf_gradsync.train.train_graph import TrainGraph
+from mtf_gradsync.train.train_graph import TrainGraph, build_on
 
 CONFIG_FILE = "operative_config.gin"
 TIMELINE_FILE = "timeline.json"
@@ -49,13 +49,9 @@ TRACE_FILE = "timeline.trace.json.gz"
 
 
 class RunResult(NamedTuple):
-    """The result of a run.
+    """How far a run got, its score on held-out data, and the baseline's on the same data.
 
-    Attributes:
-      step: training steps made.
-      stopped_by: the signal that stopped it early, or None.
-      held_out: score on the held-out data; None without any, or when stopped.
-      unigram: the baseline's score on the same data.
+    `stopped_by` is the signal that stopped it early; there are no scores then.
     """
 
     step: int
@@ -65,12 +61,10 @@ class RunResult(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Exceptional checkpoints that a user allows a run to go on from.
+    """Which checkpoints a user lets a run go on from, besides its own undamaged newest.
 
-    Attributes:
-      differences: a checkpoint of another configuration; variables that only one of them has are
-        dropped, or begin as in a new run.
-      damage: an older checkpoint, where the newest is damaged.
+    `differences` allows one of another configuration; `damage` an older one where the newest is
+    damaged.
     """
 
     differences: bool = False
@@ -108,20 +102,12 @@ def run(
 
     A run goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which
     data a step sees follows from the step, so a run that was stopped takes the same steps as one
-    that was not.
-
-    Args:
-      config: what to train; ``RunConfig()`` is gin's configuration.
-      model_dir: directory of everything that the run writes.
-      say: called with each line about the run's progress.
-      accepted: which checkpoints it may go on from, besides its own.
-      part: of several processes, this one's; see `run_on_cluster` and `run_on_processes`.
+    that was not. `say` is called with each line about the run's progress.
 
     Raises:
       ConfigError: if a setting cannot work, another run writes to the directory, or its newest
-        checkpoint is damaged or of another configuration, and that is not accepted.
-      TrainingError: if the loss is no longer finite, updates no longer come, or nothing can be
-        written any more.
+        checkpoint is not accepted.
+      TrainingError: if training cannot go on, as `train_loop` says, or nothing can be written.
     """
     _check_schedule(config)
     check_pages_installed()
@@ -167,18 +153,7 @@ def run(
 
 
 class _CheckedRun(NamedTuple):
-    """The checked settings of a run.
-
-    Attributes:
-      config: the settings as given.
-      job: the training step.
-      runtime: the runtime of the steps.
-      directory: directory of everything that this process writes.
-      checkpoint_dir: directory of the run's checkpoints.
-      session: configuration of sessions.
-      evaluation: evaluates on held-out data.
-      say: called with each line about the run's progress.
-    """
+    """The checked settings of a run; this process writes to `directory`."""
 
     config: RunConfig
     job: TrainingJob
@@ -240,7 +215,7 @@ def _check_averages_kept() -> None:
 
 
 def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> LoopResult:
-    """Makes the steps that follow a checkpoint's, or all of them where there is no checkpoint."""
+    """Makes the steps that follow those of a checkpoint, if there is one."""
     config, job, directory, say = checked.config, checked.job, checked.directory, checked.say
     step = start.step
     if step >= config.train_steps:

@@ -21,12 +21,9 @@ _OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
 
 
 class Runtime(NamedTuple):
-    """The runtime of the training steps.
+    """The runtime of the training steps, and why it was chosen.
 
-    Attributes:
-      name: "xla", "cpu_replicas" or "placement_mesh".
-      reason: why it was chosen.
-      target: the server that steps run on; "" is this process.
+    Steps run on the server `target`; "" is this process.
     """
 
     name: places.RuntimeName
@@ -41,9 +38,6 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """Returns the runtime that a config names, or the fastest that this environment has.
 
     `target` is the server of a cluster's chief where the run's mesh is over its tasks.
-
-    Raises:
-      ConfigError: when there is no such runtime, or a binding does not go with it.
     """
     asked = config.runtime
     if asked not in RUNTIMES:

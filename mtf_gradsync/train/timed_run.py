@@ -21,15 +21,12 @@ from mtf_gradsync.train.runtime import choose_runtime
 
 
 class TimedRun:
-    """Makes some steps of a run and records them; to be called as `run` is."""
+    """Records some steps of a run, called as `run` is.
+
+    It makes `warm_up` steps before, at least one: the first step compiles.
+    """
 
     def __init__(self, steps: int, warm_up: int):
-        """Takes how many.
-
-        Args:
-          steps: to record.
-          warm_up: to make before, at least one: the first step compiles.
-        """
         self._steps, self._warm_up = steps, warm_up
 
     def __call__(
@@ -40,13 +37,7 @@ class TimedRun:
         accepted: Accepted = NOTHING,
         part: Part = ALONE,
     ) -> Timeline:
-        """Makes the steps after the newest checkpoint of model_dir; None begins with new values.
-
-        Raises:
-          ConfigError: if a setting cannot work, or the newest checkpoint is damaged or of another
-            configuration.
-          TrainingError: if nothing can be said of the steps.
-        """
+        """Records steps after the newest checkpoint of model_dir; None begins with new values."""
         runtime = choose_runtime(config, part.target)
         job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
         session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
@@ -79,7 +70,7 @@ class TimedRun:
 
 
 def _make(runner: Runner, count: int) -> Sequence[int]:
-    """Makes steps as training does; returns the numbers of updates, where they are counted."""
+    """Makes steps as training does; returns the updates made by each, where they are counted."""
     updates: list[int] = []
     pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, Callable, ContextManager, NamedTuple
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import (
     GradientAccumulationOptimizer,
@@ -13,10 +14,11 @@ from mtf_gradsync.optimizers import (
     gradient_noise_scale,
     reported,
 )
+from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.train.config.bindings import VariableFilter
-from mtf_gradsync.train.config.settings import LearningRate
 from mtf_gradsync.train.errors import ConfigError
-from mtf_gradsync.train.model import MeshModel, ModelSettings
+from mtf_gradsync.train.job import TrainingJob, placeholders
+from mtf_gradsync.train.model import MeshModel
 from mtf_gradsync.train.transformer import transformer_utils
 
 
@@ -25,16 +27,13 @@ class TrainGraph(NamedTuple):
 
     Attributes:
       lowering: the mtf.Lowering.
-      loss: float32 scalar tensor, the training loss of the batch.
-      updates: operations that assign the new values; the program's own, unlike `step`.
-      step: int64 scalar tensor; fetching it makes a training step and returns the number of
-        steps made.
-      fields: tensors that the optimizers want shown, by the name to show them under.
-      reported: tensors by name, for summaries: the learning rate where the config has one, and the
+      loss: float32 scalar.
+      step: int64 scalar; fetching it makes a training step and returns the number of steps made.
+      fields: tensors to show beside the loss, by name.
+      reported: tensors for summaries, by name: the learning rate where the config has one, and the
         optimizers' reports (`mtf_gradsync.reported`).
-      update_step: int scalar tensor, updates made, with the step that it is fetched with; None
-        where every step is an update, as far as the optimizers say.
-      skipped: int scalar tensor, steps skipped, likewise; None where no optimizer skips steps.
+      update_step: int scalar, updates made by the end of the step; None where no optimizer counts.
+      skipped: int scalar, steps skipped, likewise.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -42,7 +41,6 @@ class TrainGraph(NamedTuple):
 
     lowering: Any
     loss: tf.Tensor
-    updates: list[tf.Operation]
     step: tf.Tensor
     fields: dict[str, tf.Tensor]
     reported: dict[str, tf.Tensor]
@@ -54,59 +52,39 @@ class TrainGraph(NamedTuple):
 
 
 def build_train_graph(
-    settings: ModelSettings,
+    job: TrainingJob,
     features: dict[str, tf.Tensor],
-    optimizer: Callable[..., Any],
-    learning_rate: LearningRate,
-    variable_filter: VariableFilter = None,
-    mesh_block: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
-    reports: bool = False,
-    noise_scale: bool = False,
+    mesh_block: Callable[[], ContextManager[Any]],
 ) -> TrainGraph:
-    """Adds model, gradients and update to the default graph.
+    """Adds a job's model, gradients and update to the default graph.
 
-    Args:
-      settings: the model.
-      features: int tensors ``[batch_size, length]`` by feature name.
-      optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
-        returns mtf operations. It, and each optimizer inside a wrapper, may have
-        ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
-        loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
-        skipped steps.
-      learning_rate: None, a number, or a function of ``step``.
-      variable_filter: which variables train: all (None), those whose name a regular expression
-        finds, or those for which a function of the mtf variable is true.
-      mesh_block: makes a context manager that gives the mesh to lower on; the program is built
-        inside it, the step counter outside, as a TPU program wants it. Where it gives None, that
-        is the placement mesh of the settings.
-      reports: whether to fetch the optimizers' reports.
-      noise_scale: whether to estimate the gradient noise scale, in sequences.
-
-    Raises:
-      ConfigError: if the optimizer has no apply_grads, or nothing is left to train.
+    `features` are int tensors ``[batch_size, length]`` by feature name. mesh_block makes a context
+    manager that gives the mesh to lower on, None for the placement mesh of the job. The step
+    counter is built outside it, as a TPU program wants it.
     """
     global_step = tf.train.get_or_create_global_step()
     # Read once, before anything is assigned: the schedule and the increment use the same step.
     step_now = tf.identity(global_step.read_value())
     with mesh_block() as mesh_impl:
-        model = MeshModel(settings, mesh_impl)
+        model = MeshModel(job.model, mesh_impl)
         loss, grads = _loss_and_gradients(model, features)
-        chosen = _variable_chooser(variable_filter)
+        chosen = _variable_chooser(job.variable_filter)
         pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
         if not pairs:
             raise ConfigError(
-                f"train.run.variable_filter = {variable_filter!r} leaves no variable to train; "
+                f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
                 f"names look like {model.graph.trainable_variables[0].name!r}"
             )
-        rate = learning_rate(step=step_now) if callable(learning_rate) else learning_rate
-        opt = _make_optimizer(optimizer, rate)
+        rate = job.learning_rate
+        rate = rate(step=step_now) if callable(rate) else rate
+        opt = _make_optimizer(job.optimizer, rate)
         update_ops = list(opt.apply_grads([g for g, _ in pairs], [v for _, v in pairs]))
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
         fields, update_step, skipped = _facts(stack)
-        reports_by_name = reported(opt) if reports or noise_scale else {}
-        if noise_scale:
-            value, more = _noise_scale(opt, settings.batch_size)
+        reports_by_name = reported(opt) if job.reports or job.noise_scale else {}
+        if job.noise_scale:
+            value, more = _noise_scale(opt, job.model.batch_size)
             update_ops += more
             fields["noise scale"] = reports_by_name["gradient_noise_scale"] = value
             if "gradient_norm/of_shards" in reports_by_name:
@@ -129,7 +107,6 @@ def build_train_graph(
     return TrainGraph(
         lowering=lowering,
         loss=tf_loss,
-        updates=updates,
         step=step,
         fields=tf_fields,
         reported=tf_reported,
@@ -141,8 +118,31 @@ def build_train_graph(
     )
 
 
+def build_on(
+    place: OnDevices | OnCores, job: TrainingJob, features: dict[str, tf.Tensor] | None = None
+) -> TrainGraph:
+    """Adds a job's training step to the default graph, for a runtime.
+
+    `features` are int tensors ``[batch_size, length]`` by feature name; None for placeholders.
+    """
+
+    @contextlib.contextmanager
+    def block() -> Iterator[Any]:
+        with place.building() as program:
+            yield None if program is None else program.mesh_impl
+
+    return build_train_graph(job, features or placeholders(job), block)
+
+
+def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
+    """Adds a job's training step, with placeholders, as a SIMD program to the default graph."""
+    place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
+    graph = build_on(place, job)
+    assert place.program is not None  # just built
+    return graph, place.program
+
+
 def _noise_scale(opt: Any, batch_size: int) -> Any:
-    """Returns the noise scale in sequences."""
     stack = opt._wrappers() if isinstance(opt, Wrapper) else []
     for one in stack:
         if isinstance(one, GradientAccumulationOptimizer) and one.accumulate == "local":

@@ -9,16 +9,12 @@ from mtf_gradsync.train.errors import ConfigError
 
 
 def transformer_utils() -> ModuleType:
-    """Imports ``mesh_tensorflow.transformer.utils``.
-
-    Raises:
-      ConfigError: if its dependencies are not installed.
-    """
+    """Imports ``mesh_tensorflow.transformer.utils``; raises a ConfigError without the extra."""
     return _import("utils")
 
 
 def transformer_models() -> ModuleType:
-    """Imports ``mesh_tensorflow.transformer.transformer``; raises as `transformer_utils`."""
+    """Imports ``mesh_tensorflow.transformer.transformer``."""
     return _import("transformer")
 
 

@@ -63,11 +63,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def task_of_flags(args: argparse.Namespace) -> Task | None:
     """Returns the task that this process is by the flags or, without them, by TF_CONFIG.
 
-    Returns:
-      The task; None for a run in one process.
-
-    Raises:
-      ConfigError: if they describe none.
+    For a run in one process it returns None.
     """
     from mtf_gradsync.cluster import task_of_environment, task_of_spec
 
@@ -88,14 +84,7 @@ def task_of_flags(args: argparse.Namespace) -> Task | None:
 
 
 def process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns the flags of a process of XLA devices, by the argument names of `run_on_processes`.
-
-    Returns:
-      The flags; None without any.
-
-    Raises:
-      ConfigError: if some of them are missing, or they make no sense.
-    """
+    """Returns the flags of a process of XLA devices by name, None where none is given."""
     values = _all_or_none(args, _PROCESS)
     if values is None:
         return None

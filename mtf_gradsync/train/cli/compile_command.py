@@ -9,7 +9,8 @@ from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_confi
 from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
-_DESCRIPTION = """\
+HELP = "compile what gin files describe for a TPU, without a TPU"
+DESCRIPTION = """\
 Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
 compiler. Prints whether it is accepted, the collectives before and after the compiler's
 optimizations, the memory per core and the compiler's estimate of a step's cost. Nothing is
@@ -17,7 +18,7 @@ trained and no TPU is needed.
 
 Needs the extra "tpu" (pip install "mtf-gradsync[train,tpu]")."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
   mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
@@ -26,15 +27,8 @@ The topology must have as many cores as the config's mesh. Exit code 0: accepted
 docs/tpu.md says what the numbers mean."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "compile",
-        help="compile what gin files describe for a TPU, without a TPU",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--topology",
@@ -58,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="write the program before and after optimization there, as HLO text",
     )
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -80,15 +73,10 @@ def compile_config(
     compare_with_bare: bool = False,
     update_not_split: bool = False,
 ) -> Any:
-    """Compiles the training step that gin's configuration describes.
+    """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
 
-    The arguments are those of `mtf_gradsync.xla.compile_for_tpu`; compare_with_bare estimates the
-    innermost optimizer alone, too. The step counter and the learning rate that follows from it stay
-    outside the program, on the host, as with TPUEstimator.
-
-    Raises:
-      ConfigError: if a binding or the topology cannot work.
-      TrainingError: if this environment has no TPU compiler, or the compiler died.
+    The step counter and the learning rate that follows from it stay outside the program, on the
+    host, as with TPUEstimator.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync import xla
@@ -96,7 +84,8 @@ def compile_config(
     from mtf_gradsync.simd.compiled_only import compiled_only
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.comparison.steps import innermost_of
-    from mtf_gradsync.train.job import build_simd, resolve_job
+    from mtf_gradsync.train.job import resolve_job
+    from mtf_gradsync.train.train_graph import build_simd
 
     # Before the graph, which may take a minute.
     missing = xla.why_no_tpu_compiler()

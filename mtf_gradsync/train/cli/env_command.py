@@ -9,13 +9,15 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 from mtf_gradsync.train.cli.package import import_package
 
-_DESCRIPTION = """\
+HELP = "print versions, runtimes and devices of this machine"
+DESCRIPTION = """\
 Prints versions, the runtimes that train.run.runtime can name here and why others cannot run, and
 the devices. Paste it into a bug report."""
+EPILOG = None
 
 _LIBRARIES = (
     "mtf-gradsync",
@@ -30,15 +32,8 @@ _LIBRARIES = (
 EXIT_FAILED = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "env",
-        help="print versions, runtimes and devices of this machine",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run_command=main)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds nothing: the subcommand takes no arguments."""
 
 
 def main(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from mtf_gradsync.train.cli.package import import_package
@@ -47,6 +48,24 @@ def add_gin_arguments(parser: Any) -> None:
     )
 
 
+def positive_count(text: str) -> int:
+    """Returns the positive whole number that an argument gives; argparse reports another one."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
+    return int(text)
+
+
+def config_of_run(model_dir: str) -> str:
+    """Returns the name of the config file that a run has left in its directory."""
+    config_file = Path(model_dir) / "operative_config.gin"
+    if not config_file.is_file():
+        raise ConfigError(
+            f"--model_dir={model_dir} is no run: it has no {config_file.name}, which "
+            "mtf-gradsync train writes"
+        )
+    return str(config_file)
+
+
 def gin_file_names(args: argparse.Namespace) -> list[str]:
     """Returns the names of the gin files; an argument may list several."""
     return _split_lists(args.gin_file)
@@ -54,10 +73,9 @@ def gin_file_names(args: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
-    """Prepares TensorFlow for a mesh program and loads gin's configuration.
+    """Prepares TensorFlow for a mesh program and loads gin's configuration, `before` first.
 
-    The files of `before` are read first. Errors that come out of the config's own functions leave
-    the block as a `ConfigError`.
+    Errors that the config's own functions raise leave the block as a `ConfigError`.
     """
     paths = _split_lists(args.gin_location_prefix)
     files = [*before, *gin_file_names(args)]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError
 
-_DESCRIPTION = """\
+HELP = "copy an example config to start from"
+DESCRIPTION = """\
 Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
 what there is. A file that is there already stays as it is."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync init
   mtf-gradsync init lm_cpu_mesh
@@ -23,20 +23,12 @@ examples:
 _COMMAND = "mtf-gradsync train --gin_file="
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "init",
-        help="copy an example config to start from",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="which one; none lists them")
     parser.add_argument(
         "file", nargs="?", metavar="FILE", help="the copy (default: CONFIG.gin in this directory)"
     )
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:

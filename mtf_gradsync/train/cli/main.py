@@ -18,17 +18,17 @@ from mtf_gradsync.train.cli import (
 )
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
-# Each has add_parser(subparsers), and its parser sets `run_command`.
-_COMMANDS = (
-    init_command,
-    train_command,
-    sample_command,
-    report_command,
-    compile_command,
-    plan_command,
-    timeline_command,
-    env_command,
-)
+# Each has HELP, DESCRIPTION and EPILOG, add_arguments(parser), and main(args).
+_COMMANDS = {
+    "init": init_command,
+    "train": train_command,
+    "sample": sample_command,
+    "report": report_command,
+    "compile": compile_command,
+    "plan": plan_command,
+    "timeline": timeline_command,
+    "env": env_command,
+}
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -46,19 +46,23 @@ def build_parser() -> argparse.ArgumentParser:
     version = env_command.version_of("mtf-gradsync") or "of a checkout that is not installed"
     parser.add_argument("--version", action="version", version=f"mtf-gradsync {version}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
+    for name, command in _COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run_command=command.main)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line of the process, or of `argv`, and returns the exit code.
 
-    Args:
-      argv: arguments after the program's name; None for the process's own.
-
-    Returns:
-      The exit code: 0 done, 1 failed, 2 bad arguments or config, 128 + n stopped by signal n.
+    It is 0 when done, 1 when failed, 2 for bad arguments or config, 128 + n stopped by signal n.
     """
     args = build_parser().parse_args(argv)
     try:

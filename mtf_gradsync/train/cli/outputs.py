@@ -9,11 +9,7 @@ from mtf_gradsync.train.errors import ConfigError
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
-    """Returns the path of a file to write, None for no name, checked before the work begins.
-
-    Raises:
-      ConfigError: if there is no directory for it, or it may not be written.
-    """
+    """Returns the path of a file to write, None for no name; raises if it cannot be written."""
     if not name:
         return None
     path = Path(name)

@@ -20,9 +20,8 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 def import_package(verbosity: int) -> None:
     """Imports ``mtf_gradsync``, unless the command was started with it imported.
 
-    Args:
-      verbosity: below 0, TensorFlow's C++ code logs fatal errors only, and nothing during its
-        import, unless the environment variable TF_CPP_MIN_LOG_LEVEL is set.
+    With a verbosity below 0, and no TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++ code
+    logs fatal errors only.
     """
     package = sys.modules["mtf_gradsync"]
     is_quiet = verbosity < 0 and _LEVEL not in os.environ

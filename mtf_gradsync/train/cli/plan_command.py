@@ -10,13 +10,14 @@ from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_confi
 from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
-_DESCRIPTION = """\
+HELP = "predict what a training costs on TPUs for each mesh shape, without a TPU"
+DESCRIPTION = """\
 Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
 that the chips can have: whether it fits, the TPU compiler's estimate, what goes along each mesh
 axis and how long that takes over the links, the step, tokens per second, share of the peak.
 Nothing is trained, no data is read, and no TPU is needed: the compiler is (the extra [tpu])."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
   mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:16x16 --jobs=4 --json=plan.json
@@ -26,15 +27,8 @@ examples:
 Ctrl-C prints what was found until then. docs/plan.md explains the table."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict what a training costs on TPUs for each mesh shape, without a TPU",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--topologies",
@@ -61,7 +55,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON, too")
     parser.add_argument("--png", metavar="FILE", help="draw it")
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -92,17 +85,13 @@ def plan_config(
 ) -> Any:
     """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
-    Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
-    layouts the config's.
-
-    Raises:
-      ConfigError: if a binding, a mesh or a topology cannot be.
-      TrainingError: if this environment has no TPU compiler.
+    Without mesh_shapes it takes all factorizations over the axes of the config's mesh.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
     from mtf_gradsync.train import gin_files
-    from mtf_gradsync.train.job import build_simd, resolve_job
+    from mtf_gradsync.train.job import resolve_job
+    from mtf_gradsync.train.train_graph import build_simd
 
     config = gin_files.run_config()
     axes = [dim.name for dim in resolve_job(config).model.mesh.shape.dims]
@@ -135,7 +124,7 @@ def plan_config(
 
 
 def _as_text(layout: Any) -> str:
-    """Layout rules as text, from text or from pairs of names."""
+    """Returns layout rules as text, from text or from pairs of names."""
     if isinstance(layout, str):
         return layout
     try:

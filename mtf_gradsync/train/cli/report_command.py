@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
 from mtf_gradsync.train.cli.outputs import output_path
 
-_DESCRIPTION = """\
+HELP = "list what the cores exchange in a training step, bare and wrapped"
+DESCRIPTION = """\
 Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
 optimizer alone) and with the optimizer of the config, and lists what their cores exchange:
 collectives of the SIMD (TPU) program, transfers between the devices of a placement mesh.
 Nothing is trained, no data is read, and no TPU is needed."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync report --gin_file=lm_cpu_mesh.gin
   mtf-gradsync report --gin_file=lm_cpu_mesh.gin --json=report.json --png=report.png
@@ -23,15 +23,8 @@ examples:
 docs/simd.md explains the tables."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "report",
-        help="list what the cores exchange in a training step, bare and wrapped",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--rows", action="store_true", help="print every collective and transfer, one a line"
@@ -43,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="skip the placement mesh, whose graphs take long to build on large meshes",
     )
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
-from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.cli.gin_arguments import (
+    add_gin_arguments,
+    config_of_run,
+    loaded_config,
+    positive_count,
+)
 from mtf_gradsync.train.errors import ConfigError
 
-_DESCRIPTION = """\
+HELP = "let the model of a run write"
+DESCRIPTION = """\
 Prints what the language model of a run writes after a prompt: the run's own config and its newest
 checkpoint, whatever runtime has made it. The run may be finished, stopped, or still going on."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt=import --temperature=0
@@ -25,20 +29,19 @@ examples:
 Every token takes a pass of the whole model: that is for a look at a model, not for serving one."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "sample",
-        help="let the model of a run write",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--num_samples", type=_count, default=1, metavar="N", help="default: 1")
     parser.add_argument(
-        "--max_tokens", type=_count, default=160, metavar="N", help="how long (default: 160)"
+        "--num_samples", type=positive_count, default=1, metavar="N", help="default: 1"
+    )
+    parser.add_argument(
+        "--max_tokens",
+        type=positive_count,
+        default=160,
+        metavar="N",
+        help="how long (default: 160)",
     )
     parser.add_argument(
         "--temperature",
@@ -56,23 +59,17 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default: 0")
     add_gin_arguments(parser)
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    config_file = Path(args.model_dir) / "operative_config.gin"
-    if not config_file.is_file():
-        raise ConfigError(
-            f"--model_dir={args.model_dir} is no run: it has no {config_file.name}, which "
-            "mtf-gradsync train writes"
-        )
+    config_file = config_of_run(args.model_dir)
     if args.temperature < 0 or args.keep_top_k < 0:
         raise ConfigError(
             "--temperature and --keep_top_k must not be negative; got "
             f"{args.temperature} and {args.keep_top_k}"
         )
-    with loaded_config(args, [str(config_file)]):
+    with loaded_config(args, [config_file]):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
         from mtf_gradsync.train import gin_files
@@ -98,9 +95,3 @@ def main(args: argparse.Namespace) -> int:
         )
     print("\n---\n".join(one.prompt + one.continuation for one in samples))
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
-    return int(text)

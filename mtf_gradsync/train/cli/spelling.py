@@ -29,13 +29,7 @@ _OF_GIN = ("gin.macro", "gin.constant", "gin.singleton")
 
 
 class _Use(NamedTuple):
-    """A name in a gin file.
-
-    Attributes:
-      selector: name of a configurable.
-      parameter: name of its bound parameter; "" for none.
-      where: the file and line, or the binding.
-    """
+    """A configurable and its bound parameter, "" for none, in a file's line or in a binding."""
 
     selector: str
     parameter: str
@@ -45,12 +39,9 @@ class _Use(NamedTuple):
 def check_spelling(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> None:
-    """Raises an error for what is misspelt, as far as it can be found in a moment.
+    """Raises a ConfigError for a missing file, a line that cannot be read, or a misspelt name.
 
     The arguments are those of `mtf_gradsync.train.gin_files.load`.
-
-    Raises:
-      ConfigError: if a file is missing, a line cannot be read, or a name is misspelt.
     """
     configs = configs_dir()
     reader = _Reader([".", *search_paths, str(configs), str(configs.parent)])
@@ -92,10 +83,9 @@ def _is_registered(selector: str) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def known_configurables() -> dict[str, tuple[str, ...] | None]:
-    """Returns what this package and Mesh-TensorFlow register with gin, by their sources.
+    """Returns the parameters of all that this package and Mesh-TensorFlow register, by full name.
 
-    Returns:
-      Parameters by full name; None where they are not to be seen, as with ``**kwargs``.
+    They are None where the sources do not show them, as with ``**kwargs``.
     """
     known: dict[str, tuple[str, ...] | None] = dict.fromkeys(_OF_GIN)
     for package in _PACKAGES:
@@ -141,12 +131,10 @@ def _parameters(node: Any) -> tuple[str, ...] | None:
 
 
 class _Reader(config_parser.ParserDelegate):
-    """Reads gin files and what they include.
+    """Reads gin files and what they include: which names they use, and what they import.
 
-    Attributes:
-      uses: the names in them.
-      imports_others: whether they import modules that are not known here.
-      is_dynamic: whether they register what they import, by gin's dynamic registration.
+    `imports_others` says whether they import modules that are not known here, `is_dynamic` whether
+    they register what they import, by gin's dynamic registration.
     """
 
     def __init__(self, prefixes: Sequence[str]):

@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     process_of_flags,
     task_of_flags,
 )
-from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
+from mtf_gradsync.train.cli.gin_arguments import (
+    add_gin_arguments,
+    config_of_run,
+    loaded_config,
+    positive_count,
+)
 from mtf_gradsync.train.cli.outputs import output_path
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from mtf_gradsync.timelines import Timeline
 
-_DESCRIPTION = """\
+HELP = "record where the time of a training step goes"
+DESCRIPTION = """\
 Makes some training steps of a run and tells where their time goes: compute, collectives, the part
 of those that no compute hides, the host, and idle time, core by core, with the longest operations
 and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
@@ -27,7 +33,7 @@ and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrom
 With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
 With --gin_file alone they begin with new values."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
   mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --steps=20 --trace=lm.trace.json.gz
@@ -38,23 +44,20 @@ Processes on XLA devices all take the command; process 0 writes the result for a
 what one process recorded, for --merge. docs/guides/timeline.md explains the numbers."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "timeline",
-        help="record where the time of a training step goes",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
     parser.add_argument(
-        "--steps", type=_count, default=10, metavar="N", help="steps to record (default: 10)"
+        "--steps",
+        type=positive_count,
+        default=10,
+        metavar="N",
+        help="steps to record (default: 10)",
     )
     parser.add_argument(
         "--warm_up",
-        type=_count,
+        type=positive_count,
         default=5,
         metavar="N",
         help="steps before those, which compile and fill caches (default: 5)",
@@ -75,7 +78,6 @@ def add_parser(subparsers: Any) -> None:
         help="make no steps, but put files of --part together; given once for each",
     )
     add_cluster_arguments(parser)
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -112,16 +114,7 @@ def _merged(files: list[str]) -> Timeline:
 
 
 def _recorded(args: argparse.Namespace) -> Timeline | None:
-    before = []
-    if args.model_dir:
-        config_file = Path(args.model_dir) / "operative_config.gin"
-        if not config_file.is_file():
-            raise ConfigError(
-                f"--model_dir={args.model_dir} is no run: it has no {config_file.name}, which "
-                "mtf-gradsync train writes"
-            )
-        before = [str(config_file)]
-    with loaded_config(args, before):
+    with loaded_config(args, [config_of_run(args.model_dir)] if args.model_dir else ()):
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.processes.errors import MissingProcessesError
         from mtf_gradsync.train import gin_files
@@ -145,9 +138,3 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
                 return run_on_cluster(config, folder, task, **watch, work=work)
         except MissingProcessesError as error:
             raise TrainingError(str(error)) from error
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
-    return int(text)

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, MissingProcessesError
 from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
@@ -17,14 +16,15 @@ from mtf_gradsync.train.cli.cluster_arguments import (
 )
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, gin_file_names, loaded_config
 
-_DESCRIPTION = """\
+HELP = "train a transformer that gin files describe"
+DESCRIPTION = """\
 Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
 perplexity beside a unigram baseline, lets the model write, and leaves a page with plots
 (report.html) and TensorBoard event files.
 
 Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
   mtf-gradsync train --gin_file=lm_cpu_mesh.gin --gin_param="train.run.train_steps = 50"
@@ -35,15 +35,8 @@ examples:
 docs/training.md lists the bindings of train.run and the files that a run writes."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand to the parser of ``mtf-gradsync``."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a transformer that gin files describe",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--model_dir",
@@ -62,7 +55,6 @@ def add_parser(subparsers: Any) -> None:
         help="where the newest checkpoint is damaged, put it aside and go on from an older one",
     )
     add_cluster_arguments(parser)
-    parser.set_defaults(run_command=main)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -29,11 +29,7 @@ class _Bar(NamedTuple):
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draws bytes per core and operations of both steps, by group and by part, into a PNG file.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
-    """
+    """Draws bytes per core and operations of both steps, by group and by part, into a PNG file."""
     sections = [("collectives, SIMD mesh", _collectives(comparison))]
     if comparison.bare.transfers and comparison.wrapped.transfers:
         sections.append(("transfers, placement mesh", _transfers(comparison)))

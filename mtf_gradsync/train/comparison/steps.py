@@ -11,7 +11,8 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.train.comparison.parts import PARTS, parts_of
-from mtf_gradsync.train.job import TrainingJob, build_simd, placeholders
+from mtf_gradsync.train.job import TrainingJob, placeholders
+from mtf_gradsync.train.train_graph import build_simd, build_train_graph
 
 
 class Step(NamedTuple):
@@ -20,7 +21,7 @@ class Step(NamedTuple):
     Attributes:
       optimizers: class names, outermost first.
       collectives: those of the SIMD program.
-      part: for each row of `collectives` by name, which of `PARTS` it belongs to.
+      part: the one of `PARTS` to which each row of `collectives` belongs, by the row's name.
       transfers: copies between the devices of a placement mesh; None if they were not listed.
     """
 
@@ -36,12 +37,9 @@ class Step(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two training steps that differ in the wrappers around the optimizer.
+    """A training step with the innermost optimizer alone and with the config's, on the same mesh.
 
-    Attributes:
-      mesh: the mesh, as in "batch:4;model:2".
-      bare: the step with the innermost optimizer alone.
-      wrapped: the step with the config's optimizer; `bare` itself if that is no wrapper.
+    Both are one object if the config's optimizer is no wrapper.
     """
 
     mesh: str
@@ -72,12 +70,8 @@ def compare(
 ) -> Comparison:
     """Builds a training step with and without wrappers, and lists what it exchanges.
 
-    Nothing is trained and no data is read. Each program has a graph of its own, that of the
-    placement mesh too (with_transfers), which grows with the number of devices. `done` is called
-    after each of the two steps was built.
-
-    Raises:
-      ConfigError: if the config cannot be built.
+    Nothing is trained and no data is read. with_transfers builds it on a placement mesh too, whose
+    graph grows with the number of devices. `done` is called after each of the two steps was built.
     """
     # First, so that an error in the config names the config's own optimizer.
     wrapped, is_wrapped = _list(job, with_transfers)
@@ -119,5 +113,6 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
     devices = [f"/device:CPU:{core}" for core in range(mesh.shape.size)]
     mesh_impl = mesh.placement_mesh(devices)
     with tf.Graph().as_default():
-        graph = job.build(placeholders(job), lambda: contextlib.nullcontext(mesh_impl))
+        features = placeholders(job)
+        graph = build_train_graph(job, features, lambda: contextlib.nullcontext(mesh_impl))
         return simd.list_transfers([graph.loss, graph.step], mesh_impl)

@@ -22,17 +22,17 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 
 
 def as_text(comparison: Comparison, rows: bool = False) -> str:
-    """A comparison as lines of at most 120 characters: totals, and the gradients' collectives.
+    """Returns totals and the gradients' collectives as lines of at most 120 characters.
 
     With `rows` all other collectives and transfers are listed, too.
     """
     steps = (comparison.bare, comparison.wrapped)
     blocks = [_head(comparison)]
     blocks += ["Collectives of the SIMD (TPU) program in one step"]
-    blocks += [_totals([_collective_lines(step) for step in steps])]
+    blocks += [_totals([_lines(step.collectives, _parts(step)) for step in steps])]
     if comparison.bare.transfers and comparison.wrapped.transfers:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
-        blocks += [_totals([_transfer_lines(s.transfers) for s in steps if s.transfers])]
+        blocks += [_totals([_lines(s.transfers) for s in steps if s.transfers])]
     blocks += [
         "ops: collectives or transfers; groups: those that are made together, which the compilers\n"
         "of TPUs and GPUs combine.\n"
@@ -61,31 +61,25 @@ def _head(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _collective_lines(step: Step) -> list[tuple[str, Total]]:
-    parts = [(f"- {_PART_LABELS[part]}", step.of_part(part).update_step) for part in PARTS]
-    return _report_lines(step.collectives) + parts + _group_lines(step.collectives)
+def _parts(step: Step) -> dict[str, Total]:
+    return {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
 
 
-def _transfer_lines(report: CommunicationReport) -> list[tuple[str, Total]]:
-    return _report_lines(report) + _group_lines(report)
+def _lines(report: CommunicationReport, parts: dict[str, Total] | None = None) -> dict[str, Total]:
+    """Returns the totals of a report by label: of steps, of parts of a step, of groups."""
+    return {
+        "every step": report.every_step,
+        _BRANCHES: report.conditional,
+        _UPDATE_STEP: report.update_step,
+        **(parts or {}),
+        **{f"- over {group}": total for group, total in report.by_group().items()},
+    }
 
 
-def _report_lines(report: CommunicationReport) -> list[tuple[str, Total]]:
-    return [
-        ("every step", report.every_step),
-        (_BRANCHES, report.conditional),
-        (_UPDATE_STEP, report.update_step),
-    ]
-
-
-def _group_lines(report: CommunicationReport) -> list[tuple[str, Total]]:
-    return [(f"- over {group}", total) for group, total in report.by_group().items()]
-
-
-def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
+def _totals(sides: Sequence[dict[str, Total]]) -> str:
     """Returns a table of labelled totals of both sides; a side without a label has zeros there."""
-    labels = list(dict.fromkeys(label for side in sides for label, _ in side))
-    if not any(total.operations for side in sides for label, total in side if label == _BRANCHES):
+    labels = list(dict.fromkeys(label for side in sides for label in side))
+    if not any(side[_BRANCHES].operations for side in sides):
         labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
     headers = [""]
     for title in _TITLES:
@@ -93,8 +87,8 @@ def _totals(sides: Sequence[list[tuple[str, Total]]]) -> str:
     lines = []
     for label in labels:
         line = [label]
-        for totals in map(dict, sides):
-            line += _cells(totals.get(label, _NOTHING), totals[_UPDATE_STEP])
+        for side in sides:
+            line += _cells(side.get(label, _NOTHING), side[_UPDATE_STEP])
         lines.append(line)
     return _format(lines, headers, "plain", left=[""])
 

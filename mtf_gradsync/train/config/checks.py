@@ -9,11 +9,7 @@ from mtf_gradsync.train.errors import ConfigError
 
 
 def check_count(name: str, value: Any, optional: bool = False) -> None:
-    """Raises ConfigError unless a binding of ``train.run`` is a positive integer.
-
-    Raises:
-      ConfigError: if it is not.
-    """
+    """Raises ConfigError unless a binding of ``train.run`` is a positive integer."""
     if (optional and value is None) or is_whole_number(value):
         return
     raise ConfigError(
@@ -23,11 +19,7 @@ def check_count(name: str, value: Any, optional: bool = False) -> None:
 
 
 def check_callable(name: str, value: Any, example: str, optional: bool = False) -> None:
-    """Raises ConfigError unless a binding of ``train.run`` is a class or function.
-
-    Raises:
-      ConfigError: if it is not; a gin reference with parentheses is the usual reason.
-    """
+    """Raises ConfigError unless a binding of ``train.run`` is a class or function."""
     if callable(value) or (optional and value is None):
         return
     raise ConfigError(
@@ -37,11 +29,7 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Raises ConfigError unless a vocabulary, or an (inputs, targets) pair of them, can be used.
-
-    Raises:
-      ConfigError: if one lacks vocab_size, encode or decode.
-    """
+    """Raises ConfigError unless a vocabulary, or an (inputs, targets) pair of them, can be used."""
     pair = vocabulary if isinstance(vocabulary, tuple) else (vocabulary,)
     for one in pair:
         missing = [name for name in ("vocab_size", "encode", "decode") if not hasattr(one, name)]

@@ -16,18 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class MeshSettings(NamedTuple):
-    """A mesh and its devices.
+    """A mesh, a device for each of its processors, and how many CPU devices the session needs.
 
-    Attributes:
-      shape: mtf.Shape of the mesh.
-      layout: mtf.LayoutRules from tensor dimensions to mesh dimensions.
-      devices: a device string for each processor of the mesh.
-      num_cpu_devices: how many CPU devices the session needs.
-      mesh_impl: makes a placement mesh of shape, layout and devices.
+    `mesh_impl` makes a placement mesh of shape, layout and devices.
     """
 
-    shape: Any
-    layout: Any
+    shape: mtf.Shape
+    layout: mtf.LayoutRules
     devices: list[str]
     num_cpu_devices: int
     mesh_impl: Callable[..., Any] = mtf.placement_mesh_impl.PlacementMeshImpl
@@ -55,13 +50,7 @@ def resolve_mesh(
     mesh_devices: Sequence[str] | None,
     mesh_impl: Callable[..., Any] | None = None,
 ) -> MeshSettings:
-    """Checks the mesh, the layout and the devices against each other.
-
-    They are given as `RunConfig` describes.
-
-    Raises:
-      ConfigError: if one of them is malformed or they do not fit together.
-    """
+    """Checks the mesh, the layout and the devices of a `RunConfig` against each other."""
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
     layout = _convert(
         mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
@@ -101,9 +90,8 @@ def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str)
 def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
     """Raises an error for a rule with a misspelt mesh dimension; allows rules for other meshes.
 
-    T5's layouts name dimensions that most meshes lack ("ensemble:ensemble"), and Mesh-TensorFlow
-    ignores such rules. It also ignores a misspelt name, and then trains unsplit. A rule counts as
-    misspelt if the mesh has a dimension without any rule.
+    T5's layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores;
+    so one counts as misspelt only if the mesh has a dimension without any rule.
     """
     names = [dim.name for dim in mesh_shape.dims]
     absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]

@@ -17,11 +17,7 @@ LearningRate = Union[None, float, Callable[..., Any]]
 
 
 def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
-    """Returns the length of every feature.
-
-    Raises:
-      ConfigError: if it is neither a positive integer nor a dict of them with "targets".
-    """
+    """Returns the length of every feature, by its name."""
     if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}
     if (
@@ -42,17 +38,10 @@ def resolve_batch_size(
     mesh: MeshSettings,
     outer_batch_size: int,
 ) -> int:
-    """Returns the number of sequences in a global batch.
+    """Returns the number of sequences in a global batch, which the mesh can split evenly.
 
-    Args:
-      batch_size: that number, or a (method, value) pair as in
-        ``mesh_tensorflow.transformer.utils.compute_batch_size``.
-      sequence_length: length of every feature.
-      mesh: the mesh; it splits the "batch" and "outer_batch" dimensions.
-      outer_batch_size: size of the "outer_batch" dimension, 0 for none.
-
-    Raises:
-      ConfigError: if it has another form, or the mesh cannot split it evenly.
+    A pair is that of ``mesh_tensorflow.transformer.utils.compute_batch_size``; an outer_batch_size
+    of 0 is none.
     """
     given = batch_size
     if is_whole_number(given):
@@ -85,13 +74,7 @@ def resolve_learning_rate(
 ) -> LearningRate:
     """Returns None, a number, or a function of the keyword argument ``step``.
 
-    Args:
-      learning_rate_schedule: None (the optimizer has its own), a number, a function of ``step``
-        and ``total_train_steps``, or a list of numbers and functions to multiply.
-      total_steps: the length of the run for the schedule.
-
-    Raises:
-      ConfigError: if it is something else, or a number that is negative or not finite.
+    Schedules of `RunConfig` see total_steps as the length of the run.
     """
     factors = learning_rate_schedule
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:

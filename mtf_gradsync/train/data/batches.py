@@ -22,8 +22,7 @@ _DIMS_SHOWN = 3
 class TrainingBatches:
     """Draws a run's batches, one for each step. Use it as a context manager.
 
-    A data set is repeated when it ends. It also ends where one of its functions raises
-    StopIteration or OutOfRangeError.
+    A data set is repeated when it ends, or one of its functions raises StopIteration.
     """
 
     def __init__(
@@ -34,17 +33,10 @@ class TrainingBatches:
         vocab_sizes: Mapping[str, int],
         wanted: Callable[[str], bool] = lambda name: True,
     ):
-        """Makes the data set.
+        """Makes the data set: single examples, vectors of integers by feature name.
 
-        Args:
-          make_dataset: returns a data set of single examples: vectors of integers by feature name.
-          batch_size: examples in a batch.
-          feature_length: gives the length of the vectors of a feature.
-          vocab_sizes: number of ids for each feature that holds ids; others are positions and such.
-          wanted: whether the model reads a feature.
-
-        Raises:
-          ConfigError: if it is no such data set, as far as can be known without reading it.
+        Of features that are `wanted`, feature_length gives the length, and vocab_sizes the number
+        of ids where they hold ids.
         """
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
         self._first = self._step = 0
@@ -79,11 +71,7 @@ class TrainingBatches:
         self._session.close()
 
     def placeholders(self) -> dict[str, tf.Tensor]:
-        """Adds the placeholders that batches are fed to, to the default graph.
-
-        Returns:
-          int32 placeholders ``[batch_size, length]`` by feature name.
-        """
+        """Returns int32 placeholders ``[batch_size, length]`` of the graph, by feature name."""
         self._feeds = {
             name: tf.placeholder(tf.int32, shape, name=name) for name, shape in self._shapes.items()
         }
@@ -95,13 +83,9 @@ class TrainingBatches:
         self._begun = False
 
     def next(self) -> dict[tf.Tensor, np.ndarray]:
-        """Draws the batch of the next step.
+        """Draws the batch of the next step, a feed dict of the placeholders that were made last.
 
-        Returns:
-          A feed dict: arrays by the placeholders that were made last.
-
-        Raises:
-          DataError: if there is no batch, or the model cannot train on it.
+        It raises DataError if there is no batch, or the model cannot train on it.
         """
         step = self._step + 1
         try:

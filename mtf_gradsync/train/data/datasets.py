@@ -91,20 +91,9 @@ def text_windows(
     dataset_split: str,
     seed: int,
 ) -> tf.data.Dataset:
-    """Cuts documents into examples of equal length.
+    """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
 
-    Args:
-      documents: texts; an end-of-document id goes after each.
-      sequence_length: length of each feature; "targets" is used.
-      vocabulary: turns text into ids.
-      dataset_split: "train" for endless random windows, otherwise all windows once, side by side.
-      seed: seed of the random windows.
-
-    Returns:
-      A data set of ``{"targets": int32[length]}``.
-
-    Raises:
-      ConfigError: if the text is shorter than one window.
+    The split "train" has random windows without end, any other all windows once, side by side.
     """
     length = sequence_length["targets"]
     ids = np.array(
@@ -141,10 +130,7 @@ def _consecutive_windows(ids: np.ndarray, length: int) -> tf.data.Dataset:
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """Returns `dataset.map` of a function without control flow, without AutoGraph.
-
-    AutoGraph takes half a second.
-    """
+    """Returns `dataset.map` of a function without AutoGraph, which takes half a second."""
     return dataset.map(tf.autograph.experimental.do_not_convert(function))
 
 
@@ -154,19 +140,10 @@ def read_batches(
     max_batches: int | None,
     name: str = "the data set",
 ) -> list[dict[str, np.ndarray]]:
-    """Reads a data set into memory, in a graph of its own.
+    """Reads a data set of single examples as batches of arrays ``[batch_size, length]``.
 
-    Args:
-      make_dataset: returns a data set of single examples.
-      batch_size: examples in a batch; the last batch is filled up with padding.
-      max_batches: stop after this many; None reads to the end.
-      name: the binding of the data set, for errors.
-
-    Returns:
-      Batches of arrays ``[batch_size, length]``.
-
-    Raises:
-      ConfigError: if the data set cannot be read.
+    The last batch is filled up with padding. max_batches of None reads to the end; `name` is the
+    binding that errors name.
     """
     batches: list[dict[str, np.ndarray]] = []
     with tf.Graph().as_default():

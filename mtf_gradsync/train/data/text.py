@@ -18,9 +18,6 @@ def python_topics() -> dict[str, str]:
 
     It ships with CPython (``pydoc_data.topics``), about half a megabyte of English and code. The
     text changes a little with every Python version, and so do figures measured on it.
-
-    Raises:
-      ConfigError: if this Python was installed without it.
     """
     try:
         from pydoc_data import topics
@@ -34,11 +31,7 @@ def python_topics() -> dict[str, str]:
 
 
 def read_files(files: Sequence[str]) -> dict[str, str]:
-    """Reads text files (UTF-8), by name.
-
-    Raises:
-      ConfigError: if there are no files, or one cannot be read.
-    """
+    """Reads UTF-8 text files; returns their texts by name."""
     if isinstance(files, str) or not files:
         raise ConfigError(f"text_files.files must be a list of file names, got {files!r}")
     documents = {}
@@ -57,9 +50,6 @@ def split_documents(documents: dict[str, str], split: str, held_out_every: int) 
     Documents quote each other, so paragraphs of held-out documents are removed from the training
     text. A single document is split at a paragraph instead, its last ``1 / held_out_every`` held
     out.
-
-    Raises:
-      ConfigError: if the split is unknown, or one of the splits would be empty.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')

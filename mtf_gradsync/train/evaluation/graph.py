@@ -9,14 +9,10 @@ from mtf_gradsync.train.model import MeshModel, ModelSettings
 
 
 class EvalGraph(NamedTuple):
-    """A graph that reads batches and trains nothing.
+    """A graph that scores batches, fed to the placeholders `features` and `position` (a scalar).
 
-    Attributes:
-      lowering: the mtf.Lowering.
-      features: placeholders by feature name.
-      cross_entropy: float32 ``[batch..., length]``, nats of every target; 0 for padding.
-      position: int32 scalar placeholder.
-      next_logits: float32 ``[batch..., vocab]``, logits of the target at `position`.
+    `cross_entropy` is float32 ``[batch..., length]``, nats of every target, 0 for padding;
+    `next_logits` is float32 ``[batch..., vocab]``, of the target at `position`.
     """
 
     lowering: Any

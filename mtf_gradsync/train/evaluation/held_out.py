@@ -29,10 +29,8 @@ _BASELINE_BATCHES = 100
 class HeldOut:
     """Evaluates a run on held-out data; without any, only draws the loss curve.
 
-    Attributes:
-      unigram: the baseline's score.
-      result: content of the result file, once the run is finished.
-      samples: text that the model wrote then.
+    `unigram` is the baseline's score. Once the run is finished, `result` is the content of the
+    result file and `samples` what the model wrote.
     """
 
     def __init__(
@@ -59,11 +57,7 @@ class HeldOut:
     def prepare(
         self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
     ) -> None:
-        """Reads the held-out data, at most `steps` batches, and counts the baseline.
-
-        Raises:
-          ConfigError: if there is no held-out data, or data cannot be read.
-        """
+        """Reads the held-out data, at most `steps` batches, and counts the baseline."""
         arguments = {
             "sequence_length": self._model.sequence_length,
             "vocabulary": self._model.vocabulary,
@@ -90,11 +84,7 @@ class HeldOut:
         self._held_out = held_out
 
     def build(self) -> None:
-        """Builds the graph where there is held-out data, unless it is there.
-
-        Raises:
-          ConfigError: if the model cannot read the held-out data.
-        """
+        """Builds the graph where there is held-out data, unless it is there."""
         if not self._held_out or self._evaluator is not None:
             return
         try:
@@ -132,9 +122,9 @@ class HeldOut:
         )
 
     def finish(self, path: str | None, **result: Any) -> Score | None:
-        """Evaluates the finished model, writes samples and the result file, with more items in it.
+        """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        Returns the held-out score, or None without held-out data, or without a checkpoint.
+        Returns the held-out score; None without held-out data.
         """
         content: dict[str, Any] = dict(result)
         score = None

@@ -14,11 +14,7 @@ def plot_losses(
     unigram_nats: float | None = None,
     title: str = "",
 ) -> None:
-    """Draws the metrics file's training loss and held-out points into a PNG file.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
-    """
+    """Draws the metrics file's training loss and held-out points into a PNG file."""
     figure = new_figure(width=7, height=4)
     axes = figure.add_subplot()
     train = [(row["step"], row["loss"]) for row in rows if "loss" in row]

@@ -97,10 +97,6 @@ def sample_after(
 
     Where the prompt does not fit into the model's sequence, its end counts. With with_averages the
     checkpoint's moving averages replace the variables.
-
-    Raises:
-      ConfigError: if the model is no language model, or the checkpoint is not its own, or has no
-        averages.
     """
     if model.model_type != "lm":
         raise ConfigError(

@@ -20,12 +20,9 @@ Batches = List[Dict[str, np.ndarray]]
 
 
 class Score(NamedTuple):
-    """How well targets were predicted.
+    """How well targets were predicted: `nats` is the sum of their negative log-likelihoods.
 
-    Attributes:
-      nats: sum over the targets of minus the natural logarithm of their probability.
-      tokens: number of targets, without padding.
-      num_bytes: bytes of text that the targets stand for.
+    `tokens` counts the targets without padding, `num_bytes` the bytes of text they stand for.
     """
 
     nats: float
@@ -58,18 +55,15 @@ class Evaluator:
         config: tf.ConfigProto,
         with_averages: bool = False,
     ):
-        """Builds the graph; variables come with `restore`.
+        """Builds the graph for at least one batch; `restore` gives the variables their values.
 
-        Args:
-          settings: the model.
-          batches: the held-out batches, at least one.
-          config: the session's config.
-          with_averages: whether moving averages are restored in place of the variables.
+        With with_averages it restores moving averages in place of the variables.
         """
-        self._settings = settings
+        self.settings = settings
+        self.batches = batches
         self._with_averages = with_averages
-        self._batches = batches
-        self._num_bytes = sum(count_bytes(settings.vocabulary, b["targets"]) for b in batches)
+        self._vocabulary = _of_targets(settings.vocabulary)
+        self._num_bytes = _count_bytes(self._vocabulary, batches)
         with tf.Graph().as_default() as graph:
             self._graph: EvalGraph = build_eval_graph(settings, sorted(batches[0]))
             self._variables = tf.global_variables()
@@ -77,23 +71,8 @@ class Evaluator:
             self._masters_to_slices = self._graph.lowering.copy_masters_to_slices()
         self._session = tf.Session(graph=graph, config=config)
 
-    @property
-    def settings(self) -> ModelSettings:
-        """The model."""
-        return self._settings
-
-    @property
-    def batches(self) -> Batches:
-        """The held-out batches."""
-        return self._batches
-
     def restore(self, path: str, model_dir: str) -> None:
-        """Restores the variables from a checkpoint.
-
-        Raises:
-          ConfigError: if the checkpoint does not fit, or has no averages where they are to be
-            restored.
-        """
+        """Restores the variables from a checkpoint."""
         check_has(path, self._variables, model_dir)
         try:
             start = Start(path, with_averages=self._with_averages)
@@ -110,7 +89,7 @@ class Evaluator:
     def score(self) -> Score:
         """Returns the score of all held-out batches."""
         nats, tokens = 0.0, 0
-        for batch in self._batches:
+        for batch in self.batches:
             cross_entropy = self._run(self._graph.cross_entropy, batch)
             nats += float(np.sum(cross_entropy, dtype=np.float64))
             tokens += int(np.sum(batch["targets"] > 0))
@@ -119,12 +98,11 @@ class Evaluator:
     def next_logits(self, batch: dict[str, np.ndarray], position: int) -> np.ndarray:
         """Returns float32 logits ``[batch_size, vocab_size]`` of the targets at a position.
 
-        Targets from the position on have no influence; the vocabulary's own padding has no logits.
+        Targets from the position on have no influence.
         """
         logits = self._run(self._graph.next_logits, batch, {self._graph.position: position})
-        vocabulary = self._settings.vocabulary
-        size = (vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary).vocab_size
-        return logits.reshape(-1, logits.shape[-1])[:, :size]
+        # Mesh-TensorFlow pads the vocabulary.
+        return logits.reshape(-1, logits.shape[-1])[:, : self._vocabulary.vocab_size]
 
     def close(self) -> None:
         """Closes the session."""
@@ -142,34 +120,31 @@ class Evaluator:
 
 
 def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
-    """Scores held-out targets by how often each occurs in training targets, whatever its place.
-
-    Frequencies are add-one smoothed over the vocabulary, so that an id never seen has a probability
-    too.
-    """
-    targets_vocabulary = vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary
-    size = targets_vocabulary.vocab_size
+    """Scores held-out targets by how often each occurs in training targets, add-one smoothed."""
+    vocabulary = _of_targets(vocabulary)
+    size = vocabulary.vocab_size
     counts = _count_ids(train, size)
     probabilities = (counts + 1.0) / (counts.sum() + size)
     held_out_counts = _count_ids(held_out, size)
     return Score(
         nats=float(-np.sum(held_out_counts * np.log(probabilities))),
         tokens=int(held_out_counts.sum()),
-        num_bytes=sum(count_bytes(vocabulary, batch["targets"]) for batch in held_out),
+        num_bytes=_count_bytes(vocabulary, held_out),
     )
 
 
-def count_bytes(vocabulary: Any, ids: np.ndarray) -> int:
-    """Returns how many bytes of text ids stand for.
+def _of_targets(vocabulary: Any) -> Any:
+    """Returns the vocabulary of targets, where there is an (inputs, targets) pair."""
+    return vocabulary[-1] if isinstance(vocabulary, tuple) else vocabulary
 
-    A vocabulary may know (``num_bytes(ids)``); otherwise each row is decoded.
-    """
-    if isinstance(vocabulary, tuple):
-        vocabulary = vocabulary[-1]
+
+def _count_bytes(vocabulary: Any, batches: Batches) -> int:
+    """Returns how many bytes of text the targets of batches stand for."""
+    rows = [row for batch in batches for row in batch["targets"]]
     if hasattr(vocabulary, "num_bytes"):
-        return vocabulary.num_bytes(ids.reshape(-1))
+        return sum(vocabulary.num_bytes(row) for row in rows)
     return sum(
-        len(str(vocabulary.decode([int(i) for i in row if i > 0])).encode("utf-8")) for row in ids
+        len(str(vocabulary.decode([int(i) for i in row if i > 0])).encode("utf-8")) for row in rows
     )
 
 

@@ -26,12 +26,10 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, first_step: int):
-        """Creates the file.
+        """Creates the file of a session that begins after first_step steps.
 
-        Args:
-          directory: its directory; files of earlier sessions stay.
-          first_step: steps made before. Later steps of earlier sessions are made again: an event
-            like that of TensorFlow's own sessions tells TensorBoard to ignore those.
+        It begins with an event, as TensorFlow's own sessions write it, by which TensorBoard ignores
+        later steps of earlier sessions.
         """
         now = time.time()
         # Files are named by the second; a session may begin within the same one.
@@ -45,12 +43,7 @@ class EventFile:
         self._add(tf.Event(wall_time=now, step=first_step + 1, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Adds the values of a step.
-
-        Args:
-          step: steps made.
-          scalars: numbers by tag; those that are not finite are skipped.
-        """
+        """Adds the numbers of a step, by tag; those that are not finite are skipped."""
         values = [
             tf.Summary.Value(tag=tag, simple_value=float(value))
             for tag, value in scalars.items()

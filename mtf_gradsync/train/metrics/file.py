@@ -13,12 +13,9 @@ class MetricsFile:
     """Writes a JSON object per line: ``step`` and what was measured there."""
 
     def __init__(self, path: Path, first_step: int):
-        """Opens the file.
+        """Opens the file, to append to the lines of the first_step steps that were made before.
 
-        Args:
-          path: the file; a run that goes on appends to it.
-          first_step: steps made before. Lines of later steps are from a killed session, which made
-            them after its last checkpoint; they are deleted, because those steps are made again.
+        Lines of later steps are deleted: those steps, after a checkpoint, are made again.
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
@@ -31,10 +28,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file; none if there is no file.
-
-    A last line that a killed process left half written is skipped.
-    """
+    """Reads the lines of a metrics file, without one that a killed process left half written."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

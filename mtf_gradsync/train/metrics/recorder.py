@@ -19,13 +19,7 @@ class Recorder:
     """Writes the measurements of steps to both files, while it is entered."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
-        """Begins a session of a run.
-
-        Args:
-          directory: the run's directory.
-          metrics_file: name of the metrics file there.
-          first_step: steps made before.
-        """
+        """Begins a session of a run, after first_step steps, with files in its directory."""
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self._events = EventFile(directory, first_step)
 
@@ -36,12 +30,9 @@ class Recorder:
         self._events.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Adds the measurements of a step.
+        """Adds the measurements of a step: numbers, or arrays with one for each shard, by name.
 
-        Args:
-          step: steps made.
-          values: numbers, or arrays with one for each shard, by name. Only the loss may be not
-            finite; other such values are skipped.
+        Of values that are not finite, only the loss is written.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
@@ -62,7 +53,7 @@ class Recorder:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value for JSON: a number, or a list with one for each shard; None if not finite."""
+    """Returns a value for JSON: a number, or a list of one for each shard; None if not finite."""
     array = np.asarray(value)
     if not np.all(np.isfinite(array)):
         return None

@@ -17,17 +17,10 @@ _LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
 
 
 class Facts(NamedTuple):
-    """What a run trained, and on what.
+    """What a run trained, and on what: the runtime of its newest steps, the versions of libraries.
 
-    Attributes:
-      mesh: for example "batch:4;model:2".
-      layout: the layout rules.
-      runtime: the runtime of the newest steps.
-      optimizers: class names, outermost first.
-      parameters: number of trainable parameters.
-      tokens_per_step: tokens in a global batch.
-      versions: versions of libraries, by name.
-      traffic: mesh traffic of a step; None where it could not be listed.
+    `optimizers` are class names, outermost first; `parameters` is the number of trainable ones;
+    `traffic` is None where it could not be listed.
     """
 
     mesh: str

@@ -23,13 +23,10 @@ _UNPRINTABLE = re.compile(
 
 
 class Ended(NamedTuple):
-    """How a run ended.
+    """How a run ended, and after which step of the train_steps that it was to make.
 
-    Attributes:
-      step: steps made, in all.
-      train_steps: steps that were asked for.
-      how: "finished", or in words why it ended before.
-      result: content of the result file; empty for a run that ended early.
+    `how` is "finished", or says why it ended before; `result` is the content of the result file,
+    empty for a run that ended early.
     """
 
     step: int
@@ -39,11 +36,7 @@ class Ended(NamedTuple):
 
 
 def check_pages_installed() -> None:
-    """Raises an error if pages cannot be written; commands call it before their work.
-
-    Raises:
-      ConfigError: if jinja2 or matplotlib is not installed.
-    """
+    """Raises a ConfigError if a library is missing that pages need; called before a run begins."""
     check_installed("jinja2", f"writing {REPORT_FILE}")
     check_installed("matplotlib", "drawing pictures")
 
@@ -58,20 +51,10 @@ def write_page(
     config: str = "",
     timeline: Table | None = None,
 ) -> Path:
-    """Writes the page of a run.
+    """Writes the page of a run to its directory, from the `rows` of its metrics file.
 
-    Args:
-      directory: the run's directory; the page is `REPORT_FILE` there.
-      rows: lines of the metrics file.
-      ended: how the run ended.
-      facts: facts of the run; None if it ended before its graph was built.
-      unigram_nats: nats per token of the baseline.
-      samples: text that the model wrote.
-      config: the gin config as text.
-      timeline: where the time of recorded steps went; None if none were recorded.
-
-    Raises:
-      ConfigError: if jinja2 or matplotlib is not installed.
+    `facts` are None for a run that ended before its graph was built; unigram_nats are the
+    baseline's nats per token, `samples` what the model wrote, `config` gin's text.
     """
     check_pages_installed()
     import jinja2

@@ -21,13 +21,7 @@ _SHORTEST_BAR = 0.01
 
 
 class Plot(NamedTuple):
-    """A plot and its texts.
-
-    Attributes:
-      title: the plot's title.
-      svg: an ``svg`` element, with a description of what it shows.
-      caption: what a reader has to know about it.
-    """
+    """A plot, as an ``svg`` element with a description of what it shows, and its texts."""
 
     title: str
     svg: str
@@ -41,12 +35,9 @@ class _Line(NamedTuple):
 
 
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
-    """Draws the plots of a metrics file's lines, without plots that have no data.
+    """Draws the plots for which a metrics file's lines have data.
 
     unigram_nats is a horizontal line beside the losses.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
     """
     plots = [
         _over_steps(

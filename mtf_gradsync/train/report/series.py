@@ -11,12 +11,9 @@ _MOST_POINTS = 400
 
 
 class Series(NamedTuple):
-    """Measurements at some steps.
+    """Measurements at steps ``[points]``: values ``[points]``, or ``[points, shards]``.
 
-    Attributes:
-      steps: int array ``[points]``.
-      values: float array ``[points]``, or ``[points, shards]``.
-      steps_per_point: how many of the logged steps a point is the mean of.
+    A point is the mean of `steps_per_point` logged steps.
     """
 
     steps: np.ndarray
@@ -32,8 +29,7 @@ class Series(NamedTuple):
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
     """Returns the values that lines of a metrics file have under a name; None without a finite one.
 
-    The name is that of a number, or of a list with one for each shard. Where the number of shards
-    has changed, lines with the newest number are used.
+    Where the number of shards has changed, lines with the newest number are used.
     """
     found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
     found = [(step, value) for step, value in found if np.all(np.isfinite(value))]

@@ -36,11 +36,7 @@ WIDTH = 5.2
 
 
 def style() -> Any:
-    """Returns a context manager in which to draw figures for `as_svg`.
-
-    Raises:
-      ConfigError: if matplotlib is not installed.
-    """
+    """Returns a context manager in which to draw figures for `as_svg`."""
     import matplotlib
 
     return matplotlib.rc_context(_STYLE)
@@ -52,12 +48,10 @@ def figure(height: float = 2.7) -> Any:
 
 
 def as_svg(drawn: Any, prefix: str, description: str) -> str:
-    """Returns a figure as an ``svg`` element of a page.
+    """Returns a figure that was drawn within `style` as an ``svg`` element of a page.
 
-    Args:
-      drawn: a matplotlib figure, made and drawn within `style`.
-      prefix: prefix of the names of elements, different for each figure of a page.
-      description: what the figure shows, for readers who do not see it.
+    The prefix of elements' names differs for each figure of a page; the description is for readers
+    who do not see it.
     """
     content = io.StringIO()
     drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})

@@ -15,15 +15,10 @@ _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer"
 
 
 class TrafficRow(NamedTuple):
-    """Collectives or copies of one kind, taken together.
+    """Collectives or copies ("transfer") of one kind along a group of mesh axes, taken together.
 
-    Attributes:
-      operation: type of the collective; "transfer" for the copies of a placement mesh.
-      group: the mesh axes that they run along.
-      part: the part of the step that they belong to; "" where it is not known.
-      on_updates: whether only update steps have them.
-      runs: how often they run in one update step.
-      bytes_per_core: bytes that a core sends, or a device receives, in one update step.
+    They belong to a `part` of the step, "" where it is not known. `runs` and `bytes_per_core`,
+    which a core sends or a device receives, are those of one update step.
     """
 
     operation: str
@@ -35,15 +30,10 @@ class TrafficRow(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The mesh traffic of a training step.
+    """The bytes per core of a training step without and with an update, and their `rows`.
 
-    Attributes:
-      every_step: bytes per core in a step without an update.
-      update_step: bytes per core in a step with an update.
-      rows: the parts of these totals.
-      scalars: the totals by name, as summaries have them; empty where something is missing.
-      is_complete: whether all traffic is counted: functions, such as an update that is one call,
-        are not looked into.
+    `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
+    functions, such as an update that is one call, are not looked into.
     """
 
     every_step: int
@@ -56,8 +46,8 @@ class Traffic(NamedTuple):
 def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
     """Lists the mesh traffic of a training step in the default graph, without running it.
 
-    program is the SIMD program that it was lowered into; None on a placement mesh. Returns None
-    where totals cannot be known, as on a mesh whose processors share a device.
+    `program` is None on a placement mesh. Returns None where totals cannot be known, as on a mesh
+    whose processors share a device.
     """
     try:
         if program is not None:

@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import singular_monitored_session
-from mtf_gradsync.runtimes.checkpoints.start import Start
-from mtf_gradsync.runtimes.places import OnDevices
-from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.runners.runner import GraphRunner
-from mtf_gradsync.train.train_graph import TrainGraph
 
 
 class PlacementMeshRunner(GraphRunner):
     """Runs the default graph in a monitored session; finalizes the graph."""
 
-    def __init__(
-        self,
-        graph: TrainGraph,
-        batches: TrainingBatches,
-        model_dir: str,
-        start: Start,
-        keep_checkpoint_max: int | None,
-        place: OnDevices,
-        hooks: Sequence[Any] = (),
-    ):
-        """Adds what it needs to the default graph; see `GraphRunner`.
-
-        `place` is the runtime, and `hooks` are more tf.train.SessionRunHooks.
-        """
-        # The hook adds the copy from masters to slices and runs it after every restore.
-        self._hooks = [mtf.MtfRestoreHook(graph.lowering), *hooks]
-        super().__init__(graph, batches, model_dir, start, keep_checkpoint_max, copies=True)
-        self._sessions = place.sessions(
-            graph.lowering, tf.train.Scaffold(saver=self._saver), lambda: start
-        )
+    copies_slices = True
 
     def __enter__(self) -> PlacementMeshRunner:
-        """See `Runner`."""
+        # Copies masters to slices after every restore.
+        hooks = [mtf.MtfRestoreHook(self._lowering), *self._hooks]
         # Not a session that restarts itself when a device is lost: the loop counts steps.
-        self._session = singular_monitored_session(self._sessions, self._hooks).__enter__()
+        self._session = singular_monitored_session(self._sessions, hooks).__enter__()
         self._begin()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """See `Runner`."""
         self._session.__exit__(*exception)
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
@@ -63,6 +40,9 @@ class PlacementMeshRunner(GraphRunner):
     def should_stop(self) -> bool:
         """See `Runner`."""
         return self._session.should_stop()
+
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(saver=self._saver)
 
     def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
         # The argument's name is prescribed.

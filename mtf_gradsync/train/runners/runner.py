@@ -11,6 +11,7 @@ from mtf_gradsync.optimizers import OuterOptimizer, SyncReplicasOptimizer, trait
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
 from mtf_gradsync.runtimes.checkpoints.saving import TrainingSaver
 from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.step import Watched
 from mtf_gradsync.timelines import Timeline, timeline
 from mtf_gradsync.train.data.batches import TrainingBatches
@@ -20,7 +21,7 @@ _BAD_LOSSES = 100
 
 
 class Runner(abc.ABC):
-    """Makes training steps and checkpoints. Entering it restores a checkpoint.
+    """Makes training steps and checkpoints. Entering it restores the checkpoint of its `Start`.
 
     Attributes:
       first_step: steps made before, known once it is entered.
@@ -33,22 +34,14 @@ class Runner(abc.ABC):
     steps_ahead: int = 0
 
     @abc.abstractmethod
-    def __enter__(self) -> Runner:
-        """Begins, from the checkpoint of its `Start` if it has one."""
+    def __enter__(self) -> Runner: ...
 
     @abc.abstractmethod
-    def __exit__(self, *exception: Any) -> None:
-        """Ends; what was not saved is lost."""
+    def __exit__(self, *exception: Any) -> None: ...
 
     @abc.abstractmethod
     def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """Begins a step.
-
-        Returns:
-          A function that waits for the step and returns its values: "step", "loss", "fields",
-          "reported", and "update_step" and "skipped" where the optimizers count updates and
-          skipped steps.
-        """
+        """Begins a step; returns a function that waits for the values of `fetches_of` by name."""
 
     @abc.abstractmethod
     def save(self, step: int) -> str:
@@ -67,22 +60,19 @@ class Runner(abc.ABC):
         """Returns why the last step was skipped, if one was since the last call, or None."""
 
     def agreed_stop(self, received: int | None) -> int | None:
-        """Returns the signal at which all processes of the run stop now, or None.
+        """Returns the signal at which all processes of the run stop before this step, or None.
 
-        It is called before each step.
-
-        Args:
-          received: the signal that this process has received, or None.
+        `received` is the signal that this process has received, or None.
         """
         return received
 
     def should_stop(self) -> bool:
-        """Returns whether something other than the loop, such as a hook, wants to stop."""
+        """Returns whether something besides the loop, such as a hook, wants to stop."""
         return False
 
 
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
-    """Returns the fetches of a step."""
+    """Returns what to fetch with a step, by name; counts only where the optimizers have them."""
     fetches = {
         "step": graph.step,
         "loss": graph.loss,
@@ -118,19 +108,11 @@ class Watches:
     """Asks optimizers after a step whether they have something to report."""
 
     def __init__(self, watched: Iterable[Watched | None]):
-        """Adds what it reads to the default graph.
-
-        Args:
-          watched: operations of optimizers; None is skipped.
-        """
+        """Adds what it reads of `watched` to the default graph; None is skipped."""
         self._watches = [one.watch() for one in watched if one]
 
     def ask(self, session: Any) -> Any:
-        """Returns the first report; see `Watch.ask`.
-
-        Args:
-          session: a ``tf.Session`` or a session of `mtf_gradsync.simd`.
-        """
+        """Returns the first report in a session, as `Watch.ask`, or None."""
         found = [watch.ask(session) for watch in self._watches]
         return next((one for one in found if one), None)
 
@@ -148,7 +130,13 @@ def watch_skips(optimizers: Sequence[Any]) -> Watches:
 
 
 class GraphRunner(Runner):
-    """Base of the runners of a graph."""
+    """Base of the runners of a graph.
+
+    Attributes:
+      copies_slices: whether a saver has to copy slices to masters before it saves.
+    """
+
+    copies_slices: bool
 
     def __init__(
         self,
@@ -157,17 +145,14 @@ class GraphRunner(Runner):
         model_dir: str,
         start: Start,
         keep_checkpoint_max: int | None,
-        copies: bool,
+        place: OnDevices | OnCores,
+        hooks: Sequence[Any] = (),
     ):
-        """Adds what it needs to the default graph, which `build_train_graph` has made.
-
-        keep_checkpoint_max of None keeps all. `copies`: the saver has to copy slices to masters.
-        """
-        self._start = start
+        """Adds to the default graph what it needs; only a placement mesh has `hooks`."""
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
             stack_skips_not_finite(graph.optimizers),
-            graph.lowering if copies else None,
+            graph.lowering if self.copies_slices else None,
             # The Saver's own word for "all" is 0.
             max_to_keep=keep_checkpoint_max or 0,
         )
@@ -178,6 +163,13 @@ class GraphRunner(Runner):
         self._global_step = tf.train.get_global_step()
         self._session: Any = None
         self._lowering = graph.lowering
+        self._place, self._hooks = place, hooks
+        self.steps_ahead = place.steps_ahead
+        self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
+
+    @abc.abstractmethod
+    def _scaffold(self) -> tf.train.Scaffold:
+        """Returns the scaffold of the sessions."""
 
     def timeline(self) -> Timeline:
         """See `Runner`."""

@@ -8,12 +8,9 @@ import numpy as np
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.runtimes.places import OnCores
-from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import GraphRunner
-from mtf_gradsync.train.train_graph import TrainGraph
 
 # Every this many steps several processes exchange whether one has received a signal to stop.
 _AGREE_STEPS = 10
@@ -22,24 +19,11 @@ _AGREE_STEPS = 10
 class SimdProgramRunner(GraphRunner):
     """Runs a SIMD program of the default graph."""
 
-    def __init__(
-        self,
-        graph: TrainGraph,
-        batches: TrainingBatches,
-        model_dir: str,
-        start: Start,
-        keep_checkpoint_max: int | None,
-        place: OnCores,
-    ):
-        """Adds what it needs to the default graph; see `GraphRunner`. `place` is the runtime."""
-        super().__init__(graph, batches, model_dir, start, keep_checkpoint_max, copies=False)
-        scaffold = tf.train.Scaffold(local_init_op=tf.tables_initializer())
-        self._sessions = place.sessions(graph.lowering, scaffold, lambda: start)
-        self._runtime, self.steps_ahead = place.name, place.steps_ahead
-        self._calls = 0
+    copies_slices = False
+    _place: OnCores
+    _calls = 0
 
     def __enter__(self) -> SimdProgramRunner:
-        """See `Runner`."""
         try:
             self._session = self._sessions.open()
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:
@@ -53,13 +37,12 @@ class SimdProgramRunner(GraphRunner):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """See `Runner`."""
         self._session.close()
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """See `Runner`."""
         batch = self._batches.next()
-        if self._runtime != "xla":
+        if self._place.name != "xla":
             values = self._session.run(self._fetches, batch)
             return lambda: values
         try:
@@ -91,10 +74,14 @@ class SimdProgramRunner(GraphRunner):
         (signals,) = cores.gather([mine])
         return int(max(signals)) or None
 
+    def _scaffold(self) -> tf.train.Scaffold:
+        return tf.train.Scaffold(local_init_op=tf.tables_initializer())
+
     def _raw(self, use: Callable[[Any], Any]) -> Any:
         return use(self._session)
 
     def _other_runtime(self, error: Exception) -> TrainingError:
+        name = self._place.name
         return TrainingError(
-            f'{error} (train.run.runtime = "{self._runtime}"; "placement_mesh" runs every model.)'
+            f'{error} (train.run.runtime = "{name}"; "placement_mesh" runs every model.)'
         )
