@@ -126,6 +126,7 @@ def compile_lowered(
                 text = Path(folder) / f"{stage}.hlo.txt"
                 if text.exists():
                     shutil.copy(text, save_hlo)
+    bare = answer.get("memory_of", {}).get("bare")
     return CompiledProgram(
         topology=topology,
         device_kind=answer["device_kind"],
@@ -137,9 +138,7 @@ def compile_lowered(
         memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
         seconds=answer.get("seconds", 0.0),
         estimates=estimates,
-        bare_memory=CoreMemory(*bare)
-        if (bare := answer.get("memory_of", {}).get("bare"))
-        else None,
+        bare_memory=CoreMemory(*bare) if bare else None,
     )
 
 
