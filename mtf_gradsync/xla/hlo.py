@@ -53,7 +53,7 @@ def instructions_of(module: Any, computation: Any) -> list[Any]:
 def aliases_of(module: Any) -> dict[int, int]:
     """Returns which parameter each result of a module is written over, if any, as numbers of both.
 
-    Raises a ValueError for a part of a parameter, or of a result in the tuple of results.
+    Raises a ValueError for an alias of a part of a parameter or of a result.
     """
     found = {}
     for entry in module.input_output_alias.entries:

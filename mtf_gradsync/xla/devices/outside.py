@@ -24,7 +24,7 @@ _HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
 
 
 class Touched(NamedTuple):
-    """Names of the variables, by ``VarHandleOp``, that operations read or write."""
+    """The variables that operations use, by the names of their ``VarHandleOp``."""
 
     used: frozenset[str]  # those that they read, and `written`
     written: frozenset[str]

@@ -27,8 +27,8 @@ class Compiled(NamedTuple):
     replica: ReplicaProgram
     lowered: Lowered
     program: LoadedProgram
-    inputs: tuple[ReplicaInput, ...]  # of the replica's, those that are tensors
-    variables: tuple[ReplicaInput, ...]  # of the replica's inputs, those that are variables
+    inputs: tuple[ReplicaInput, ...]  # the replica's inputs that are tensors
+    variables: tuple[ReplicaInput, ...]  # the replica's inputs that are variables
 
 
 class Parts(NamedTuple):

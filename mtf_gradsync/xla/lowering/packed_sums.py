@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
 
 def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
-    """Returns a core's program in which each group of collectives is few of packed tensors.
+    """Returns a core's program with few collectives, of packed tensors, in place of each group.
 
     Its results are the same. Packs are no larger than those of `FusedAllReduce`.
     """

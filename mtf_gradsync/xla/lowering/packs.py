@@ -21,7 +21,7 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def with_packs_by_piece(module: str) -> str:
-    """Returns a module that computes the same bits, with large concatenations made by piece."""
+    """Returns a module that computes the same bits, but writes large packs piece by piece."""
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 

@@ -25,9 +25,9 @@ _STABLEHLO = {
 def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into the text of an MLIR module of StableHLO.
 
-    New values of variables are marked as written over the old ones. With `with_names` each
-    operation has the name of the graph's that it is of, which profiles of the compiled program
-    show.
+    New values of variables are marked as written over the old ones. `with_names` gives each
+    operation the name of its operation in the graph; profiles of the compiled program show these
+    names.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -46,7 +46,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
-    # But for the groups, under the names of StableHLO's attributes.
+    # Names other than "groups" are those of StableHLO's attributes.
     settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
     op = node.op
     if op == "AllToAll" and node.attr[GATHERS].b:

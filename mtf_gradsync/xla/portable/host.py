@@ -64,11 +64,11 @@ class Host:
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """Returns the global variables but those `held` by a program, in full or in slices."""
+        """Returns the global variables that a program lacks; `held` are those that it has."""
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
-        """Returns whether a tensor outside the program is the step counter before the step."""
+        """Returns whether a tensor outside is the step counter, as it is before the step."""
         if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])

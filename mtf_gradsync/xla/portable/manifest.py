@@ -101,7 +101,7 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of a variable; `rows` are the cores', among different values."""
+    """Returns the manifest's entry of a variable; `rows` are each core's among different values."""
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
         "kind": "variable",

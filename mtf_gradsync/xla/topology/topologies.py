@@ -37,7 +37,7 @@ GENERATIONS = (
 
 
 def generation_of(topology: str) -> Generation:
-    """Returns the TPU generation of a topology, as in "v3:2x2"; ValueError if there is none."""
+    """Returns the TPU generation of a topology such as "v3:2x2", or raises a ValueError."""
     name, _, shape = topology.partition(":") if isinstance(topology, str) else ("", "", "")
     for generation in GENERATIONS:
         if generation.name == name and shape:
