@@ -6,14 +6,14 @@ once that has its values, the exchange is over.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import Callable, Iterator, Sequence, TypeVar
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
 from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.xla.processes.errors import ExchangeError, OtherProcessError
-from mtf_gradsync.xla.runner.exchange import exchanged
 from mtf_gradsync.xla.runner.turns import wait_for_turn
 
 _Result = TypeVar("_Result")
@@ -103,13 +103,39 @@ def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
     """Returns the rows of all processes, one below the other ("gather") or added up ("sum")."""
     import jax
 
+    devices, combined = _exchange_program(how)
     wait_for_turn()
+    mine = next(d for d in devices if d.process_index == jax.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(devices), *words.shape),
+        jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("process",)),
+            jax.sharding.PartitionSpec("process"),
+        ),
+        [jax.device_put(words[np.newaxis], mine)],
+    )
     try:
-        return exchanged(words, jax.devices(), how)
+        return np.asarray(combined(rows).addressable_data(0))
     except (RuntimeError, ValueError) as error:  # jaxlib 0.4 raises what fails at once as either
         raise ExchangeError(
             f"The processes could not exchange values: {' '.join(str(error).split())}"
         ) from error
+
+
+@functools.lru_cache(maxsize=None)
+def _exchange_program(how: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns a device of each process, and a program that sends each one's values to all."""
+    import jax
+
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    devices = [first[process] for process in sorted(first)]
+    everywhere = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(devices), ("process",)), jax.sharding.PartitionSpec()
+    )
+    combine = {"gather": lambda rows: rows, "sum": lambda rows: rows.sum(0, rows.dtype)}[how]
+    return devices, jax.jit(combine, out_shardings=everywhere)
 
 
 def _packed(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,7 +11,6 @@ import numpy as np
 from . import devices as device_tools
 from .devices import OnDevices
 from .errors import StepError, devices_errors
-from .exchange import on_all_cores
 from .files import (
     MANIFEST,
     PROGRAM,
@@ -194,7 +193,7 @@ class Step:
         for p in self._variables:
             if p["kind"] != "variable":
                 continue
-            values = on_all_cores(self._on_devices[p["name"]], self.devices)
+            values = device_tools.on_all_cores(self._on_devices[p["name"]], self.devices)
             if per_core:
                 found[p["name"]] = values
             else:
@@ -221,7 +220,9 @@ class Step:
         for p in self.manifest["parameters"]:
             if p["kind"] != "input":
                 value = self._on_devices[p["name"]]
-                arrays[key_of(p)], rows = distinct_rows(on_all_cores(value, self.devices))
+                arrays[key_of(p)], rows = distinct_rows(
+                    device_tools.on_all_cores(value, self.devices)
+                )
                 p = {**p, "rows": rows}
             manifest["parameters"].append(p)
         if 0 in self.cores:
