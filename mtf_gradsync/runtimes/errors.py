@@ -15,11 +15,8 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's message in one line; its type where it has none.
-
-    TensorFlow's sessions add where in the program an operation was made, in many lines; what they
-    say first is in the error that they were handling.
-    """
+    """Returns an error's message in one line; its type where it has none."""
+    # TensorFlow's sessions raise a second error, with many lines on where an operation was made.
     if type(error.__context__) is type(error):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

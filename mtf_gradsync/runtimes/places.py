@@ -22,21 +22,15 @@ _STEPS_AHEAD = 2
 class OnDevices:
     """The runtime of a placement mesh: TensorFlow operations on devices.
 
-    Attributes:
-      program: None: there is no SIMD program.
-      steps_ahead: how many steps may be dispatched before the result of the first is asked for.
+    Sessions run on the server `target`, "" for this process, with `config`; None makes one with as
+    many CPU devices as the graph names.
     """
 
-    program: simd.Program | None = None
+    program: simd.Program | None = None  # there is no SIMD program
+    # How many steps may be dispatched before the result of the first is asked for.
     steps_ahead = 0
 
     def __init__(self, config: tf.ConfigProto | None = None, target: str = ""):
-        """Sets options of sessions.
-
-        Args:
-          config: the sessions' config; None makes one with as many CPU devices as the graph names.
-          target: the server to run on; "" is this process.
-        """
         self._config, self._target = config, target
 
     def building(self) -> ContextManager[None]:
@@ -53,17 +47,11 @@ class OnDevices:
 
 
 class OnCores:
-    """The runtime of a SIMD program: each core runs all that is built.
-
-    Attributes:
-      name: "cpu_replicas" or "xla".
-      program: the program, once it is built.
-      steps_ahead: how many steps may be dispatched before the result of the first is asked for.
-    """
+    """The runtime of a SIMD program: each core runs all that is built."""
 
     def __init__(self, name: RuntimeName, mesh_shape: MeshShapeLike, layout: LayoutLike = ""):
         self.name = name
-        self.program: simd.Program | None = None
+        self.program: simd.Program | None = None  # until it is built
         self.steps_ahead = _STEPS_AHEAD if name == "xla" else 0
         self._mesh_shape, self._layout = mesh_shape, layout
 

@@ -71,8 +71,9 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
 class DeviceSessions(tf.train.SessionCreator):
     """Opens sessions on devices, from a checkpoint where there is one.
 
-    A monitored session opens a new session when a worker is lost. TensorFlow's own
-    `ChiefSessionCreator` would begin it with the checkpoint of the first session, not the newest.
+    A monitored session opens a new session when a worker is lost, and `start` is asked again.
+    TensorFlow's own `ChiefSessionCreator` would begin it with the checkpoint of the first session,
+    not the newest.
     """
 
     def __init__(
@@ -82,14 +83,6 @@ class DeviceSessions(tf.train.SessionCreator):
         start: Callable[[], Start],
         target: str = "",
     ):
-        """Takes the arguments of sessions of the default graph.
-
-        Args:
-          config: the sessions' config.
-          scaffold: the graph's scaffold, or None.
-          start: returns where a session begins; called for each.
-          target: the server to run on; "" is this process.
-        """
         self._graph = tf.get_default_graph()
         self._config, self._target = config, target
         self._scaffold = scaffold or tf.train.Scaffold()
@@ -113,7 +106,7 @@ class DeviceSessions(tf.train.SessionCreator):
 
 
 class ProgramSessions(tf.train.SessionCreator):
-    """Opens sessions on a SIMD program, from a checkpoint where there is one."""
+    """Opens sessions that `make` returns, initialized, on a SIMD program; see `DeviceSessions`."""
 
     def __init__(
         self,
@@ -122,14 +115,6 @@ class ProgramSessions(tf.train.SessionCreator):
         scaffold: tf.train.Scaffold | None,
         start: Callable[[], Start],
     ):
-        """Takes the arguments of sessions.
-
-        Args:
-          graph: the program's graph.
-          make: makes a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, variables initialized.
-          scaffold: the graph's scaffold, or None.
-          start: see `DeviceSessions`.
-        """
         self._graph = graph
         self._make = make
         self._scaffold = scaffold or tf.train.Scaffold()

@@ -1,8 +1,6 @@
 """SIMD (TPU) programs through XLA: runs them on jax's devices, or compiles them without devices.
 
 See ``docs/xla.md`` and ``docs/tpu.md``.
-
-See ``docs/xla.md`` and ``docs/tpu.md``.
 """
 
 from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError

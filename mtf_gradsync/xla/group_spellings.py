@@ -38,14 +38,7 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 
 
 def groups_in(instruction: bytes) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of a collective.
-
-    Returns:
-      Groups of cores; empty for one group of all.
-
-    Raises:
-      ValueError: when they are given by the axes of a mesh.
-    """
+    """Returns the groups of cores in a serialized instruction; empty for one group of all."""
     read = _instruction_class().FromString(instruction)
     for groups, iota in ((read.groups, read.iota), (read.devices.groups, read.devices.iota)):
         if groups:

@@ -29,11 +29,7 @@ _BITS = {name: bits for bits, names in _TYPES.items() for name in names}
 
 
 def read_module(serialized: bytes) -> Any:
-    """Parses a program into an ``HloModuleProto``.
-
-    Raises:
-      ValueError: when it is something else, or a module without an entry computation.
-    """
+    """Parses a program into an ``HloModuleProto``; raises a ValueError if it is something else."""
     try:
         module = hlo_module(serialized)
     except message.DecodeError as error:
@@ -55,12 +51,9 @@ def instructions_of(module: Any, computation: Any) -> list[Any]:
 
 
 def aliases_of(module: Any) -> dict[int, int]:
-    """Returns the results of a module that are written over parameters, as numbers of both.
+    """Returns which parameter each result of a module is written over, if any, as numbers of both.
 
-    The parameters are arrays, and the result is a tuple of them.
-
-    Raises:
-      ValueError: when a part of a parameter is aliased, or of a result in the tuple.
+    Raises a ValueError for an alias of a part of a parameter or of a result.
     """
     found = {}
     for entry in module.input_output_alias.entries:
@@ -80,11 +73,8 @@ def is_predicate(shape: Any) -> bool:
 def shape_bytes(shape: Any) -> int:
     """Returns the bytes of a value, without the padding of a device's memory layout.
 
-    A tuple has the bytes of all its parts, and a dimension whose size is known only later that of
-    its bound.
-
-    Raises:
-      ValueError: when the size of its elements is not known.
+    A tuple has those of its parts; a dimension whose size is known only later counts with its
+    bound. Raises a ValueError when the size of the elements is not known.
     """
     name = _type_name(shape)
     if name == "TUPLE":
@@ -98,12 +88,10 @@ def shape_bytes(shape: Any) -> int:
 
 
 def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores that exchange data in a collective, group by group.
+    """Returns the groups of cores that exchange data in a collective; empty for one group of all.
 
-    They are groups, or pairs of source and target; none for one group of all cores.
-
-    Raises:
-      ValueError: when the groups are given by the axes of a mesh.
+    A permutation has pairs of source and target. Raises a ValueError when groups are given by the
+    axes of a mesh.
     """
     if instruction.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)

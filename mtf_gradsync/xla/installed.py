@@ -14,7 +14,6 @@ _OLDEST_JAX = "0.4.30"
 _NEWEST_KNOWN_JAX = "0.12.0.1"
 _TRIAL = str(Path(__file__).with_name("trial.py"))
 _TRIAL_SECONDS = 120
-_EXTRAS = {"libtpu": "tpu"}
 
 
 class XlaMissingError(ImportError):
@@ -38,11 +37,7 @@ def why_no_tpu_compiler() -> str:
 
 
 def check_installed(*modules: str) -> None:
-    """Raises an error if modules cannot be imported, without importing them.
-
-    Raises:
-      XlaMissingError: names those that are missing or too old.
-    """
+    """Raises an XlaMissingError that names the modules that are missing or too old."""
     reason = _reason(*modules)
     if reason:
         raise XlaMissingError(reason)
@@ -50,7 +45,7 @@ def check_installed(*modules: str) -> None:
 
 def _reason(*modules: str) -> str:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    extra = next((_EXTRAS[name] for name in modules if name in _EXTRAS), "xla")
+    extra = "tpu" if "libtpu" in modules else "xla"
     install = f'Install the extra: pip install "mtf-gradsync[{extra}]".'
     if missing:
         return f"This needs {', '.join(missing)}, which is not installed. {install}"
@@ -70,14 +65,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=None)
 def _why_unfit(jax: str, jaxlib: str) -> str:
-    """Runs a small program with untested versions, and returns why it failed; "" if it did not.
-
-    It runs in a process of its own.
-    """
-    trial = [sys.executable, _TRIAL]
+    """Returns why a small program fails with untested versions; "" if it does not."""
     try:
         done = subprocess.run(
-            trial,
+            [sys.executable, _TRIAL],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

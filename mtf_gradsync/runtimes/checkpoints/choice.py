@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Callable
+from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.checkpoints.damage import damage_of
@@ -22,14 +22,11 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Finds the newest checkpoint of a directory, and reads all of it to see that it is intact.
+    """Returns the newest checkpoint of a directory, after reading all of it to see if it is intact.
 
-    With `skip_damaged` the run goes on from an older checkpoint where the newest is damaged, whose
-    files are put aside then. `say` takes each line about a problem.
-
-    Raises:
-      ConfigError: if the newest checkpoint is damaged, and `skip_damaged` is not set or no older
-        one is intact.
+    If it is not, and `skip_damaged` is set, the run goes on from the newest intact one, and damaged
+    files are put aside; otherwise, or if there is none, a ConfigError is raised. `say` takes each
+    line about a problem.
     """
     paths = _listed(model_dir)
     is_listed = bool(paths)
@@ -87,6 +84,14 @@ def latest_checkpoint(model_dir: str) -> str | None:
     return next(reversed(_listed(model_dir)), None)
 
 
+def checkpoint_state(model_dir: str) -> Any:
+    """Returns the content of a directory's state file; None where it cannot be read."""
+    try:
+        return tf.train.get_checkpoint_state(model_dir)
+    except ValueError:
+        return None
+
+
 def _chosen(paths: list[str]) -> Start:
     step = int(tf.train.load_variable(paths[-1], "global_step"))
     return Start(paths[-1], tuple(paths), step)
@@ -96,10 +101,7 @@ def _listed(model_dir: str) -> list[str]:
     """Returns the checkpoints in the state file, the newest last; none where it cannot be read."""
     # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
     # a run would begin again from nothing.
-    try:
-        state = tf.train.get_checkpoint_state(model_dir)
-    except ValueError:
-        state = None
+    state = checkpoint_state(model_dir)
     if state is None:
         return []
     # By name: others' state files have absolute paths, which in a copy are those of the original.

@@ -15,32 +15,18 @@ _MAX_LISTED = 40
 
 
 class Differences(NamedTuple):
-    """The differences between a checkpoint and a graph.
+    """The differences between the variables of a checkpoint and those of a graph."""
 
-    Attributes:
-      dropped: names that only the checkpoint has.
-      new: names that only the graph has.
-      adapted: those of `new` that a wrapper can derive from the checkpoint's other values.
-      unfit: sentences about variables that both have, and that cannot be restored.
-    """
-
-    dropped: tuple[str, ...]
-    new: tuple[str, ...]
-    adapted: tuple[str, ...]
-    unfit: tuple[str, ...]
+    dropped: tuple[str, ...]  # names that only the checkpoint has
+    new: tuple[str, ...]  # names that only the graph has
+    adapted: tuple[str, ...]  # those of `new` that a wrapper derives from other values
+    unfit: tuple[str, ...]  # sentences about variables of both that cannot be restored
 
 
 def differences(path: str, variables: Sequence[Any]) -> Differences:
-    """Compares a checkpoint with the variables of the default graph.
+    """Compares a checkpoint with variables of the default graph.
 
     State of wrappers for another number of shards is no difference: it is resharded.
-
-    Args:
-      path: the checkpoint.
-      variables: tf variables that are to be restored.
-
-    Raises:
-      ConfigError: if the checkpoint cannot be read.
     """
     try:
         reader = tf.train.load_checkpoint(path)
@@ -70,37 +56,26 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 
 
 def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:
-    """Raises an error before anything is restored if a checkpoint is of another configuration.
+    """Returns how a checkpoint and a configuration differ, or raises a ConfigError if they may not.
 
-    Returns the differences that were accepted: with `accept`, variables that only one of both has.
-
-    Raises:
-      ConfigError: if there are others, such as a variable of another shape or type.
+    With `accept` each may have variables that the other lacks; shapes and types may never differ.
     """
     found = differences(path, variables)
     parts = _lines(found)
     if found.unfit:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"The checkpoint {path} was made by another model or optimizer than this "
-                    "config describes:",
-                    *_listed(found.unfit),
-                    *parts,
-                    "Nothing was changed. Use the config that made it, or another --model_dir.",
-                ]
-            )
+        raise _error(
+            f"The checkpoint {path} was made by another model or optimizer than this config "
+            "describes:",
+            *_listed(found.unfit),
+            *parts,
+            "Nothing was changed. Use the config that made it, or another --model_dir.",
         )
     if parts and not accept:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"The checkpoint {path} was made by another configuration than this one:",
-                    *parts,
-                    f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use "
-                    "the config that made it, or another --model_dir.",
-                ]
-            )
+        raise _error(
+            f"The checkpoint {path} was made by another configuration than this one:",
+            *parts,
+            f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use the "
+            "config that made it, or another --model_dir.",
         )
     return found
 
@@ -112,20 +87,20 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted
     ]
     if missing or found.unfit:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"The checkpoint {path} was made by another model than this config describes:",
-                    *_listed([*missing, *found.unfit]),
-                    f"Use the config that made it, or another model_dir than {model_dir}.",
-                ]
-            )
+        raise _error(
+            f"The checkpoint {path} was made by another model than this config describes:",
+            *_listed([*missing, *found.unfit]),
+            f"Use the config that made it, or another model_dir than {model_dir}.",
         )
 
 
 def describe(found: Differences) -> str:
     """Returns the accepted differences as text for the log; empty where there are none."""
     return "\n".join(_lines(found))
+
+
+def _error(*lines: str) -> ConfigError:
+    return ConfigError("\n".join(lines))
 
 
 def _lines(found: Differences) -> list[str]:

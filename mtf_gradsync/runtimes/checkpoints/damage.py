@@ -17,11 +17,8 @@ UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeErro
 def damage_of(path: str, of_a_run: bool = True) -> str | None:
     """Returns what is wrong with a checkpoint, in words; None if it is intact.
 
-    It reads all of the checkpoint, so that TensorFlow compares its checksums.
-
-    Args:
-      path: the checkpoint.
-      of_a_run: whether it has to contain a global step.
+    All of it is read, so that TensorFlow compares checksums. `of_a_run` says whether it has to have
+    a global step.
     """
     if not os.path.exists(f"{path}.index"):
         return f"{os.path.basename(path)}.index is missing"

@@ -18,13 +18,10 @@ COMPLETED_PREFIX = ".completed-"
 
 
 def initialize_from(init_checkpoint: str) -> int:
-    """Replaces the initial values of the default graph by those of another run's checkpoint.
+    """Replaces initial values in the default graph by a checkpoint's; returns how many.
 
     The step starts at 0. Variables that the other model did not have keep their own initial values.
-    A directory stands for its newest checkpoint. Returns how many variables are taken.
-
-    Raises:
-      ConfigError: if there is no such checkpoint, or none of its variables is in the graph.
+    A directory stands for its newest checkpoint.
     """
     try:
         saved = dict(tf.train.list_variables(init_checkpoint))
@@ -54,14 +51,10 @@ def initialize_from(init_checkpoint: str) -> int:
 
 
 def completed(path: str, new: Mapping[str, np.ndarray]) -> str:
-    """Writes a copy of a checkpoint with more variables, and returns its path.
+    """Writes a copy of a checkpoint with `new` variables, by name, and returns its path.
 
     It is in a new directory beside the other, so that every machine that sees one sees both. The
     caller removes the directory.
-
-    Args:
-      path: a checkpoint; it is only read.
-      new: the variables to add, by name.
     """
     directory = tempfile.mkdtemp(prefix=COMPLETED_PREFIX, dir=os.path.dirname(path))
     target = os.path.join(directory, os.path.basename(path))

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Iterator
 
-from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes.checkpoints.choice import checkpoint_state
 from mtf_gradsync.runtimes.errors import ConfigError
 
 # What TensorFlow writes before it renames it, what `files.write_text` does, and what is made to
@@ -26,13 +26,10 @@ _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 
 
 def remove_leftovers(model_dir: str) -> None:
-    """Removes files that a killed process was writing or deleting.
+    """Removes files that a killed process was writing or deleting; nobody may write there now.
 
     A checkpoint without its index was being deleted, and its data cannot be read any more. Files of
     checkpoints that the state file lists stay.
-
-    Args:
-      model_dir: a directory in which nobody writes now.
     """
     with contextlib.suppress(OSError):
         listed = _listed(model_dir)
@@ -52,10 +49,7 @@ def remove_leftovers(model_dir: str) -> None:
 
 def _listed(model_dir: str) -> set[str] | None:
     """Returns the checkpoints that the state file lists, by name; None where it lists none."""
-    try:
-        state = tf.train.get_checkpoint_state(model_dir)
-    except ValueError:
-        state = None
+    state = checkpoint_state(model_dir)
     if state is None:
         return None
     return {os.path.basename(path) for path in state.all_model_checkpoint_paths}
@@ -63,11 +57,7 @@ def _listed(model_dir: str) -> set[str] | None:
 
 @contextlib.contextmanager
 def only_run_in(model_dir: str) -> Iterator[None]:
-    """Locks a directory, so that no second run writes there; makes it first if it is missing.
-
-    Raises:
-      ConfigError: if another run holds it, or nothing can be written there.
-    """
+    """Locks a directory for one run, after making it; raises a ConfigError where it cannot."""
     if "://" in model_dir:
         raise ConfigError(f"--model_dir={model_dir} must be a directory of this machine")
     special = set("*?[]") & set(os.path.abspath(model_dir))

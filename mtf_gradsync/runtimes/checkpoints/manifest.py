@@ -17,11 +17,7 @@ MANIFEST_FILE = "checkpoints.json"
 
 
 def note_checkpoint(path: str) -> None:
-    """Adds a checkpoint to its directory's manifest, and removes those whose files are gone.
-
-    Args:
-      path: a checkpoint, just written.
-    """
+    """Adds a checkpoint, just written, to its directory's manifest; removes those without files."""
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
     entries = {
@@ -46,11 +42,7 @@ def forget_checkpoint(path: str) -> None:
 
 
 def differs_from_manifest(path: str) -> str | None:
-    """Returns how a checkpoint's files differ from those that the run wrote.
-
-    Returns:
-      The difference; None where there is none, or the manifest does not list the checkpoint.
-    """
+    """Returns how a checkpoint's files differ from those in the manifest; None if they do not."""
     prefix = Path(path)
     entry = _read(prefix.parent / MANIFEST_FILE).get(prefix.name)
     if not entry:
@@ -78,10 +70,7 @@ def _index_hash(path: str) -> str:
 
 
 def _read(manifest: Path) -> dict[str, Any]:
-    """Returns the manifest's checkpoints by name; none if it is missing or cannot be read.
-
-    A missing manifest is no error: TensorFlow's checksums still hold.
-    """
+    """Returns the manifest's checkpoints by name; none if it is missing or cannot be read."""
     try:
         entries = json.loads(manifest.read_text(encoding="utf-8"))["checkpoints"]
         return {
@@ -90,4 +79,4 @@ def _read(manifest: Path) -> dict[str, Any]:
             if isinstance(entry["files"], dict) and isinstance(entry["index_sha256"], str)
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        return {}  # TensorFlow's checksums still hold

@@ -11,6 +11,7 @@ from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver
+from mtf_gradsync.runtimes.checkpoints.choice import STATE_FILE
 from mtf_gradsync.runtimes.checkpoints.configuration import check_has
 from mtf_gradsync.runtimes.checkpoints.leftovers import remove_leftovers
 from mtf_gradsync.runtimes.checkpoints.manifest import (
@@ -24,18 +25,12 @@ from mtf_gradsync.runtimes.errors import TrainingError, first_line
 class RunSaver(ReshardingSaver):
     """A Saver of a run's checkpoints, by default of all global variables of a graph.
 
-    Before it writes, it copies the slices to the masters. When `save` returns, the files are on the
-    disk and in the directory's manifest.
+    Before it writes, it copies the slices of `lowering`, all of whose variables have been made, to
+    the masters; without a lowering the caller does. When `save` returns, the files are on the disk
+    and in the directory's manifest.
     """
 
     def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
-        """Adds the operations to the default graph.
-
-        Args:
-          lowering: the lowering whose slices are copied, with all its variables made; None if the
-            caller copies them.
-          **kwargs: arguments of `tf.train.Saver`.
-        """
         kwargs.setdefault("var_list", tf.global_variables())
         super().__init__(save_relative_paths=True, **kwargs)
         self._to_masters = lowering and lowering.copy_slices_to_masters()
@@ -58,9 +53,7 @@ class RunSaver(ReshardingSaver):
     def restore(self, sess: Any, save_path: str) -> None:
         """Restores a checkpoint; see `tf.train.Saver.restore`.
 
-        Raises:
-          ConfigError: if the checkpoint is of another model or inner optimizer; names each variable
-            that it does not have, or has in another shape or dtype.
+        Raises a ConfigError with each variable that it lacks, or has in another shape or dtype.
         """
         if save_path and tf.train.checkpoint_exists(save_path):
             with sess.graph.as_default():
@@ -72,17 +65,12 @@ class RunSaver(ReshardingSaver):
 
 
 class TrainingSaver(RunSaver):
-    """A RunSaver that refuses to write what a run could not go on from."""
+    """A RunSaver that refuses to write what a run could not go on from.
+
+    With `sums_may_be_bad` an optimizer skips sums that are not finite: a checkpoint may hold some.
+    """
 
     def __init__(self, sums_may_be_bad: bool, lowering: mtf.Lowering | None = None, **kwargs: Any):
-        """Adds the operations to the default graph.
-
-        Args:
-          sums_may_be_bad: whether an optimizer skips sums that are not finite, so that a
-            checkpoint may hold some.
-          lowering: see `RunSaver`.
-          **kwargs: arguments of `tf.train.Saver`.
-        """
         super().__init__(lowering, **kwargs)
         names = {v.op.name for v in tf.trainable_variables()}
         if not sums_may_be_bad:
@@ -100,9 +88,8 @@ class TrainingSaver(RunSaver):
     ) -> str:
         """Writes a checkpoint; see `tf.train.Saver.save`.
 
-        Raises:
-          TrainingError: if a trained variable or a sum of gradients is not finite, or the
-            checkpoint cannot be written. The previous checkpoint is untouched.
+        Raises a TrainingError, with the previous checkpoint untouched, if files cannot be written,
+        or a trained variable or a sum of gradients is not finite.
         """
         try:
             return super().save(sess, save_path, global_step, *args, **kwargs)
@@ -131,7 +118,7 @@ class TrainingSaver(RunSaver):
 def _put_on_disk(path: str) -> None:
     """Waits until a checkpoint is on the disk, and so outlives a power failure."""
     directory = os.path.dirname(path) or "."
-    state = os.path.join(directory, "checkpoint")
+    state = os.path.join(directory, STATE_FILE)
     for file in (*map(os.fspath, checkpoint_files(path)), state, directory):
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -13,35 +13,22 @@ from mtf_gradsync.runtimes.checkpoints.initial import completed
 
 
 class Start(NamedTuple):
-    """Where a session begins.
+    """Where a session begins."""
 
-    Attributes:
-      path: the checkpoint to restore; None for initial values.
-      kept: all checkpoints of the run, from the oldest to the newest.
-      step: steps made before, where they were asked for.
-      new: names of variables that the checkpoint lacks, and that begin as in a new run.
-      with_averages: whether to restore moving averages in place of the variables.
-    """
-
-    path: str | None = None
-    kept: tuple[str, ...] = ()
-    step: int = 0
-    new: tuple[str, ...] = ()
-    with_averages: bool = False
+    path: str | None = None  # the checkpoint to restore; None for initial values
+    kept: tuple[str, ...] = ()  # all checkpoints of the run, from the oldest to the newest
+    step: int = 0  # steps made before, where they were asked for
+    new: tuple[str, ...] = ()  # variables that the checkpoint lacks: they begin as in a new run
+    with_averages: bool = False  # whether to restore moving averages in place of the variables
 
     @contextlib.contextmanager
     def restorable(
         self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {}
     ) -> Iterator[str | None]:
-        """Yields the path of a checkpoint that has all variables of the default graph.
+        """Yields a checkpoint of all variables of the default graph; None for a new run.
 
-        It is `path`, or a temporary copy with the missing values added; None for a run that begins.
-
-        Args:
-          initial_values: takes names of variables and returns their initial values by name.
-
-        Raises:
-          NoAveragesError: if averages are to be restored, and the checkpoint has none.
+        It is `path`, or a temporary copy with the missing values, which `initial_values` returns by
+        name.
         """
         if not self.path:
             yield None

@@ -27,14 +27,9 @@ def default_cache_dir() -> str | None:
 
 
 class Cache:
-    """A folder of entries by key. Where the folder cannot be used, programs are compiled anew."""
+    """A folder of entries by key. A folder that cannot be used, or None, keeps nothing."""
 
     def __init__(self, folder: str | None):
-        """Opens a folder.
-
-        Args:
-          folder: the folder; None keeps nothing.
-        """
         self._folder = Path(folder) if folder else None
 
     def get(self, key: str) -> bytes | None:
@@ -72,11 +67,7 @@ class Cache:
 
 
 def key_of(*parts: bytes | str) -> str:
-    """Returns a key, usable as a file's name, that differs wherever one of its parts does.
-
-    Args:
-      parts: everything that the stored content depends on.
-    """
+    """Returns a key, usable as a file's name, of everything that the stored content depends on."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

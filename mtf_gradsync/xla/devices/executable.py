@@ -31,16 +31,7 @@ _COMPILING_VERSION = 1
 
 
 class Lowered(NamedTuple):
-    """A core's program as StableHLO.
-
-    Its parameters are `ReplicaProgram.inputs`, then, where it draws random numbers, their state.
-
-    Attributes:
-      module: text of the MLIR module.
-      num_fetches: how many results are fetches; they come first.
-      updated: for each further result, which parameter it is the new value of.
-      has_randomness: whether it draws random numbers.
-    """
+    """A core's program as the text of a StableHLO module. The other fields are those of `Hlo`."""
 
     module: str
     num_fetches: int
@@ -49,11 +40,7 @@ class Lowered(NamedTuple):
 
 
 def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
-    """Turns a core's program into StableHLO.
-
-    Raises:
-      UnsupportedProgramError: when XLA has no kernel for an operation.
-    """
+    """Returns a core's program as StableHLO, from the cache where it is there."""
     import jaxlib
 
     key = key_of(
@@ -74,12 +61,7 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> Lowered:
 
 
 def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
-    """Compiles StableHLO and loads it on devices, one core on each.
-
-    Raises:
-      UnsupportedProgramError: when XLA refuses it.
-      DevicesError: when the devices have no room for it.
-    """
+    """Compiles a program, or takes it from the cache, and loads it on devices, one core on each."""
     module = program.module
     if devices[0].platform == "cpu" and not writes_over_arguments_well():
         module = without_overwriting(module)

@@ -17,12 +17,6 @@ class DeviceInputs:
     """Brings inputs to the devices; inputs that are the same in every step only once."""
 
     def __init__(self, outside: Outside, cores: Cores):
-        """Begins with nothing on the devices.
-
-        Args:
-          outside: the part of the graph outside the program.
-          cores: the program's cores, and which of them are this process's.
-        """
         self._outside = outside
         self._cores = cores
         # For inputs that are made of constants: the operations that they are made of.
@@ -30,11 +24,7 @@ class DeviceInputs:
         self._kept: dict[tuple[str, ...], OnDevices] = {}
 
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
-        """Returns the names of the tensors to be fetched outside before a step that feeds some.
-
-        Raises:
-          ValueError: when one of them needs the program.
-        """
+        """Returns the names of the tensors to fetch outside before a step that feeds `fed`."""
         wanted = [i for i in inputs if not self._is_kept(i, fed)]
         names = {i.sources[c] for i in wanted for c in self._cores.local}
         for name in sorted(names):

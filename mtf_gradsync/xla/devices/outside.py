@@ -1,9 +1,8 @@
 """The part of a user's graph outside the program, which TensorFlow runs on the host.
 
 A step has three parts: what the program needs, the program, and what needs the program. The graph
-made here has the first and the last part. Where an operation of the last part reads a tensor of the
-first, it is fed the value that the first part computed, so that nothing (such as an input pipeline)
-runs twice.
+made here has the first and the last part. Where the last part reads a tensor of the first, it is
+fed the value that the first part computed, so that nothing (such as an input pipeline) runs twice.
 """
 
 from __future__ import annotations
@@ -25,46 +24,27 @@ _HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
 
 
 class Touched(NamedTuple):
-    """The variables that some operations use, by the names of their ``VarHandleOp``.
+    """The variables that operations use, by the names of their ``VarHandleOp``."""
 
-    Attributes:
-      read: variables that they read or write.
-      written: variables that they write.
-    """
-
-    read: frozenset[str]
+    used: frozenset[str]  # those that they read, and `written`
     written: frozenset[str]
 
 
 class Needs(NamedTuple):
-    """What the last part of a step needs from the parts before.
+    """What the last part of a step needs from the parts before. Keys are placeholders to be fed."""
 
-    Attributes:
-      carried: tensor to be fed -> tensor of the first part.
-      run_before: operations of the first part.
-      returned: tensor to be fed -> tensor of the program, and the core that it is taken from.
-    """
-
-    carried: dict[str, str]
-    run_before: set[str]
-    returned: dict[str, tuple[str, int]]
+    carried: dict[str, str]  # -> tensor of the first part
+    run_before: set[str]  # operations of the first part
+    returned: dict[str, tuple[str, int]]  # -> tensor of the program, and the core to take it from
 
 
 class Outside:
-    """The part of a graph outside a program.
+    """The part of a graph outside a program: `graph`, finalized, for a ``tf.Session``.
 
-    Attributes:
-      graph: the graph that a ``tf.Session`` runs; finalized.
+    `facts` are those of the graph `source`. Other programs of it than the one named do not run.
     """
 
     def __init__(self, facts: GraphFacts, source: tf.Graph, program: str):
-        """Makes the graph of the operations outside.
-
-        Args:
-          facts: facts of the whole graph.
-          source: the graph itself, which knows dtypes and shapes.
-          program: the program's name; other programs of the graph do not run.
-        """
         self._facts = facts
         self._source = source
         self._program = program
@@ -91,12 +71,7 @@ class Outside:
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
-        """Returns whether a tensor of `graph` depends only on constants and on what is fed.
-
-        Args:
-          name: name of the tensor.
-          fed: names of tensors that are fed.
-        """
+        """Returns whether a tensor of `graph` depends only on constants and on what is `fed`."""
         pending, seen = [name], set()
         while pending:
             name = pending.pop()
@@ -112,11 +87,7 @@ class Outside:
         return True
 
     def check_runs(self, name: str) -> None:
-        """Raises an error if a fetch needs another program.
-
-        Raises:
-          ValueError: when it belongs to another program of the graph, or needs one.
-        """
+        """Raises a ValueError if a fetch belongs to, or needs, another program of the graph."""
         node = split_input(name)[0]
         others = self._facts.cluster.get(node, self._program) != self._program
         if others or node in self._of_other_programs:
@@ -150,15 +121,15 @@ class Outside:
         """Returns the variables that running some operations and tensors of `graph` uses."""
         key = frozenset(split_input(n)[0] for n in names)
         if key not in self._touched:
-            read, written = set(), set()
+            used, written = set(), set()
             found = self.ancestors(key)
             for name in found:
                 op = self.graph.get_operation_by_name(name)
                 if op.type in _HANDLES:
-                    read.add(name)
+                    used.add(name)
                 elif op.type not in _READS:
                     written |= {t.op.name for t in op.inputs if t.op.type in _HANDLES}
-            self._touched[key] = Touched(frozenset(read), frozenset(written))
+            self._touched[key] = Touched(frozenset(used), frozenset(written))
         return self._touched[key]
 
     def _find_after(self, programs: set[str]) -> set[str]:

@@ -22,64 +22,45 @@ from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
 
 class Compiled(NamedTuple):
-    """A core's program for one set of fetches.
-
-    Attributes:
-      replica: the core's part of the graph.
-      lowered: its StableHLO.
-      program: the loaded program, ready to run.
-      inputs: those of the core's inputs that are tensors.
-      variables: those that are variables.
-    """
+    """A core's program for one set of fetches, ready to run."""
 
     replica: ReplicaProgram
     lowered: Lowered
     program: LoadedProgram
-    inputs: tuple[ReplicaInput, ...]
-    variables: tuple[ReplicaInput, ...]
+    inputs: tuple[ReplicaInput, ...]  # the replica's inputs that are tensors
+    variables: tuple[ReplicaInput, ...]  # the replica's inputs that are variables
 
 
 class Parts(NamedTuple):
-    """A user's graph, split into its program and the part outside.
+    """A user's graph, split into its program and the part outside."""
 
-    Attributes:
-      version: the graph's version when it was split.
-      ops: operations on its variables, which are in the graph.
-      facts: facts of the graph.
-      outside: the part outside the program.
-    """
-
-    version: int
-    ops: MasterOps
-    facts: GraphFacts
+    ops: MasterOps  # on its variables
+    facts: GraphFacts  # of the whole graph
     outside: Outside
 
 
 def parts_of(program: Program, lowerings: Sequence[mtf.Lowering]) -> Parts:
-    """Splits a program's graph into parts, after adding the operations that variables need to it.
+    """Splits a program's graph, after adding the operations that its variables need.
 
-    Raises:
-      UnsupportedProgramError: when the graph has something that cannot run; it is unchanged then.
+    A graph that cannot run is unchanged, and raises an UnsupportedProgramError.
     """
     check_can_be_emulated(GraphFacts(program.graph.as_graph_def()))
     ops = MasterOps(program.graph, lowerings)
     facts = GraphFacts(program.graph.as_graph_def())
-    return Parts(program.graph.version, ops, facts, Outside(facts, program.graph, program.name))
+    return Parts(ops, facts, Outside(facts, program.graph, program.name))
 
 
 class PreparedProgram:
     """A program for devices, compiled for each set of fetches.
 
-    Attributes:
-      parts: the parts of its graph.
-      version: the graph's version when it was split.
+    `version` is that of its graph, when the graph was split into `parts`.
     """
 
     def __init__(
         self, program: Program, lowerings: Sequence[mtf.Lowering], cores: Cores, cache: Cache
     ):
         self.parts = parts_of(program, lowerings)
-        self.version = self.parts.version
+        self.version = program.graph.version
         self._program = program
         self._cores = cores
         self._cache = cache
@@ -93,10 +74,7 @@ class PreparedProgram:
     def compiled(self, inside: tuple[str, ...]) -> Compiled:
         """Returns the program that fetches some tensors; compiles it at the first call.
 
-        Raises:
-          UnsupportedProgramError: when XLA cannot run it.
-          DevicesError: when the devices have no room for it.
-          ProcessesError: when another process has another program.
+        Raises a ProcessesError when another process has another program.
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)

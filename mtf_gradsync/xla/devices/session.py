@@ -226,7 +226,7 @@ class XlaSession(ReplicaSession):
         """
         names = sorted(names)
         touched = self._outside.touched(names if everywhere is None else everywhere)
-        self._variables.copy_to_tensorflow(touched.read)
+        self._variables.copy_to_tensorflow(touched.used)
         values = self._session.run(names, feeds) if names else ()
         self._variables.forget(touched.written)
         return dict(zip(names, values))
@@ -264,11 +264,7 @@ class XlaSession(ReplicaSession):
 
 
 def host_config() -> tf.ConfigProto:
-    """Returns the session configuration for what is outside the program.
-
-    Returns:
-      A configuration that leaves GPUs to jax.
-    """
+    """Returns the configuration of sessions outside the program, which leaves GPUs to jax."""
     return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
 
 

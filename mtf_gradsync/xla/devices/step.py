@@ -14,23 +14,15 @@ from mtf_gradsync.xla.processes.cores import Cores
 
 
 class Place(NamedTuple):
-    """The source of a fetch.
+    """The source of a fetch, outside the program or inside."""
 
-    Attributes:
-      names: for what is outside: one operation or tensor, or one for each core, with "" for a
-        core of another process. Empty otherwise.
-      inside: a tensor of the program; "" for what is outside and for operations.
-      positions: positions among this process's cores of those whose values are fetched; None for a
-        core of another process.
-      is_list: whether it is one value for each core.
-      runs_program: whether it is inside the program.
-    """
-
+    # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
     names: tuple[str, ...] = ()
-    inside: str = ""
+    inside: str = ""  # a tensor of the program
+    # Of the cores to fetch it from, among this process's; None for a core of another process.
     positions: tuple[int | None, ...] = ()
-    is_list: bool = False
-    runs_program: bool = False
+    is_list: bool = False  # whether it is one value for each core
+    runs_program: bool = False  # whether it is inside the program
 
     def value(self, values: dict[str, Any]) -> Any:
         """Returns the fetch's value, given all values of a step by name."""
@@ -46,23 +38,14 @@ class Place(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step has to do for a set of fetches.
-
-    Attributes:
-      places: the sources of the fetches.
-      runs_program: whether the program runs.
-      inside: tensors of the program to fetch, sorted.
-      first: what to run outside before the program.
-      last: what to run outside after it.
-      needs: what `last` needs from the parts before.
-    """
+    """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
 
     places: tuple[Place, ...]
     runs_program: bool
-    inside: tuple[str, ...]
+    inside: tuple[str, ...]  # tensors of the program to fetch, sorted
     first: frozenset[str]
     last: frozenset[str]
-    needs: Needs
+    needs: Needs  # of `last`
 
     @classmethod
     def of(cls, places: Sequence[Place], outside: Outside) -> StepPlan:
@@ -81,11 +64,7 @@ class StepPlan(NamedTuple):
 
 
 def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
-    """Returns the source of a fetch, of an operation or tensor of the user's graph.
-
-    Raises:
-      ValueError: when it is in a loop or branch of the program.
-    """
+    """Returns the source of a fetch; raises a ValueError for one in a loop or branch."""
     node_name, number = split_input(name)
     node = facts.node[node_name]
     position = {core: p for p, core in enumerate(cores.local)}

@@ -16,29 +16,23 @@ from mtf_gradsync.xla.runner.devices import OnDevices, put
 
 
 class DeviceVariables:
-    """Knows where the newest value of each variable is, and copies it where it is needed."""
+    """Knows where the newest value of each variable is, and copies it where it is needed.
+
+    All values begin in `session`, which has the variables under their names in the user's graph.
+    With several processes, all have to make the same calls.
+    """
 
     def __init__(self, session: tf.Session, cores: Cores):
-        """Begins with all values in TensorFlow.
-
-        Args:
-          session: a session that has the variables under their names in the user's graph.
-          cores: the program's cores, and which of them are this process's.
-        """
         self._session = session
         self._cores = cores
         self._access = VariableAccess(session.graph)
         self._on_devices: dict[tuple[str, ...], OnDevices] = {}
-        self._newer: set[tuple[str, ...]] = (
-            set()
-        )  # variables whose value on the devices is newer than TensorFlow's
+        # Those whose value on the devices is newer than TensorFlow's.
+        self._newer: set[tuple[str, ...]] = set()
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:
-        """Gives all processes the first one's values, since initial values may be random.
-
-        With several processes, all have to call it.
-        """
+        """Gives all processes the first one's values, since initial values may be random."""
         if self._cores.is_alone:
             return
         values = self._access.read_all(self._session)
@@ -74,28 +68,14 @@ class DeviceVariables:
         self._newer.add(variable.sources)
 
     def copy_to_tensorflow(self, names: Iterable[str] | None = None) -> None:
-        """Copies values from the devices to TensorFlow where those are newer.
-
-        With several processes, all have to call it with the same names.
-
-        Args:
-          names: names of the variables to copy; None for all.
-        """
-        keys = self._newer
-        if names is not None:
-            keys = {k for name in names for k in self._keys.get(name, ())} & self._newer
+        """Copies the named variables, or all, to TensorFlow where the devices' values are newer."""
+        keys = self._keys_of(names) & self._newer
         if not keys:
             return
-        # One order on all processes.
-        wanted = sorted(keys)
-        values: dict[str, np.ndarray] = {}
-        sliced: list[tuple[str, ...]] = []
-        for key in wanted:
-            if len(set(key)) == 1:
-                # All cores share the variable, and have the same value.
-                values[key[0]] = np.array(self._on_devices[key].arrays[0])
-            else:
-                sliced.append(key)
+        # One that all cores share has the same value on all.
+        shared = [key for key in keys if len(set(key)) == 1]
+        values = {key[0]: np.array(self._on_devices[key].arrays[0]) for key in shared}
+        sliced = sorted(keys.difference(shared))  # in one order on all processes
         local = [[np.array(a) for a in self._on_devices[k].arrays] for k in sliced]
         if local:
             for key, per_core in zip(sliced, self._cores.gather(local)):
@@ -110,14 +90,13 @@ class DeviceVariables:
                 array.block_until_ready()
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Drops values on the devices, because TensorFlow's have changed.
-
-        Args:
-          names: names of the variables that have; None for all.
-        """
-        keys = set(self._on_devices)
-        if names is not None:
-            keys = {k for name in names for k in self._keys.get(name, ())}
+        """Drops the devices' values of the named variables, or all: TensorFlow's have changed."""
+        keys = self._keys_of(names)
         for key in keys:
             self._on_devices.pop(key, None)
         self._newer -= keys
+
+    def _keys_of(self, names: Iterable[str] | None) -> set[tuple[str, ...]]:
+        if names is None:
+            return set(self._on_devices)
+        return {key for name in names for key in self._keys.get(name, ())}

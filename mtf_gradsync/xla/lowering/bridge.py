@@ -15,31 +15,21 @@ from mtf_gradsync.xla.lowering.stand_ins import RANDOM_TYPES, STATE_WORDS, Rando
 
 
 class Hlo(NamedTuple):
-    """A core's program as HLO. Its parameters are `ReplicaProgram.inputs`, in that order.
+    """A core's program as HLO. Its parameters are `ReplicaProgram.inputs`, in that order."""
 
-    Attributes:
-      proto: a serialized ``HloModuleProto``; custom calls stand for the collectives. Its
-        instructions know the operation of the graph that they are of.
-      num_fetches: how many results are fetches; they come first.
-      updated: for each further result, which parameter (a variable) it is the new value of.
-      has_randomness: whether the program draws random numbers; its last parameter is then the
-        state that they come from, an int64 variable ``[3]``.
-    """
-
+    # A serialized ``HloModuleProto``. Custom calls stand for the collectives, and instructions
+    # know the operation of the graph that they are of.
     proto: bytes
-    num_fetches: int
-    updated: tuple[int, ...]
+    num_fetches: int  # how many results are fetches; they come first
+    updated: tuple[int, ...]  # for each further result, which parameter it is the new value of
+    # Whether it draws random numbers; its last parameter is then their state, int64 ``[3]``.
     has_randomness: bool
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:
-    """Turns a core's program into HLO.
+    """Turns a core's program into HLO, which XLA has not optimized yet.
 
-    Returns:
-      The HLO, before any optimization by XLA.
-
-    Raises:
-      UnsupportedProgramError: when XLA has no kernel for an operation.
+    Raises an UnsupportedProgramError when XLA has no kernel for an operation.
     """
     import tensorflow as tf2
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from typing import NamedTuple, Sequence
 
 import numpy as np
@@ -24,19 +25,12 @@ _SUMS = ("CrossReplicaSum", "XlaReduceScatter")
 
 
 class Member(NamedTuple):
-    """One collective of a group.
-
-    Attributes:
-      node: the operation.
-      shape: of its result.
-      axis: the axis along which a result is cut or joined.
-      cores: how many meet.
-    """
+    """One collective of a group."""
 
     node: tf.NodeDef
-    shape: tuple[int, ...]
-    axis: int
-    cores: int
+    shape: tuple[int, ...]  # of its result
+    axis: int  # along which a result is cut or joined
+    cores: int  # how many meet
 
     @property
     def sent(self) -> tuple[int, ...]:
@@ -51,10 +45,9 @@ class Member(NamedTuple):
 
 
 def with_packed_sums(replica: ReplicaProgram) -> ReplicaProgram:
-    """Returns a core's program in which each group of collectives is one of a packed tensor.
+    """Returns a core's program with few collectives, of packed tensors, in place of each group.
 
-    Returns:
-      A program with the same results. Packs are no larger than those of `FusedAllReduce`.
+    Its results are the same. Packs are no larger than those of `FusedAllReduce`.
     """
     nodes = {node.name: node for node in replica.graph_def.node}
     groups: dict[tuple[bytes, str, int, str], list[Member]] = collections.defaultdict(list)
@@ -103,7 +96,7 @@ def _packs(members: Sequence[Member]) -> list[list[Member]]:
     # Neighbours of one shape are packed without being flattened.
     members = sorted(members, key=lambda m: m.shape)
     itemsize = tf.as_dtype(members[0].node.attr["T"].type).size
-    sizes = [tf.TensorShape(m.shape).num_elements() * itemsize for m in members]
+    sizes = [math.prod(m.shape) * itemsize for m in members]
     return [[members[i] for i in pack] for pack in plan_buckets(sizes, SIMD_BUCKET_BYTES)]
 
 
@@ -121,13 +114,13 @@ def _packed(pack: Sequence[Member], prefix: str) -> tuple[list[tf.NodeDef], list
             packed = tf.concat([_rows(x, m.axis, m.cores) for x, m in zip(given, pack)], 1)
             total = tf.placeholder(dtype, [1, packed.shape[1]])
             more = [tf.constant(0, tf.int32)]  # the dimension that is cut
-            pieces = tf.split(total, [_size(m.shape) for m in pack], 1)
+            pieces = tf.split(total, [math.prod(m.shape) for m in pack], 1)
             results = [tf.reshape(x, m.shape) for x, m in zip(pieces, pack)]
         else:
             row = tf.concat([tf.reshape(x[:1], [1, 1, -1]) for x in given], 2)
             packed = tf.broadcast_to(row, [pack[0].cores, 1, row.shape[2]])
             total = tf.placeholder(dtype, [1, pack[0].cores, row.shape[2]])
-            pieces = tf.split(total[0], [_size(m.sent) // m.cores for m in pack], 1)
+            pieces = tf.split(total[0], [math.prod(m.sent) // m.cores for m in pack], 1)
             results = [_put_together(x, m) for x, m in zip(pieces, pack)]
     source = {t.op.name: split_input(_data_inputs(m.node)[0]) for t, m in zip(given, pack)}
     waits = {text for m in pack for text in m.node.input if text.startswith("^")}
@@ -180,10 +173,6 @@ def _put_together(rows: tf.Tensor, member: Member) -> tf.Tensor:
     # `axis` counts the dimension of the cores, which stands in front.
     order = [*range(1, axis), 0, *range(axis, len(part) + 1)]
     return tf.reshape(tf.transpose(x, order), member.shape)
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def _constant(node: tf.NodeDef) -> np.ndarray:

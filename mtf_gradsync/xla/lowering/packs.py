@@ -7,6 +7,7 @@ into the pack one after the other, tensors are copied as they lie in memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,7 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def with_packs_by_piece(module: str) -> str:
-    """Returns a module of `to_stablehlo` in which large concatenations are made piece by piece.
-
-    Returns:
-      The text of a module that computes the same bits.
-    """
+    """Returns a module that computes the same bits, but writes large packs piece by piece."""
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
@@ -47,7 +44,7 @@ def _is_large_pack(op: Any) -> bool:
     if op.name != "stablehlo.concatenate" or len(op.operands) < _FEWEST_TENSORS:
         return False
     kind = ir.RankedTensorType(op.results[0].type)
-    elements = int(np.prod(kind.shape, dtype=np.int64))
+    elements = math.prod(kind.shape)
     is_float = str(kind.element_type) in ("f32", "f64", "bf16", "f16")
     is_large = elements >= _ELEMENTS_A_TENSOR * len(op.operands)
     return is_float and is_large and _is_summed(op)

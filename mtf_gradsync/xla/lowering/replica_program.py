@@ -1,7 +1,4 @@
-"""Extracts the program of one core from the graph of a SIMD program.
-
-This is the first step to HLO. It runs beside the user's program, on any TensorFlow.
-"""
+"""Extracts the program of one core from the graph of a SIMD program: the first step to HLO."""
 
 from __future__ import annotations
 
@@ -19,56 +16,32 @@ from mtf_gradsync.simd.program import Program
 
 
 class ReplicaInput(NamedTuple):
-    """An input of a core's program, from outside.
+    """An input of a core's program, from outside: a tensor or a variable."""
 
-    Attributes:
-      name: name of the placeholder in `ReplicaProgram.graph_def`.
-      dtype: as in "float32".
-      shape: shape of one core's value.
-      sources: the tensor that each core gets, or each core's variable (its ``VarHandleOp``), by
-        its name in the user's graph.
-      is_variable: whether it is a variable, which the program reads and writes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # of its placeholder in `ReplicaProgram.graph_def`
+    dtype: str  # as in "float32"
+    shape: tuple[int, ...]  # of one core's value
+    # The name in the user's graph of each core's tensor, or of its variable's ``VarHandleOp``.
     sources: tuple[str, ...]
-    is_variable: bool
+    is_variable: bool  # whether it is a variable, which the program reads and writes
 
 
 class ReplicaProgram(NamedTuple):
-    """The program of one core.
+    """The program of one core."""
 
-    Attributes:
-      graph_def: the core's operations, with a placeholder for each of `inputs`.
-      inputs: tensors first, then variables.
-      fetches: names of the tensors to return.
-      effects: names of the operations that have to run.
-      num_replicas: how many cores run it.
-    """
-
-    graph_def: tf.GraphDef
-    inputs: tuple[ReplicaInput, ...]
-    fetches: tuple[str, ...]
-    effects: tuple[str, ...]
-    num_replicas: int
+    graph_def: tf.GraphDef  # the core's operations, with a placeholder for each of `inputs`
+    inputs: tuple[ReplicaInput, ...]  # tensors first, then variables
+    fetches: tuple[str, ...]  # names of the tensors to return
+    effects: tuple[str, ...]  # names of the operations that have to run
+    num_replicas: int  # how many cores run it
 
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Extracts one core's program from a program's graph.
+    """Extracts one core's program: all its effects, as on a TPU, and what `fetches` need besides.
 
-    It has all of the program's effects, since a TPU runs whole programs, and what the fetches need
-    of the rest.
-
-    Args:
-      program: the object that `tpu_program` yielded.
-      fetches: tensors of the program, or their names.
-
-    Raises:
-      UnsupportedProgramError: when an operation has no counterpart in HLO, or an input has no
-        static shape; the error names it.
-      ValueError: when a fetch is no tensor of the program, or is in a loop or conditional.
+    Fetches are tensors of the program outside loops and conditionals, or their names; others raise
+    a ValueError. An operation that HLO lacks, or an input without a static shape, raises an
+    UnsupportedProgramError.
     """
     return _Cut(program, fetches).result()
 

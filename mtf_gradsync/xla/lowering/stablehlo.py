@@ -20,21 +20,14 @@ _STABLEHLO = {
     "CrossReplicaSum": "stablehlo.all_reduce",
     "XlaReduceScatter": "stablehlo.reduce_scatter",
 }
-_INTEGERS = (
-    "split_count",
-    "split_dimension",
-    "concat_dimension",
-    "scatter_dimension",
-    "all_gather_dim",
-)
 
 
 def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into the text of an MLIR module of StableHLO.
 
-    Its function ``main`` takes and returns what the HLO does; new values of variables are marked as
-    written over the old ones. With with_names the text says which operation of the graph each of
-    its own is of, which profiles of the compiled program then tell.
+    New values of variables are marked as written over the old ones. `with_names` gives each
+    operation the name of its operation in the graph; profiles of the compiled program show these
+    names.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -76,10 +69,9 @@ def _put_collective(op: Any) -> None:
     collective = COLLECTIVE_TARGETS[target]
     name = _STABLEHLO[collective]
     who = "source_target_pairs" if collective == "CollectivePermute" else "replica_groups"
-    attributes: dict[str, Any] = {who: _matrix(settings["groups"])}
-    for key in _INTEGERS:
-        if key in settings:
-            attributes[key] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), settings[key])
+    attributes: dict[str, Any] = {who: _matrix(settings.pop("groups"))}
+    int64 = ir.IntegerType.get_signless(64)
+    attributes.update((key, ir.IntegerAttr.get(int64, n)) for key, n in settings.items())
     regions = 1 if collective in ("CrossReplicaSum", "XlaReduceScatter") else 0
     with ir.InsertionPoint(op), op.location:
         made = ir.Operation.create(

@@ -9,6 +9,7 @@ by step, and depend on the seeds.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
+    # Names other than "groups" are those of StableHLO's attributes.
     settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
     op = node.op
     if op == "AllToAll" and node.attr[GATHERS].b:
@@ -67,14 +69,12 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Replaces TensorFlow's stateful random operations by ones that draw from a state."""
+    """Replaces TensorFlow's stateful random operations by ones that draw from a state.
+
+    `state` is the handle of an int64 variable ``[STATE_WORDS]``.
+    """
 
     def __init__(self, state: Any):
-        """Begins a program.
-
-        Args:
-          state: handle of an int64 variable ``[STATE_WORDS]``.
-        """
         self._state = state
 
     def stand_ins(self) -> dict[str, StandIn]:
@@ -118,7 +118,7 @@ class Randomness:
         def make(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             shape = _static(node, data[0])
             dtype = tf.as_dtype(node.attr["dtype"].type)
-            return [stateless(shape=shape, dtype=dtype, **self._draw(node, _size(shape)))]
+            return [stateless(shape=shape, dtype=dtype, **self._draw(node, math.prod(shape)))]
 
         return make
 
@@ -126,14 +126,14 @@ class Randomness:
         shape = _static(node, data[0])
         return [
             tf.raw_ops.StatelessRandomUniformIntV2(
-                shape=shape, minval=data[1], maxval=data[2], **self._draw(node, _size(shape))
+                shape=shape, minval=data[1], maxval=data[2], **self._draw(node, math.prod(shape))
             )
         ]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
         """Returns numbers in (0, 1)."""
         drawn = tf.raw_ops.StatelessRandomUniformV2(
-            shape=shape, dtype=tf.float32, **self._draw(node, _size(shape))
+            shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))
         )
         return tf.maximum(drawn, 2.0**-24)
 
@@ -167,13 +167,6 @@ def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
             node, "XLA has to know the shape of what it draws", "give the shape as a constant"
         )
     return value.tolist()
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def _combined(seed: int, seed2: int) -> int:

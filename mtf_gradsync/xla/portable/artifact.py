@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def to_artifact(module: str) -> tuple[bytes, str]:
-    """Serializes StableHLO: a portable artifact, and the oldest version that reads it.
+    """Returns StableHLO as a portable artifact, and the oldest version that reads it.
 
-    If the program has operations that portable artifacts lack, its text in place of an artifact.
+    A program with operations that artifacts lack is returned as text.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

@@ -159,12 +159,7 @@ def export(
 
 
 class _Contents:
-    """The values of a program's parameters, and their entries in the manifest.
-
-    Attributes:
-      parameters: their entries in the manifest, in the program's order.
-      arrays: their values.
-    """
+    """The manifest's entries of a program's parameters, in its order, and their values."""
 
     def __init__(self) -> None:
         self.parameters: list[dict[str, Any]] = []

@@ -19,24 +19,15 @@ from mtf_gradsync.xla.devices.session import host_config
 
 
 class Host:
-    """The part of a user's graph outside its program, with variables in TensorFlow.
+    """The part of a user's graph outside its program, `graph`, with variables in TensorFlow.
 
-    Attributes:
-      facts: facts of the user's graph, program included.
-      outside: the part of the graph outside the program.
-      graph: the graph that holds this part.
-      counter: name of the variable that counts steps; None where the graph has none.
+    `facts` are those of the user's whole graph; `counter` names the variable that counts steps, or
+    is None.
     """
 
     def __init__(self, program: Program, lowering: Any):
-        """Splits the program's graph; needs no devices.
-
-        Raises:
-          UnsupportedProgramError: when the graph has something that cannot run.
-          TypeError: when lowering is of no known kind.
-        """
         self.lowerings = lowerings_in(lowering)
-        _, self._ops, self.facts, self.outside = parts_of(program, self.lowerings)
+        self._ops, self.facts, self.outside = parts_of(program, self.lowerings)
         self.graph = self.outside.graph
         self._access = VariableAccess(self.graph)
         counter = tf.train.get_global_step(program.graph)
@@ -45,11 +36,7 @@ class Host:
 
     @contextlib.contextmanager
     def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
-        """Makes a session, with variables initialized, or restored, and copied into slices.
-
-        Raises:
-          ValueError: when there is no such checkpoint, or the graph has no variables.
-        """
+        """Makes a session, with variables initialized, or restored, and copied into slices."""
         with tf.Session(graph=self.graph, config=host_config()) as session:
             session.run(self._ops.initialize)
             if checkpoint is not None:
@@ -60,12 +47,9 @@ class Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Returns values of variables, by the names of their ``VarHandleOp``.
+        """Returns variables by the names of their ``VarHandleOp``.
 
-        The session is one that `session` made, or on the cores of the program.
-
-        Raises:
-          ValueError: when the session is of another program.
+        They are taken from a session that `session` made, or one on the cores of the program.
         """
         access = self._access
         if isinstance(session, ReplicaSession):
@@ -80,19 +64,11 @@ class Host:
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """Returns the global variables that a program does not have.
-
-        Args:
-          held: names of the variables that it has, in full or in slices.
-        """
+        """Returns the global variables that a program lacks; `held` are those that it has."""
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
-        """Returns whether a tensor is the step counter, as it is before the step.
-
-        Args:
-          name: name of a tensor outside the program.
-        """
+        """Returns whether a tensor outside is the step counter, as it is before the step."""
         if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])

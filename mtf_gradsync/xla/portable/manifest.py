@@ -29,15 +29,10 @@ def made_by() -> dict[str, str]:
 def input_names(
     inputs: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """Returns the inputs of a program by name, in their order.
+    """Returns the tensors among a program's inputs by name, in their order.
 
-    Args:
-      inputs: the program's inputs; its variables among them are skipped.
-      names: name -> tensor: one that the program reads from outside, or what
-        `Program.per_replica` returned. Other inputs are named after their operations.
-
-    Raises:
-      ValueError: when the program does not read such a tensor, or names are not unique.
+    `names` maps names to tensors that the program reads from outside, or to what
+    `Program.per_replica` returned. Other inputs are named after their operations.
     """
     by_tensor: dict[str, ReplicaInput] = {}
     tensors = [i for i in inputs if not i.is_variable]
@@ -67,14 +62,7 @@ def _tensor_of(given: ReplicaInput) -> str:
 
 
 def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
-    """Returns the manifest's entry of an input.
-
-    Args:
-      name: name of the input.
-      given: the input.
-      default: the value if none is given: "kept" for a value in the folder, "step" for the
-        number of steps made before, None for nothing.
-    """
+    """Returns the manifest's entry of an input; `default` is that of the runner's `Input`."""
     found = list(dict.fromkeys(given.sources))
     return {
         "kind": "input",
@@ -113,10 +101,7 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of a variable, with each core's row among the different values.
-
-    A Mesh-TensorFlow variable has its own name, others have their operation's.
-    """
+    """Returns the manifest's entry of a variable; `rows` are each core's among different values."""
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
         "kind": "variable",
@@ -160,19 +145,19 @@ def describe_results(
     replica: ReplicaProgram,
     lowered: Lowered,
     parameters: Sequence[Mapping[str, Any]],
-    names: Mapping[str, int],
+    positions: Mapping[str, int],
     graph: tf.Graph,
 ) -> list[dict[str, Any]]:
     """Returns the manifest's entries of what a program returns, in order.
 
-    `parameters` are the entries of its parameters; `names` maps a fetch to its number.
+    `parameters` are the entries of its parameters, `positions` the number of each fetch by name.
     """
     results = []
-    for position, tensor in enumerate(replica.fetches):
+    for number, tensor in enumerate(replica.fetches):
         found = graph.get_tensor_by_name(tensor)
         results.append(
             {
-                "fetches": [name for name, fetched in names.items() if fetched == position],
+                "fetches": [name for name, n in positions.items() if n == number],
                 "updates": None,
                 "dtype": found.dtype.base_dtype.name,
                 "shape": found.shape.as_list(),
@@ -183,6 +168,6 @@ def describe_results(
     results += [nothing] * (lowered.num_fetches - len(results))
     for parameter in lowered.updated:
         updated = parameters[parameter]
-        results.append({**nothing, **{k: updated[k] for k in ("dtype", "shape")}})
-        results[-1]["updates"] = updated["name"]
+        new = {"updates": updated["name"], "dtype": updated["dtype"], "shape": updated["shape"]}
+        results.append({**nothing, **new})
     return results

@@ -2,9 +2,9 @@
 
 When the coordinator dies, jax's client notices as fast as the watchdog and ends its process by
 SIGABRT, with a message that does not say who died. Errors that gloo throws in its own threads end
-the process likewise. Python's faulthandler writes into a pipe when this happens, for the watchdog;
-a handler below it sleeps (``abort`` ends the process when its handler returns), which gives the
-watchdog's thread time to speak.
+the process likewise. Python's faulthandler then writes into a pipe, for the watchdog; a handler
+below it sleeps (``abort`` ends the process when its handler returns), which gives the watchdog's
+thread time to speak.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _FRAMES = 5
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
     """Makes SIGABRT alert a watchdog, and wait for some seconds before it ends this process.
 
-    Returns:
-      The alarm for the watchdog; None if faulthandler is enabled already, for another purpose, or
-      this is no POSIX system. And a function that restores the previous handlers.
+    Returns the watchdog's alarm, and a function that restores the previous handlers. The alarm is
+    None if faulthandler is enabled already, for another purpose, or this is no POSIX system.
     """
     try:
         library = ctypes.CDLL(None)

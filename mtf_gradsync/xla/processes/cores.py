@@ -15,9 +15,9 @@ _Result = TypeVar("_Result")
 
 
 class Cores:
-    """The cores of a program, one jax device each.
+    """The cores of a program, one jax device each: all of this process, or equally many of each.
 
-    Either they are all of this process, or every process has equally many.
+    All processes have to call its methods, with values of the same number and shapes.
 
     Attributes:
       devices: devices of all cores, in physical order.
@@ -26,11 +26,6 @@ class Cores:
     """
 
     def __init__(self, devices: Sequence[Any]):
-        """Finds out which process each device belongs to.
-
-        Raises:
-          ProcessesError: when processes have different numbers of them, or jaxlib is too old.
-        """
         self.devices = list(devices)
         self._me = devices[0].client.process_index()
         self._owners = [d.process_index for d in devices]
@@ -52,13 +47,7 @@ class Cores:
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns values on all cores, value by value, from those that each process has.
-
-        All processes have to call it with the same number and shapes of values.
-
-        Raises:
-          ProcessesError: when they call it with other values.
-        """
+        """Returns values on all cores, value by value, from those that each process has."""
         if self.is_alone:
             return [list(per_core) for per_core in local]
         stacked = gathering.all_gathered([np.stack(per_core) for per_core in local])
@@ -70,13 +59,7 @@ class Cores:
         return [[value[process][row] for process, row in where] for value in stacked]
 
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the values of the first process, on all processes.
-
-        All processes have to call it with the same number and shapes of values.
-
-        Raises:
-          ProcessesError: when they call it with other values.
-        """
+        """Returns the values of the first process, on all processes."""
         return list(values) if self.is_alone else gathering.from_first(values)
 
     def together(self, work: Callable[[], _Result]) -> _Result:

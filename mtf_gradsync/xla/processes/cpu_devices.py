@@ -6,6 +6,8 @@ from mtf_gradsync._private.jax import backends_are_initialized
 from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.xla.runner.devices import make_cpu_devices
 
+# Before it, a process waits for the others in the collective of one device while its other devices
+# wait for a thread.
 _OLDEST_JAXLIB = (0, 4, 33)
 
 
@@ -16,12 +18,7 @@ def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def check_keeps_order() -> None:
-    """Raises an error if CPU devices of several processes cannot be in collectives together.
-
-    Raises:
-      ProcessesError: when this version of jaxlib is too old for it: before 0.4.33 a process waits
-        for the others in the collective of one device while its other devices wait for a thread.
-    """
+    """Raises a ProcessesError if CPU devices of several processes cannot share collectives."""
     import jaxlib
 
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < _OLDEST_JAXLIB:

@@ -14,10 +14,7 @@ class OtherProcessError(ProcessesError):
 
 
 def may_be_from_another_process(error: BaseException | None) -> bool:
-    """Returns whether XLA or another process raised an error.
-
-    The error's cause and the error that was being handled count, too.
-    """
+    """Returns whether XLA or another process raised an error, its cause or its context."""
     while error is not None:
         if isinstance(error, (ExchangeError, OtherProcessError)):
             return True

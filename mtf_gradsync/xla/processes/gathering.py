@@ -24,24 +24,13 @@ _TEXT_BYTES = 600
 
 
 def all_gathered(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of all processes: for each value an array ``[processes, ...]``.
-
-    Raises:
-      ProcessesError: when the others' have other shapes or dtypes.
-    """
+    """Returns the values of all processes: for each value an array ``[processes, ...]``."""
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     return [g for piece in _pieces(values) for g in _exchanged(piece)]
 
 
 def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of process 0.
-
-    Args:
-      values: this process's values; the others' have the same shapes and dtypes.
-
-    Raises:
-      ProcessesError: when the others' have other shapes or dtypes.
-    """
+    """Returns the values of process 0; those of the others have the same shapes and dtypes."""
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     import jax
 
@@ -58,8 +47,7 @@ def from_first(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 def together(work: Callable[[], _Result]) -> _Result:
     """Calls a function on every process, and waits until all have done so.
 
-    Raises:
-      ProcessesError: when it failed on another process. If it failed here, its own error is raised.
+    If it failed here, its own error is raised; if on another process, a ProcessesError.
     """
     try:
         result = work()
@@ -73,11 +61,7 @@ def together(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Raises an error unless all processes have the same content, which `what` names.
-
-    Raises:
-      ProcessesError: names the processes whose content differs from process 0's.
-    """
+    """Raises a ProcessesError unless all processes have the same content, which `what` names."""
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
     others = [str(i) for i, d in enumerate(digests) if not np.array_equal(d, digests[0])]

@@ -15,10 +15,9 @@ _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def leave_absent_tpus_alone() -> None:
-    """Keeps jax from looking for a TPU where there is none, but libtpu is installed.
+    """Keeps jax from looking for a TPU where libtpu is installed, but there is none.
 
-    It would query a cloud's metadata server, again and again, which takes minutes where there is
-    none. A user's setting of JAX_PLATFORMS is not changed.
+    It would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
     """
     if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
         return
@@ -26,7 +25,7 @@ def leave_absent_tpus_alone() -> None:
         return
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    if not _plugins():
+    if not _has_plugins():
         os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
         if "jax" in sys.modules:
             import jax
@@ -34,12 +33,9 @@ def leave_absent_tpus_alone() -> None:
             jax.config.update("jax_platforms", "cpu")
 
 
-def _plugins() -> list[str]:
-    """Returns the platforms that are installed beside jax's own."""
+def _has_plugins() -> bool:
+    """Returns whether platforms are installed beside jax's own."""
     groups: Any = metadata.entry_points()
-    chosen = (
-        groups.select(group="jax_plugins")
-        if hasattr(groups, "select")
-        else groups.get("jax_plugins", ())
-    )
-    return [point.name for point in chosen]
+    if hasattr(groups, "select"):
+        return bool(groups.select(group="jax_plugins"))
+    return bool(groups.get("jax_plugins"))

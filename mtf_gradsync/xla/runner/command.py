@@ -21,11 +21,7 @@ _AHEAD = 2
 
 
 def main(argv: Sequence[str], folder: str) -> int:
-    """Runs steps as command-line arguments say; `folder` is used unless they name another.
-
-    Returns:
-      The exit code: 0, or 2 with one line on stderr when something is missing.
-    """
+    """Runs steps of `folder`, or of the one that the arguments name; returns the exit code."""
     flags = parser(folder).parse_args(argv)
     try:
         _run(flags)

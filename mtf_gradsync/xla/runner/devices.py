@@ -13,15 +13,13 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 class OnDevices:
-    """The values of all cores of a program: an array on each device of this process."""
+    """The values of a program on the cores of this process.
+
+    They are given as single-device jax arrays in the order of its devices, as programs take them,
+    or as one array `joined` over all devices of the program, as programs return them.
+    """
 
     def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
-        """Takes the values in one of two forms: as programs take them, or as programs return them.
-
-        Args:
-          arrays: single-device jax arrays, in the order of this process's devices; or
-          joined: one jax array over all devices of the program.
-        """
         self._arrays = None if arrays is None else list(arrays)
         self._joined = joined
 
@@ -39,11 +37,10 @@ class OnDevices:
         return self._arrays if self._joined is None else self._joined
 
     def joined(self, sharding: Any) -> Any:
-        """Returns the values as one jax array.
+        """Returns the values as one jax array, by a sharding over all devices of the program.
 
-        Args:
-          sharding: a sharding over all devices of the program. Values differ between devices
-            whatever it says: it only tells jax that each device has an array of the full shape.
+        Values differ between devices whatever it says: it only tells jax that each device has an
+        array of the full shape.
         """
         import jax
 
@@ -55,11 +52,9 @@ class OnDevices:
 
 
 def make_cpu_devices(count: int, replace: bool = False) -> None:
-    """Asks jax for CPU devices. It has no effect once jax has started its devices.
+    """Asks jax for CPU devices of this process; has no effect once jax has started its devices.
 
-    Args:
-      count: devices of this process.
-      replace: whether to do so also where XLA_FLAGS asks for some already.
+    With `replace` it does so also where XLA_FLAGS asks for some already.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
@@ -68,14 +63,7 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """Returns the first devices of all processes that jax has, of a platform or of its choice.
-
-    Platforms are "cpu", "gpu" ("cuda", "rocm") and "tpu".
-
-    Raises:
-      StepError: when there is no jax.
-      DevicesError: when there is no such platform, or it has too few devices.
-    """
+    """Returns the first devices of all processes that jax has, of a platform or of its choice."""
     try:
         import jax
     except ImportError as error:
@@ -96,11 +84,7 @@ def find_devices(count: int, platform: str | None) -> list[Any]:
 
 
 def check_count(devices: Sequence[Any], count: int) -> list[Any]:
-    """Returns the first of some devices.
-
-    Raises:
-      DevicesError: when there are fewer than count.
-    """
+    """Returns the first `count` devices; raises a DevicesError when there are fewer."""
     if len(devices) >= count:
         return list(devices[:count])
     kind = devices[0].platform if devices else "no"

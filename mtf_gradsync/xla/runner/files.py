@@ -20,11 +20,7 @@ MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns a folder's manifest, after checking all files that are needed to run the step.
-
-    Raises:
-      StepError: when a file is missing or damaged, or the format is another.
-    """
+    """Returns a folder's manifest, after checking all files that are needed to run the step."""
     sums = read_sums(folder)
     for name in (MANIFEST, PROGRAM, VALUES):
         path = folder / name
@@ -46,11 +42,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Returns the sha256 that each file of a folder had when it was written.
-
-    Raises:
-      StepError: when this is no such folder.
-    """
+    """Returns the sha256 that each file of a folder had when it was written."""
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -68,11 +60,7 @@ def write_folder(
     others: Mapping[str, bytes],
     replace: bool,
 ) -> None:
-    """Writes a folder, all of it or nothing: the manifest, `VALUES`, and others by their paths.
-
-    Raises:
-      StepError: when something is there that may not be replaced.
-    """
+    """Writes a folder, all of it or nothing: the manifest, `VALUES`, and others by their paths."""
     check_free(folder, replace)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, so that a rename puts it in place.
@@ -103,11 +91,7 @@ def write_folder(
 
 
 def check_free(folder: Path, replace: bool) -> None:
-    """Raises an error if something is in a folder's place that may not be replaced.
-
-    Raises:
-      StepError: says what is there.
-    """
+    """Raises a StepError if something is in a folder's place that may not be replaced."""
     if not os.path.lexists(folder):
         return
     if not replace:
@@ -122,14 +106,7 @@ def key_of(parameter: Mapping[str, Any]) -> str:
 
 
 def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Returns the different values among those of cores.
-
-    Args:
-      per_core: an array for each core.
-
-    Returns:
-      Array ``[rows, ...]`` of the different ones, and for each core its row.
-    """
+    """Returns the different values of cores as an array ``[rows, ...]``, and each core's row."""
     found: dict[bytes, int] = {}
     kept: list[np.ndarray] = []
     rows: list[int] = []

@@ -23,15 +23,11 @@ class RefusedError(StepError):
 def compiled(
     program: bytes | str, devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compiles and loads a program that jax did not make, one replica of it for each device.
+    """Compiles and loads StableHLO (text or a portable artifact), one replica for each device.
 
-    The program is StableHLO, as text or as a portable artifact; options are those of XLA's compiler
-    by name, beyond its defaults.
-
-    Raises:
-      RefusedError: when this jax cannot compile the program.
-      DevicesError: when the devices have no room for it.
-      StepError: when this jax has another interface than the versions that are known here.
+    Options are those of XLA's compiler by name, beyond its defaults. Raises a RefusedError when
+    this jax cannot compile the program, a DevicesError when the devices have no room for it, and a
+    StepError when this jax has another interface than the versions that are known here.
     """
     import jax
 
@@ -57,12 +53,7 @@ def compiled(
 
 
 def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """Returns the compiler's options for a program with one replica on each device.
-
-    Args:
-      devices: devices that exist, or that a topology describes.
-      options: options of XLA's compiler by name, beyond its defaults.
-    """
+    """Returns XLA's options for one replica on each device, which may be one of a topology."""
     try:
         from jax.extend.backend import get_compile_options
     except ImportError:  # in older versions
@@ -76,19 +67,14 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """Returns an executable as bytes that `loaded_executable` takes.
-
-    Raises:
-      RuntimeError: where the platform cannot do it.
-    """
+    """Returns an executable as bytes, or raises a RuntimeError where the platform cannot."""
     return devices[0].client.serialize_executable(executable)
 
 
 def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
-    """Returns the inverse of `serialized_executable`, for the same version of jaxlib and devices.
+    """Returns an executable of `serialized_executable`, from the same jaxlib and for such devices.
 
-    Raises:
-      RuntimeError: when these bytes are not such an executable.
+    Raises a RuntimeError when these bytes are no such executable.
     """
     client, options = devices[0].client, compile_options(devices)
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
@@ -97,11 +83,7 @@ def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
 
 
 class LoadedProgram:
-    """A program that is ready to run, with the interface of this jaxlib.
-
-    Attributes:
-      executable: an executable from `compiled` or `loaded_executable`.
-    """
+    """A program that is ready to run: an executable from `compiled` or `loaded_executable`."""
 
     def __init__(self, executable: Any, devices: Sequence[Any]):
         import jax

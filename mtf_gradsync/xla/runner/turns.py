@@ -22,15 +22,9 @@ _results: weakref.WeakSet[OnDevices] = weakref.WeakSet()
 def run_in_turn(
     run: Callable[[Sequence[OnDevices]], list[OnDevices]], arguments: Sequence[OnDevices]
 ) -> list[OnDevices]:
-    """Runs a program after those that were called before; may return before it has ended.
+    """Runs a program after those that were called before; may return before its results are ready.
 
     A program that takes results of the last one waits for them by itself, on the devices.
-
-    Returns:
-      Its results, which may not be there yet.
-
-    Raises:
-      XlaRuntimeError: when the program before has failed.
     """
     global _last, _results
     if _results.isdisjoint(arguments):
@@ -42,11 +36,7 @@ def run_in_turn(
 
 
 def wait_for_turn() -> None:
-    """Waits until the program that was called last has ended on all devices of this process.
-
-    Raises:
-      XlaRuntimeError: when it has failed.
-    """
+    """Waits until the program that was called last has ended on all devices of this process."""
     global _last
     last, _last = _last, None
     if last is not None:

@@ -17,10 +17,8 @@ _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
 
 
 def main(private: Any, folder: str) -> dict[str, Any]:
-    """Compiles ``module.mlir`` of the folder as its ``request.json`` asks.
-
-    Returns what `own_process.ask` does. `private` is the module `mtf_gradsync._private.jax`.
-    """
+    """Compiles the folder's ``module.mlir`` as ``request.json`` asks; see `own_process.ask`."""
+    # `private` is the module `mtf_gradsync._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
     from runner.program import compile_options  # type: ignore[import-not-found]  # by its path
 

@@ -120,12 +120,7 @@ def _around(instruction: Any, shapes: dict[int, Any]) -> list[tuple[str, ...]]:
 
 
 def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
-    """Counts collectives and their bytes, by operation.
-
-    Returns:
-      operation -> (number of collectives, bytes per core). A collective in a loop counts once,
-      however often the loop runs it.
-    """
+    """Returns operation -> (number of collectives, bytes per core); in a loop, they count once."""
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for collective in collectives:
         sums[collective.operation][0] += 1

@@ -145,22 +145,15 @@ class CompiledProgram:
 
     def _estimates(self) -> list[str]:
         bare = self.estimates.get("bare")
+        labels = dict(_ESTIMATES)
         if set(self.estimates) <= {"step", "bare"}:
-            labels = {**_ESTIMATES, "step": "step"}
-        else:
-            labels = _ESTIMATES
-        rows, notes = (
-            [],
-            ["An estimate is no timing: it overlaps nothing and does not count the host."],
-        )
+            labels["step"] = "step"
+        rows = []
+        notes = ["An estimate is no timing: it overlaps nothing and does not count the host."]
         for name, cost in self.estimates.items():
             share = f"{cost.seconds / bare.seconds:.2f}" if bare and bare.seconds else ""
-            numbers = (
-                f"{cost.flops:,.0f}",
-                f"{cost.bytes_accessed:,.0f}",
-                f"{1e6 * cost.seconds:,.1f}",
-            )
-            rows.append([labels[name], *numbers, share])
+            numbers = [f"{n:,.0f}" for n in (cost.flops, cost.bytes_accessed)]
+            rows.append([labels[name], *numbers, f"{1e6 * cost.seconds:,.1f}", share])
             if cost.unknown:
                 kinds = ", ".join(cost.unknown_operations) or "unnamed"
                 notes.append(

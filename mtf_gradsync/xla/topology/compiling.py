@@ -69,29 +69,15 @@ def compile_for_tpu(
 
 
 class Lowered(NamedTuple):
-    """A core's program, ready for the TPU compiler.
-
-    Attributes:
-      num_replicas: the number of cores that run it.
-      module: the program's StableHLO text; None where TensorFlow refused the program.
-      refused: why TensorFlow refused it; "" where it did not.
-    """
+    """A core's program for the TPU compiler, or why TensorFlow refused it."""
 
     num_replicas: int
-    module: str | None
+    module: str | None  # StableHLO text; None where it was refused
     refused: str = ""
 
 
 def lower(program: Program, fetches: Sequence[Any] = ()) -> Lowered:
-    """A core's program as StableHLO, for `compile_lowered`; needs no TPU compiler.
-
-    Returns:
-      The program of a core, or why there is none.
-
-    Raises:
-      UnsupportedProgramError: when an operation or input has no counterpart in HLO.
-      ValueError: when a fetch is no tensor of the program.
-    """
+    """Returns a core's program as StableHLO for `compile_lowered`; needs no TPU compiler."""
     replica = replica_program(program, fetches)
     try:
         return Lowered(replica.num_replicas, to_stablehlo(to_hlo(replica)))
@@ -107,15 +93,11 @@ def compile_lowered(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> CompiledProgram:
-    """The TPU compiler's answer for a program of `lower`; a refusal is an answer too.
+    """Returns the TPU compiler's answer for a program of `lower`; see `compile_for_tpu`.
 
-    The other arguments are those of `compile_for_tpu`. `others` is StableHLO of further programs to
-    estimate, by name; None estimates the program itself with its conditions true and false. `begun`
-    is called with the compiler's process once it runs.
-
-    Raises:
-      CompilerDiedError: when the compiler's process crashed.
-      ValueError: when there is no such topology, or its number of cores is not the program's.
+    `others` is StableHLO of further programs to estimate, by name; None estimates the program
+    itself with its conditions true and false. `begun` is called with the compiler's process once it
+    runs.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     if others is None:
@@ -144,6 +126,7 @@ def compile_lowered(
                 text = Path(folder) / f"{stage}.hlo.txt"
                 if text.exists():
                     shutil.copy(text, save_hlo)
+    bare = answer.get("memory_of", {}).get("bare")
     return CompiledProgram(
         topology=topology,
         device_kind=answer["device_kind"],
@@ -155,21 +138,14 @@ def compile_lowered(
         memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
         seconds=answer.get("seconds", 0.0),
         estimates=estimates,
-        bare_memory=CoreMemory(*bare)
-        if (bare := answer.get("memory_of", {}).get("bare"))
-        else None,
+        bare_memory=CoreMemory(*bare) if bare else None,
     )
 
 
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
-    """For each core of a topology, the coordinates of its chip and then its number on the chip.
+    """Returns the coordinates of each core's chip, then its number on the chip.
 
     Cores are in the order of a program's.
-
-    Raises:
-      XlaMissingError: when jax or libtpu are not installed.
-      CompilerDiedError: when the compiler's process crashed.
-      ValueError: when there is no such topology.
     """
     generation_of(topology)
     check_installed("jax", "jaxlib", "libtpu")

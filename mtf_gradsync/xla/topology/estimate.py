@@ -42,12 +42,10 @@ class CostEstimate:
 
 
 def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
-    """The estimate in libtpu's numbers for a program.
+    """Returns the estimate in libtpu's numbers for a compiled program, an ``HloModuleProto``.
 
-    Args:
-      numbers: "flops", "bytes accessed" and "optimal_seconds". The last has -1 in it for each
-        operation that the compiler cannot estimate (libtpu 0.0.42).
-      compiled: the compiled program, a serialized ``HloModuleProto``.
+    "optimal_seconds" has -1 in it for each operation that the compiler cannot estimate (libtpu
+    0.0.42).
     """
     seconds, unknown = numbers["optimal_seconds"], 0
     while seconds < 0:
@@ -64,11 +62,11 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
 
 
 def with_conditions(module: str, value: bool) -> str | None:
-    """The text of a program in which every condition has one value, so that branches count.
+    """Returns a program's text with one value for all conditions; None where it has no conditional.
 
     The compiler's estimate does not count what is inside a conditional. Of two opposite conditions,
     as "update if finite" and "report if not finite", the one that is made by negation has the other
-    value, as in a step. None where there is no conditional.
+    value.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

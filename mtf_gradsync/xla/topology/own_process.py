@@ -30,17 +30,12 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """The compiler's answer for a program, as the JSON that `child` writes into the folder.
+    """Returns the compiler's answer for a program, as `child` writes it into the folder.
 
     Without a module it is about the topology only. `estimate` has StableHLO of further programs, by
     name; `begun` is called with the compiler's process once it runs, so that the caller can end it.
-
-    Returns:
-      "no_topology" with libtpu's message; else "device_kind", "num_cores", "places", and for a
-      compiled program "seconds", "memory" and "cost", or "error".
-
-    Raises:
-      CompilerDiedError: when the compiler's process ended without an answer.
+    The answer has "no_topology" with libtpu's message; or "device_kind", "num_cores", "places", and
+    for a compiled program "seconds", "memory" and "cost", or "error".
     """
     environment = {
         **os.environ,

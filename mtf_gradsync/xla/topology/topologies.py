@@ -37,14 +37,7 @@ GENERATIONS = (
 
 
 def generation_of(topology: str) -> Generation:
-    """The TPU generation that a topology's name names.
-
-    Args:
-      topology: as in "v3:2x2": the generation, then the chips along each direction.
-
-    Raises:
-      ValueError: when the name has no generation that is known, or no chips.
-    """
+    """Returns the TPU generation of a topology such as "v3:2x2", or raises a ValueError."""
     name, _, shape = topology.partition(":") if isinstance(topology, str) else ("", "", "")
     for generation in GENERATIONS:
         if generation.name == name and shape:
