@@ -58,7 +58,7 @@ class OuterSteps(Stage):
         wrapper, islands, mesh = self._wrapper, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
-        held = hold_by_islands(self._variables, islands.shard_dims)
+        held = [hold_by_islands(v, islands.shard_dims, start=v.name) for v in self._variables]
         self._outer = {v: OuterVariable(v) for v in self._variables}
         if wrapper.outer_momentum:
             self._momenta = {
@@ -133,9 +133,6 @@ class OuterSteps(Stage):
         names = {d.name for d in self._islands.shard_dims}
         return mtf.Shape([d for d in shape.dims if d.name not in names])
 
-    def _with_islands(self, shape: mtf.Shape) -> mtf.Shape:
-        return mtf.Shape([*self._islands.shard_dims, *shape.dims])
-
     def _outer_step(
         self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
@@ -147,7 +144,7 @@ class OuterSteps(Stage):
         read = iter(map(_wide, step.value_after([*variables, *moved, *momenta], updates)))
         values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
         own, outer, velocity = (_cut_out(x, owners) for x in values)
-        shapes = [self._with_islands(x.shape) for x in owners]
+        shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
         differences: Sequence[mtf.Tensor] = SameSlices(
             [y - x for x, y in zip(own, outer)], shapes
         ).outputs
@@ -155,7 +152,8 @@ class OuterSteps(Stage):
         if wrapper.leave_out_not_finite:
             skip = self._not_finite(updates, step)
             differences = ZerosWhere(differences, skip).outputs
-            skipped = _shared_by_islands(skip)
+            # Every processor has the numbers of all islands.
+            skipped = mtf.anonymize(mtf.cast(skip, tf.float32))
             count = mtf.reduce_sum(1.0 - skipped)
         gradients = self._mean(differences, owners, count, step)
         new_outer, new_velocity = [], []
@@ -196,7 +194,7 @@ class OuterSteps(Stage):
         wrapper, islands = self._wrapper, self._islands
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
-        sums = step.reduce_extra(given, reduction).present
+        sums = step.reduce_now(given, reduction, extra=True).present
         step.write_state()
         if count is None:
             return [x * (1.0 / islands.num_shards) for x in sums]
@@ -225,14 +223,10 @@ class OuterSteps(Stage):
     ) -> None:
         """Restarts skipped islands with the outer values and slots of zeros, and counts them.
 
-        Args:
-          skip: which islands are skipped, `[islands...]`.
-          skipped: the same as numbers that all processors have.
-          variables: those that do not have the outer values yet.
-          writes: operations to read the values after.
-          step: the step that is being built.
+        All processors have `skipped`, the same as `skip` in numbers. `variables` do not have the
+        outer values yet; all values are read after `writes`.
         """
-        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None, ()):
+        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
             now = before.value + mtf.cast(skipped, tf.int32)
             (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
@@ -274,11 +268,6 @@ def _put_back(
         for index, value in zip(pieces, PutBack(*given).outputs):
             result[index] = value
     return result
-
-
-def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
-    """Returns booleans of islands as float32 numbers, the same on every processor."""
-    return mtf.anonymize(mtf.cast(skip, tf.float32))
 
 
 def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor) -> mtf.Tensor:

@@ -13,21 +13,15 @@ from mtf_gradsync.reduce import Strategy
 
 
 class SameSlices(StageOperation):
-    """Reshapes the slices of tensors, without communication.
+    """Reshapes and scales the slices of tensors, without communication.
 
-    It adds a dimension for the islands to a tensor with a value for each island, or removes it.
+    It adds a dimension for the islands to tensors with a value for each island, or removes it: the
+    slices of the new shapes are of the same size.
     """
 
     def __init__(
         self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape], scale: float = 1.0
     ):
-        """Adds the operation.
-
-        Args:
-          tensors: the tensors, at least one.
-          shapes: for each the new shape, with slices of the same size.
-          scale: a factor for all elements.
-        """
         self._scale = scale
         super().__init__(tensors, shapes, "same_slices")
 
@@ -73,15 +67,9 @@ def differing_variables(
     sources: Iterable[mtf.Tensor],
     candidates: Collection[mtf.Variable],
 ) -> list[mtf.Variable]:
-    """Finds variables that are assigned values that differ between islands.
+    """Returns the candidates that are assigned values that differ between islands, in order.
 
-    Args:
-      operations: operations of the graph, in order.
-      sources: tensors that differ between islands.
-      candidates: the variables to choose from.
-
-    Returns:
-      The candidates that differ, in order.
+    These are values that depend on `sources`. `operations` are those of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()

@@ -26,7 +26,7 @@ _logger = logging.getLogger("mtf_gradsync")
 class _Maker(StateMaker):
     """Makes the variables of a strategy's state, and records them."""
 
-    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str = ""):
+    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str):
         self.name, self._if_taken = name, if_taken
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable | PieceOfState] = []
@@ -45,26 +45,25 @@ class _Maker(StateMaker):
         owners = {v.name: v for v in self._gradients.variables}
         owner = owners.get(owner_of(name, owners) or "")
         piece = owner if isinstance(owner, Piece) else None
+        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
         if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
             # A piece of the variable's state, so that checkpoints do not depend on the pieces.
             if name not in piece.errors:
-                full = piece.variable.shape
-                piece.errors[name] = self._new(name, full, dtype, shard_dims, start, False)
+                full = mtf.Shape([*shard_dims, *piece.variable.shape.dims])
+                piece.errors[name] = self._new(name, full, dtype, start, note)
             made = PieceOfState(piece.errors[name], piece, shard_dims)
         else:
             name = name if piece is None else f"{name}/{piece.number}"
-            made = self._new(name, shape, dtype, shard_dims, start, begins_anew)
+            full = mtf.Shape([*shard_dims, *shape.dims])
+            if begins_anew:
+                # A checkpoint may then have it in any shape, of other shards.
+                note = {"num_shard_dims": len(full.dims), "fill": start}
+            made = self._new(name, full, dtype, start, note)
         self.made.append(made)
         return made
 
     def _new(
-        self,
-        name: str,
-        shape: mtf.Shape,
-        dtype: tf.DType,
-        shard_dims: Sequence[mtf.Dimension],
-        start: float,
-        begins_anew: bool,
+        self, name: str, shape: mtf.Shape, dtype: tf.DType, start: float, note: dict[str, Any]
     ) -> mtf.Variable:
         mesh = self._gradients.mesh
         taken = mesh.graph.name_to_variable
@@ -73,18 +72,13 @@ class _Maker(StateMaker):
             # Fragments are reduced one by one.
             others = (f"{name}/{number}" for number in itertools.count(2))
             name = next(n for n in itertools.chain([name], others) if n not in taken)
-        if name in mesh.graph.name_to_variable:
+        if name in taken:
             raise ValueError(
                 f"The graph has a variable {name!r} already: a strategy with state reduces a "
                 "gradient once in a graph. Give apply_grads all variables at once, and give two "
                 "optimizers of one graph different names and variables."
             )
-        full = mtf.Shape([*shard_dims, *shape.dims])
-        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
-        if begins_anew:
-            # A checkpoint may then have it in any shape, of other shards.
-            note = {"num_shard_dims": len(full.dims), "fill": start}
-        made = named_state(mesh, name, full, dtype, start=start, **note)
+        made = named_state(mesh, name, shape, dtype, start=start, **note)
         self._slots.record([made], [variable_of(v) for v in self._gradients.variables])
         return made
 
@@ -96,11 +90,9 @@ class _Maker(StateMaker):
 class ReducedGradients(NamedTuple):
     """The result of `reduce_gradients`.
 
-    Attributes:
-      gradients: the gradients, those that the strategy has reduced replaced by the sums.
-      owners: the variables of the reduced gradients.
-      new_state: pairs of a variable of the state and its new value.
-      compressions: the strategy's reports of bytes.
+    `gradients` has the sums in place of the gradients that the strategy has reduced, whose
+    variables are `owners`. `new_state` are pairs of a variable and its new value, and
+    `compressions` the strategy's reports of bytes.
     """
 
     gradients: GradientSet
@@ -114,23 +106,15 @@ def reduce_gradients(
     reduction: Reduction,
     slots: SlotBook,
     reduced_before: frozenset[mtf.Variable],
-    extra: bool = False,
+    extra: bool,
 ) -> ReducedGradients:
-    """Reduces gradients by `Strategy.reduce_gradients`.
+    """Reduces the gradients that are pending over replica axes by `Strategy.reduce_gradients`.
 
-    These are the gradients that are pending over replica axes; on a mesh of one shard all of them,
-    so that checkpoints of state can be moved there and back.
+    On a mesh of one shard these are all of them, so that checkpoints of state can be moved there
+    and back. It skips variables that were `reduced_before` in this step.
 
-    Args:
-      gradients: gradients that are not reduced.
-      reduction: a reduction that `reduces_gradients`.
-      slots: where variables are recorded.
-      reduced_before: variables whose gradients were reduced before in this step.
-      extra: whether these are not the step's gradients. A strategy may keep state for both: names
-        of state end with the wrapper's where they are taken.
-
-    Returns:
-      The gradients and the state.
+    With `extra`, the values are not the step's gradients. A strategy may keep state for both: names
+    of state end with the wrapper's where they are taken.
 
     Raises:
       ValueError: the mesh is not known, or the graph has a variable of a state's name.
@@ -210,12 +194,7 @@ def _check_state(
 
 
 def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> None:
-    """Warns of strategies with `reduce_gradients` that no gradients of a step were reduced by.
-
-    Args:
-      segments: the wrappers of the step's stack.
-      used: the strategies that have reduced gradients.
-    """
+    """Warns of strategies with `reduce_gradients` that are not in `used`, those of this step."""
     for segment in segments:
         strategy = segment.reduction.strategy
         if segment.reduction.reduces_gradients and strategy not in used:

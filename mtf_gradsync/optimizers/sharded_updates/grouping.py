@@ -2,8 +2,8 @@
 
 An inner optimizer updates one variable after the other, and Mesh-TF reduces each sum (a mean of
 squares, a norm) where it is first used: that makes hundreds of small messages for Adafactor. Here
-each operation has a level, the number of reductions that it has to wait for. Operations are sorted
-by level, for all variables together, so that the sums of one level are reduced together.
+operations are sorted by level, the number of reductions that they wait for, and the sums of one
+level are reduced together.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from mtf_gradsync.step import Plan
 
 
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
-    """Reduces sums together that do not depend on each other.
+    """Moves operations to the end of their graph, so that independent sums are reduced together.
 
-    Args:
-      operations: operations of one graph, each after those that it depends on, and with all
-        operations that use their outputs. They are moved to the end of the graph, in a new order.
-      axes: the replica axes.
-      strategy: the reduction strategy.
+    Each of them comes after those that it depends on, and no other operation uses their outputs.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))

@@ -206,8 +206,7 @@ class ShardedUpdateOptimizer(Wrapper):
     def _replicas_share_updates(self) -> bool:
         """Returns whether the program's mesh makes one update for all replicas of a variable.
 
-        `placement_mesh_impl` does so on devices of one memory, and keeps one copy of the slots:
-        there, parts would only add operations.
+        `placement_mesh_impl` does so on devices of one memory: parts would only add operations.
         """
         key = mesh_key(self.axes.mesh_shape, self.axes.layout)
         impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
