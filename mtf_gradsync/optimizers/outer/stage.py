@@ -72,8 +72,9 @@ class OuterSteps(Stage):
 
         step.agree = agree
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
-        shapes = [self._without_islands(g.shape) for g in gradients.present]
-        own = SameSlices(gradients.present, shapes, float(islands.num_shards)).outputs
+        scaled = [g * float(islands.num_shards) for g in gradients.present]
+        dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
+        own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
         self._gradients, self._made_before = own, set(gradients.graph.all_variables)
         if wrapper.leave_out_not_finite:
             period = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
@@ -129,10 +130,6 @@ class OuterSteps(Stage):
             named_state(mesh, f"{name}/skipped", shape, num_shard_dims=len(dims)),
         )
 
-    def _without_islands(self, shape: mtf.Shape) -> mtf.Shape:
-        names = {d.name for d in self._islands.shard_dims}
-        return mtf.Shape([d for d in shape.dims if d.name not in names])
-
     def _outer_step(
         self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
@@ -143,7 +140,7 @@ class OuterSteps(Stage):
         momenta = [self._momenta[v] for v in variables if v in self._momenta]
         read = iter(map(_wide, step.value_after([*variables, *moved, *momenta], updates)))
         values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
-        own, outer, velocity = (_cut_out(x, owners) for x in values)
+        own, outer, velocity = (_at_pieces(CutOut, owners, x) for x in values)
         shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
         differences: Sequence[mtf.Tensor] = SameSlices(
             [y - x for x, y in zip(own, outer)], shapes
@@ -173,7 +170,7 @@ class OuterSteps(Stage):
             [
                 mtf.assign(v, x)
                 for written, before, after in zip((variables, moved, momenta), values, new)
-                for v, x in zip(written, _put_back(before, after, owners))
+                for v, x in zip(written, _at_pieces(PutBack, owners, before, after))
             ]
         )
         step.add(writes)
@@ -244,28 +241,14 @@ class OuterSteps(Stage):
             step.add([self._wrapper._skip_report])
 
 
-def _pieces(owners: Sequence[Owner]) -> dict[int, Piece]:
-    return {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
-
-
-def _cut_out(values: Sequence[mtf.Tensor], owners: Sequence[Owner]) -> list[mtf.Tensor]:
-    """Returns the values of variables, cut to the owners that are pieces of them."""
-    result, pieces = list(values), _pieces(owners)
-    if result and pieces:
-        cut = CutOut([result[i] for i in pieces], list(pieces.values())).outputs
-        for index, value in zip(pieces, cut):
-            result[index] = value
-    return result
-
-
-def _put_back(
-    values: Sequence[mtf.Tensor], new: Sequence[mtf.Tensor], owners: Sequence[Owner]
+def _at_pieces(
+    kind: type[CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Returns the variables' values with the new values of their owners."""
-    result, pieces = list(new), _pieces(owners)
+    """Returns the last of lists of values, changed by `kind` where the owners are pieces."""
+    result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
     if result and pieces:
-        given = [values[i] for i in pieces], [new[i] for i in pieces], list(pieces.values())
-        for index, value in zip(pieces, PutBack(*given).outputs):
+        given = [[some[i] for i in pieces] for some in values]
+        for index, value in zip(pieces, kind(*given, list(pieces.values())).outputs):
             result[index] = value
     return result
 

@@ -169,8 +169,7 @@ class StepBuilder(StepConditions):
             given = [s if x is y else x for x, y, s in zip(given, unscattered, sources)]
             gradients = gradients.with_present(parts, Form.PART)
         if self.reduced is None:
-            branch = self.plan.open_branch
-            self.reduced = Reduced(given, gradients.present, branch, strategy)
+            self.reduced = Reduced(given, gradients.present, self.plan.open_branch, strategy)
         return finished(gradients, self._opt)
 
     def reduce_now(
@@ -243,7 +242,7 @@ class StepBuilder(StepConditions):
         return done.gradients
 
     def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
-        """Makes the update of the first of some stages, around those of the others."""
+        """Makes the inner optimizer's update, and the stages' around it, the first outermost."""
         if stages:
             first, *others = stages
             return first.update(gradients, self, lambda given: self._update(given, others))

@@ -73,19 +73,19 @@ class _UpdateParts(Stage):
         updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
         made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # The layout splits slots of a part's shape already.
-        names = [v.name for v in parts]
-        unsplit = [
-            s
+        by_name = {v.name: v for v in parts}
+        unsplit = {
+            s: by_name[owner]
             for s in made
-            if owner_of(s.name, names)
+            if (owner := owner_of(s.name, by_name))
             and wrapper.axes.free_shard_dims(s.shape) == wrapper.axes.shard_dims
-        ]
+        }
         min_size = max(wrapper._min_size, slots.MIN_GATHERED_SIZE)
         gathers = slots.partition_slots(
-            unsplit, updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
+            list(unsplit), updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
         )
-        owners = {owner_of(s.name, names) for s in unsplit} if gathers else set()
-        wrapper._with_gathered_slots.update(v for v in parts if v.name in owners)
+        if gathers:
+            wrapper._with_gathered_slots.update(unsplit.values())
         assign_gathered(updates, parts)
         log_savings(wrapper.name, wrapper.axes, made, list(parts), gradients.owners)
         first = [*made, *gathers]
