@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
@@ -242,7 +242,7 @@ class OuterSteps(Stage):
 
 
 def _at_pieces(
-    kind: type[CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
+    kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
     """Returns the last of lists of values, changed by `kind` where the owners are pieces."""
     result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}

@@ -18,10 +18,8 @@ from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
-from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_gradients, warn_of_unused
+from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.state import Compression
 from mtf_gradsync.step import Plan, built, gated_update, values_after
 
 
@@ -58,14 +56,12 @@ class StepBuilder(StepConditions):
         self._notes: list[Callable[[], None]] = []
         # Stages, not built yet, that need reduced gradients and not parts.
         self._wants_reduced = [stage for stage in self._stages if stage.wants_reduced]
-        self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
-        self._reduced_before: frozenset[mtf.Variable] = frozenset()
-        self._used_strategies: list[Strategy] = []
+        self._by_strategy = StrategyReductions(slots)
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
-        self.compressions: list[Compression] = []
+        self.compressions = self._by_strategy.compressions
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
         self._shown_after: list[mtf.Operation] = []
 
@@ -100,7 +96,7 @@ class StepBuilder(StepConditions):
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
-        warn_of_unused(self._segments, self._used_strategies)
+        self._by_strategy.warn_of_unused(self._segments)
         return operations
 
     @property
@@ -131,7 +127,7 @@ class StepBuilder(StepConditions):
         `when` makes a boolean scalar, the same on all processors: if it is false, the sums are not
         used, and the state does not change.
         """
-        state, self._new_state = self._new_state, []
+        state, self._by_strategy.new_state = self._by_strategy.new_state, []
         if not state:
             return
 
@@ -160,7 +156,7 @@ class StepBuilder(StepConditions):
         else:
             axes, strategy, shape_of, name = partition
             own = Reduction(strategy, axes.batch_dims, axes, name)
-            gradients = self._by_strategy(gradients, own)
+            gradients = self._by_strategy.reduce(gradients, own)
             unscattered = gradients.present
             shapes = [shape_of(v) or v.shape for v in gradients.owners]
             sources, parts = scatter_gradients(
@@ -180,7 +176,7 @@ class StepBuilder(StepConditions):
         `extra` is for values that are not the step's gradients: a strategy may keep state for both,
         under names of their own.
         """
-        gradients = self._by_strategy(gradients, reduction, extra)
+        gradients = self._by_strategy.reduce(gradients, reduction, extra)
         dims = dims_to_sum(gradients.present, gradients.owners)
         operation = SumGradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
         return gradients.with_present(operation.outputs, Form.REDUCED)
@@ -225,21 +221,6 @@ class StepBuilder(StepConditions):
         if not found and not gradients.form.is_reduced:
             self.per_shard = result
         return result
-
-    def _by_strategy(
-        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
-    ) -> GradientSet:
-        """Reduces gradients by `Strategy.reduce_gradients`, if the strategy has it."""
-        if gradients.form.is_reduced or not reduction.reduces_gradients:
-            return gradients
-        before = frozenset[mtf.Variable]() if extra else self._reduced_before
-        done = reduce_gradients(gradients, reduction, self._slots, before, extra)
-        self._used_strategies.append(reduction.strategy)
-        if not extra:
-            self._reduced_before |= done.owners
-        self._new_state += done.new_state
-        self.compressions += done.compressions
-        return done.gradients
 
     def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
         """Makes the inner optimizer's update, and the stages' around it, the first outermost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Sequence, Union
 
@@ -9,6 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
     """A range of the numbers in each core's slice of a variable.
 
@@ -20,30 +22,28 @@ class Piece:
       number: the number of the piece, part of names of state.
       start: the position of its first number in a slice, in row-major order.
       stop: the position after its last number.
-      shape: its shape as a mesh tensor: a dimension for each one of the variable that the layout
-        splits, then the numbers of a slice.
+      slice_shape: the shape of a core's slice of the variable.
       errors: state variables of the whole variable by name, which its pieces share.
     """
 
-    def __init__(
-        self,
-        variable: mtf.Variable,
-        number: int,
-        start: int,
-        stop: int,
-        slice_shape: Sequence[int],
-        errors: dict[str, mtf.Variable],
-    ):
-        self.variable, self.number, self.start, self.stop = variable, number, start, stop
-        self.errors = errors
-        dims = variable.shape.dims
-        split = [mtf.Dimension(d.name, d.size // n) for d, n in zip(dims, slice_shape)]
-        size, columns = stop - start, slice_shape[-1] if slice_shape else 1
+    variable: mtf.Variable
+    number: int
+    start: int
+    stop: int
+    slice_shape: Sequence[int]
+    errors: dict[str, mtf.Variable]
+
+    @property
+    def shape(self) -> mtf.Shape:
+        """The piece as a mesh tensor: dims that the layout splits, then the numbers of a slice."""
+        dims = zip(self.variable.shape.dims, self.slice_shape)
+        split = [mtf.Dimension(d.name, d.size // n) for d, n in dims]
+        size, columns = self.stop - self.start, self.slice_shape[-1] if self.slice_shape else 1
         own = [mtf.Dimension("_rows", size)]
-        if columns > 1 and not start % columns and not size % columns:
+        if columns > 1 and not self.start % columns and not size % columns:
             # Whole rows stay a matrix, for strategies that factor it.
             own = [mtf.Dimension("_rows", size // columns), mtf.Dimension("_columns", columns)]
-        self.shape = mtf.Shape([*(d for d in split if d.size > 1), *own])
+        return mtf.Shape([*(d for d in split if d.size > 1), *own])
 
     def cut_out(self, x: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
         """Returns the piece of a core's slice, in a shape."""

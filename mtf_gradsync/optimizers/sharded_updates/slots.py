@@ -37,14 +37,14 @@ def partition_slots(
     for update in updates:
         for variable in getattr(update, "variables", ()):
             writers.setdefault(variable, []).append(update)
-    found = {
-        slot: shapes_of(slot.shape)
+    split = {
+        slot: shapes
         for slot in slots
         # Any other assignment may need the full value of the slot.
         if slot in writers
         and all(getattr(w, "assign_fn", None) in ELEMENTWISE for w in writers[slot])
+        and (shapes := shapes_of(slot.shape))
     }
-    split = {slot: shapes for slot, shapes in found.items() if shapes is not None}
     if not split:
         return []
     for update in dict.fromkeys(w for slot in split for w in writers[slot]):
