@@ -58,7 +58,7 @@ class Accumulators:
         self._given = gradients
         self._variables: list[mtf.Variable] = []
         self._grads: list[mtf.Tensor] = []
-        self._add: WriteInPlace | None = None
+        self._written: list[mtf.Operation] = []
         self._added_unless: _AddUnless | None = None
         self._taken: Sequence[mtf.Tensor] = ()
         for grad, variable in zip(gradients.present, gradients.owners):
@@ -95,8 +95,8 @@ class Accumulators:
             return step.gate(self._added_unless.outputs)
         gate = step.gate(self._grads)
         # Mesh-TF's assign_add_slice (0.1.21) reads, adds and assigns: two passes.
-        self._add = WriteInPlace(self._variables, self._grads, tf.assign_add, "accumulate")
-        step.write([self._add], gate)
+        self._written = [WriteInPlace(self._variables, self._grads, tf.assign_add, "accumulate")]
+        step.write(self._written, gate)
         return gate
 
     def take_when(
@@ -112,13 +112,9 @@ class Accumulators:
         They include this step's gradients. Reduced, they are divided by the divisor and have the
         dtypes of the gradients. `gate` is from `add`.
         """
-        behind = [self._add] if self._add else []
-        is_call = self._added_unless is None
-        step.only_when(due, gate, behind, is_call, counts_every_step, self._clear)
-        if self._added_unless is not None:
-            self._taken = self._added_unless.outputs
-        else:
-            self._taken = step.value_after(self._variables, ())
+        unless = self._added_unless
+        step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
+        self._taken = unless.outputs if unless else step.value_after(self._variables, ())
         dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
         return self._given.with_present(self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes)
 

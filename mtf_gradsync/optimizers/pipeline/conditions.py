@@ -50,7 +50,7 @@ class StepConditions:
         self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
 
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
-        """Returns whether a boolean scalar is true on all islands, or on any of them.
+        """Returns whether a boolean scalar is true on all islands, or with `by_any` on one of them.
 
         Stages use it if a decision depends on gradients, as inside `OuterOptimizer` each island has
         its own. Without islands it is the scalar itself.

@@ -72,7 +72,7 @@ def assign_gathered(
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
-    """Makes an assignment of changes one of new values, if it is the only one of its variables.
+    """Makes an assignment of changes assign new values, if no other one writes its variables.
 
     If changes were gathered, a TPU would apply them in the layout of the gathered tensor: its
     compiler would copy the variable to that layout and back.
