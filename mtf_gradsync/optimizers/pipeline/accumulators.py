@@ -139,8 +139,7 @@ class ZerosWhere(StageOperation):
     """Replaces gradients by zeros if they are skipped, all of them or those of some shards."""
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
-        shapes, dtypes = [g.shape for g in grads], [g.dtype for g in grads]
-        super().__init__([*grads, skip], shapes, "zeros_where", dtypes)
+        super().__init__([*grads, skip], [g.shape for g in grads], "zeros_where")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""

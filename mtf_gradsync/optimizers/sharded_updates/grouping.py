@@ -29,7 +29,6 @@ def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy:
     flow = Flow(graph, (), Layout.of(axes), sums)
     pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
     level_of: dict[mtf.Operation, int] = {}
-    tensor_level: dict[mtf.Tensor, int] = {}
     for operation in operations:
         level = 0
         is_pending = any(t in flow.axes for t in operation.outputs)
@@ -37,9 +36,8 @@ def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy:
             waits = source in flow.axes and (
                 not is_pending or source in flow.forced.get(operation, ())
             )
-            level = max(level, tensor_level.get(source, 0) + waits)
+            level = max(level, level_of.get(source.operation, 0) + waits)
         level_of[operation] = level
-        tensor_level.update((t, level) for t in operation.outputs)
     # Mesh-TF runs assignments last in any case; they keep their order.
     last = max(level_of.values()) + 1
     order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else level_of[op])

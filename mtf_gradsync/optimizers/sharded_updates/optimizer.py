@@ -62,15 +62,12 @@ class _UpdateParts(Stage):
         del step
         wrapper = self._wrapper
         shape_of = wrapper.partition().shape_of
-        parts: dict[mtf.Variable, PartOfVariable] = {}
-        inner = list(gradients.variables)
-        for index, (grad, variable) in enumerate(zip(gradients.grads, gradients.variables)):
-            shape = shape_of(variable) if grad is not None else None
-            if shape is not None:
-                inner[index] = parts[variable] = wrapper._part(variable, shape)
+        shapes = {v: shape_of(v) for v in gradients.owners}
+        parts = {v: wrapper._part(v, shape) for v, shape in shapes.items() if shape is not None}
+        inner = tuple(parts.get(v, v) for v in gradients.variables)
         graph = gradients.graph
         before = set(graph.operations)
-        updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
+        updates = apply_inner(dataclasses.replace(gradients, variables=inner))
         made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # The layout splits slots of a part's shape already.
         by_name = {v.name: v for v in parts}

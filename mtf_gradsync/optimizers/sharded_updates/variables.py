@@ -97,17 +97,14 @@ class NewValues(StageOperation):
     def __init__(self, update: mtf.Assign):
         self._update, self._assign_fn = update, update.assign_fn
         self._names = {v.name for v in update.variables}
-        changes = list(update.inputs)
-        inputs = [*(v.value for v in update.variables), *changes]
-        super().__init__(
-            inputs, [x.shape for x in changes], "new_values", [x.dtype for x in changes]
-        )
+        changes, values = update.inputs, [v.value for v in update.variables]
+        super().__init__([*changes, *values], [x.shape for x in changes], "new_values")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        values = reduced_values(lowering, self.inputs)
-        old, results = values[: len(self.outputs)], values[len(self.outputs) :]
+        values, count = reduced_values(lowering, self.inputs), len(self.outputs)
+        results, old = values[:count], values[count:]
         assign_fn = self._assign_fn
         if is_simd(mesh_impl) and self._is_only_writer():
             change, assign_fn = _CHANGES[assign_fn], mtf.assign_slice
