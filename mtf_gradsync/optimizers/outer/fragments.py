@@ -19,21 +19,14 @@ def fragments_of(
 ) -> list[list[Owner]]:
     """Splits variables into fragments, of which each has an equal share of what a core sends.
 
-    Layer l belongs to fragment l modulo count, as in streaming DiLoCo; layers are numbered by the
+    Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo; layers are numbered by the
     first number that ends a part of their variables' names. Other variables, and layers that would
     make a fragment larger than its share, go where there is room, the largest first. A variable
-    for which no fragment has room is cut.
+    for which no fragment has room is cut; a fragment has at most one piece of it.
 
-    Args:
-      variables: variables with gradients.
-      count: the number of fragments, 1 or more.
-      axes: the layout of the variables; sizes are those of a core's slices.
-      by_rows: whether to cut between rows, so that pieces are matrices where variables are. Then a
-        fragment may be larger than its share, by less than a row of a variable that is cut.
-
-    Returns:
-      For each fragment variables and pieces of variables, in the order of variables; at most one
-      piece of a variable in a fragment. None is larger than a share, rounded up to a whole number.
+    No fragment is larger than a share, rounded up to a whole number. With `by_rows` variables are
+    cut between rows, so that pieces of matrices are matrices: then a fragment may be larger, by
+    less than a row of a variable that is cut. Each fragment has the order of `variables`.
     """
     shapes = {v: axes.slice_shape(v.shape) for v in variables}
     sizes = {v: math.prod(shape) for v, shape in shapes.items()}

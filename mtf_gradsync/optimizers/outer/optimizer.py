@@ -154,8 +154,7 @@ class OuterOptimizer(ReportsSkips):
     @property
     def plain_reducer(self) -> Strategy:
         """The strategy for flags and counts, without compression."""
-        apart = has_gradient_reduction(self.reducer)
-        return FusedAllReduce() if apart else self.reducer
+        return FusedAllReduce() if has_gradient_reduction(self.reducer) else self.reducer
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""

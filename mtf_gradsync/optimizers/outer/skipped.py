@@ -1,4 +1,4 @@
-"""Which islands an outer step skips: what it goes by, and what says so."""
+"""The islands that an outer step skips: their losses, and the report of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,11 @@ class ReportSkippedIslands(Watched):
     """Names the islands that are skipped; part of a branch that runs where some are.
 
     On a placement mesh it prints them to standard error; elsewhere a `Watch` looks at the count.
+    `skipped` is 1 for islands that are skipped, else 0, and the same on all processors. `count`
+    counts for each island how often it was skipped.
     """
 
     def __init__(self, skipped: mtf.Tensor, count: mtf.Variable, owner: str):
-        """Adds the operation.
-
-        Args:
-          skipped: 1 for islands that are skipped, else 0; processors hold it whole.
-          count: the variable that counts for each island how often it was.
-          owner: name of the wrapper.
-        """
         super().__init__([skipped], [count], "tell_skipped")
         self._beginning = (
             f"{owner}: outer step without islands whose loss or values are not finite:"
@@ -43,10 +38,8 @@ class ReportSkippedIslands(Watched):
             return
         skipped = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
         islands = tf.reshape(tf.where_v2(tf.reshape(skipped, [-1]) > 0), [-1])
-        text = tf.strings.join(
-            [self._beginning, tf.strings.reduce_join(tf.as_string(islands), separator=", ")], " "
-        )
-        line = tf.strings.join([text, "."])
+        numbers = tf.strings.reduce_join(tf.as_string(islands), separator=", ")
+        line = tf.strings.join([self._beginning, " ", numbers, "."])
         lowering.operations[self] = tf.print(line, output_stream=sys.stderr)
 
     def find(self, before: Sequence[Any] | None, now: Sequence[Any]) -> str | None:
@@ -58,10 +51,10 @@ class ReportSkippedIslands(Watched):
 
 
 class LossesOfPeriod:
-    """Which islands had a loss that is not finite in this period, since the outer step before.
+    """Finds which islands have had a loss that is not finite since the outer step before.
 
     Each island keeps the number of the last period that it had one in, so that nothing has to be
-    reset, and nothing is sent between islands.
+    reset, and nothing is sent between islands. Periods are numbered from 1.
 
     Attributes:
       variable: `<owner>/bad_loss`, the number for each island, or 0.
@@ -76,15 +69,6 @@ class LossesOfPeriod:
         strategy: Strategy,
         owner: str,
     ):
-        """Looks at the losses of a step.
-
-        Args:
-          grads: gradients of the losses.
-          period: number of the period, an int32 scalar from 1.
-          islands: the axes between islands.
-          strategy: how flags cross an island.
-          owner: name of the wrapper.
-        """
         dims = list(islands.shard_dims)
         self.variable = named_state(
             period.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0

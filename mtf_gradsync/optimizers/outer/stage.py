@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
@@ -58,7 +58,7 @@ class OuterSteps(Stage):
         wrapper, islands, mesh = self._wrapper, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
-        held = hold_by_islands(self._variables, islands.shard_dims)
+        held = [hold_by_islands(v, islands.shard_dims, start=v.name) for v in self._variables]
         self._outer = {v: OuterVariable(v) for v in self._variables}
         if wrapper.outer_momentum:
             self._momenta = {
@@ -72,8 +72,9 @@ class OuterSteps(Stage):
 
         step.agree = agree
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
-        shapes = [self._without_islands(g.shape) for g in gradients.present]
-        own = SameSlices(gradients.present, shapes, float(islands.num_shards)).outputs
+        scaled = [g * float(islands.num_shards) for g in gradients.present]
+        dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
+        own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
         self._gradients, self._made_before = own, set(gradients.graph.all_variables)
         if wrapper.leave_out_not_finite:
             period = self._state.inner_step.value // (wrapper.inner_steps // wrapper.fragments) + 1
@@ -129,13 +130,6 @@ class OuterSteps(Stage):
             named_state(mesh, f"{name}/skipped", shape, num_shard_dims=len(dims)),
         )
 
-    def _without_islands(self, shape: mtf.Shape) -> mtf.Shape:
-        names = {d.name for d in self._islands.shard_dims}
-        return mtf.Shape([d for d in shape.dims if d.name not in names])
-
-    def _with_islands(self, shape: mtf.Shape) -> mtf.Shape:
-        return mtf.Shape([*self._islands.shard_dims, *shape.dims])
-
     def _outer_step(
         self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
@@ -146,8 +140,8 @@ class OuterSteps(Stage):
         momenta = [self._momenta[v] for v in variables if v in self._momenta]
         read = iter(map(_wide, step.value_after([*variables, *moved, *momenta], updates)))
         values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
-        own, outer, velocity = (_cut_out(x, owners) for x in values)
-        shapes = [self._with_islands(x.shape) for x in owners]
+        own, outer, velocity = (_at_pieces(CutOut, owners, x) for x in values)
+        shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
         differences: Sequence[mtf.Tensor] = SameSlices(
             [y - x for x, y in zip(own, outer)], shapes
         ).outputs
@@ -155,7 +149,8 @@ class OuterSteps(Stage):
         if wrapper.leave_out_not_finite:
             skip = self._not_finite(updates, step)
             differences = ZerosWhere(differences, skip).outputs
-            skipped = _shared_by_islands(skip)
+            # Every processor has the numbers of all islands.
+            skipped = mtf.anonymize(mtf.cast(skip, tf.float32))
             count = mtf.reduce_sum(1.0 - skipped)
         gradients = self._mean(differences, owners, count, step)
         new_outer, new_velocity = [], []
@@ -175,7 +170,7 @@ class OuterSteps(Stage):
             [
                 mtf.assign(v, x)
                 for written, before, after in zip((variables, moved, momenta), values, new)
-                for v, x in zip(written, _put_back(before, after, owners))
+                for v, x in zip(written, _at_pieces(PutBack, owners, before, after))
             ]
         )
         step.add(writes)
@@ -196,7 +191,7 @@ class OuterSteps(Stage):
         wrapper, islands = self._wrapper, self._islands
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
-        sums = step.reduce_extra(given, reduction).present
+        sums = step.reduce_now(given, reduction, extra=True).present
         step.write_state()
         if count is None:
             return [x * (1.0 / islands.num_shards) for x in sums]
@@ -225,14 +220,10 @@ class OuterSteps(Stage):
     ) -> None:
         """Restarts skipped islands with the outer values and slots of zeros, and counts them.
 
-        Args:
-          skip: which islands are skipped, `[islands...]`.
-          skipped: the same as numbers that all processors have.
-          variables: those that do not have the outer values yet.
-          writes: operations to read the values after.
-          step: the step that is being built.
+        All processors have `skipped`, the same as `skip` in numbers. `variables` do not have the
+        outer values yet; all values are read after `writes`.
         """
-        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None, ()):
+        with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
             now = before.value + mtf.cast(skipped, tf.int32)
             (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
@@ -250,35 +241,16 @@ class OuterSteps(Stage):
             step.add([self._wrapper._skip_report])
 
 
-def _pieces(owners: Sequence[Owner]) -> dict[int, Piece]:
-    return {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
-
-
-def _cut_out(values: Sequence[mtf.Tensor], owners: Sequence[Owner]) -> list[mtf.Tensor]:
-    """Returns the values of variables, cut to the owners that are pieces of them."""
-    result, pieces = list(values), _pieces(owners)
-    if result and pieces:
-        cut = CutOut([result[i] for i in pieces], list(pieces.values())).outputs
-        for index, value in zip(pieces, cut):
-            result[index] = value
-    return result
-
-
-def _put_back(
-    values: Sequence[mtf.Tensor], new: Sequence[mtf.Tensor], owners: Sequence[Owner]
+def _at_pieces(
+    kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Returns the variables' values with the new values of their owners."""
-    result, pieces = list(new), _pieces(owners)
+    """Returns the last of lists of values, changed by `kind` where the owners are pieces."""
+    result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
     if result and pieces:
-        given = [values[i] for i in pieces], [new[i] for i in pieces], list(pieces.values())
-        for index, value in zip(pieces, PutBack(*given).outputs):
+        given = [[some[i] for i in pieces] for some in values]
+        for index, value in zip(pieces, kind(*given, list(pieces.values())).outputs):
             result[index] = value
     return result
-
-
-def _shared_by_islands(skip: mtf.Tensor) -> mtf.Tensor:
-    """Returns booleans of islands as float32 numbers, the same on every processor."""
-    return mtf.anonymize(mtf.cast(skip, tf.float32))
 
 
 def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor) -> mtf.Tensor:

@@ -7,7 +7,7 @@ from typing import Collection, Iterable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
+from mtf_gradsync.gradients.stage import StageOperation, reduced_values, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 
@@ -15,35 +15,19 @@ from mtf_gradsync.reduce import Strategy
 class SameSlices(StageOperation):
     """Reshapes the slices of tensors, without communication.
 
-    It adds a dimension for the islands to a tensor with a value for each island, or removes it.
+    It adds a dimension for the islands to tensors with a value for each island, or removes it: the
+    slices of the new shapes are of the same size.
     """
 
-    def __init__(
-        self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape], scale: float = 1.0
-    ):
-        """Adds the operation.
-
-        Args:
-          tensors: the tensors, at least one.
-          shapes: for each the new shape, with slices of the same size.
-          scale: a factor for all elements.
-        """
-        self._scale = scale
+    def __init__(self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
         super().__init__(tensors, shapes, "same_slices")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        results = []
-        for value, output in zip(reduced_values(lowering, self.inputs), self.outputs):
-            shape = mesh_impl.slice_shape(output.shape)
-
-            def see(x: tf.Tensor, shape: list[int] = shape) -> tf.Tensor:
-                scaled = x if self._scale == 1 else x * tf.cast(self._scale, x.dtype)
-                return tf.reshape(scaled, shape)
-
-            results.append(mesh_impl.slicewise(see, value))
-        self.set_outputs(lowering, results)
+        values = reduced_values(lowering, self.inputs)
+        shapes = [mesh_impl.slice_shape(output.shape) for output in self.outputs]
+        self.set_outputs(lowering, [reshaped(mesh_impl, *x) for x in zip(values, shapes)])
 
 
 class Agreed(StageOperation):
@@ -73,15 +57,9 @@ def differing_variables(
     sources: Iterable[mtf.Tensor],
     candidates: Collection[mtf.Variable],
 ) -> list[mtf.Variable]:
-    """Finds variables that are assigned values that differ between islands.
+    """Returns the candidates that are assigned values that differ between islands, in order.
 
-    Args:
-      operations: operations of the graph, in order.
-      sources: tensors that differ between islands.
-      candidates: the variables to choose from.
-
-    Returns:
-      The candidates that differ, in order.
+    These are values that depend on `sources`. `operations` are those of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()

@@ -19,76 +19,53 @@ from mtf_gradsync._private.mesh_tensorflow import (
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION, StateNote
 from mtf_gradsync.optimizers.state.restoring import note_state
-from mtf_gradsync.optimizers.state.variables import UncheckpointedVariable
+from mtf_gradsync.optimizers.state.variables import (
+    UncheckpointedVariable,
+    named_state,
+    unstacked_as,
+)
 from mtf_gradsync.step import Islands, Plan
-
-_ISLAND = "island"
 
 
 class OuterVariable(mtf.Variable):
     """The outer values of a variable: its master, which all islands share."""
 
     def __init__(self, variable: mtf.Variable):
-        """Uses the variable's master.
-
-        Args:
-          variable: a variable with a holder of the islands' values.
-        """
         init_replacement(self, variable, None)
         self._trainable = False
-        keep_unstacked(self, _unstacked_as(variable.dtype))
+        keep_unstacked(self, unstacked_as(variable.dtype))
         give_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
         self.graph.operations.insert(0, self)
         self.graph.all_variables.append(self)
 
 
-def hold_by_islands(
-    variables: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
-) -> list[mtf.Variable]:
-    """Gives variables a value for each island, which begins as the variable's value.
-
-    Args:
-      variables: variables that are not lowered yet; their masters will hold the outer values.
-      island_dims: dimensions that number the islands.
-
-    Returns:
-      For each variable the holder of the islands' values.
-    """
-    return [_hold(v, island_dims, start=v.name) for v in variables]
-
-
 def hold_slots_by_islands(
     slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
-) -> list[mtf.Variable]:
-    """Does what `hold_by_islands` does, for variables without outer values.
-
-    Checkpoints have the holders in place of these variables.
-    """
+) -> None:
+    """Gives slots a value for each island; checkpoints have the holders in place of the slots."""
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
-    holders = []
     for slot in slots:
         note: StateNote = notes.get(slot.name, StateNote(slot.name))
         start = slot.name if not note.num_shard_dims else note.start
-        holders.append(_hold(slot, island_dims, start=start, counter=note.counter))
+        hold_by_islands(slot, island_dims, start=start, counter=note.counter)
         if isinstance(slot, UncheckpointedVariable):
             continue
         collection = graph.get_collection_ref(tf.GraphKeys.GLOBAL_VARIABLES)
         collection[:] = [x for x in collection if x is not master_of(slot)]
-    return holders
 
 
-def _hold(
+def hold_by_islands(
     variable: mtf.Variable, island_dims: Sequence[mtf.Dimension], **note: Any
 ) -> mtf.Variable:
-    name, dims = f"{variable.name}/{_ISLAND}", list(island_dims)
-    plan = Plan.of(variable.graph)
+    """Gives a variable that is not lowered yet a value for each island, and returns the holder.
+
+    Each begins as the variable's value. `note` are fields of the holder's `StateNote`.
+    """
+    name, dims = f"{variable.name}/island", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
     if isinstance(variable, UncheckpointedVariable):
-        with root_scope():
-            holder: mtf.Variable = UncheckpointedVariable(
-                variable.mesh, name, shape, variable.slice_dtype
-            )
+        holder = named_state(variable.mesh, name, shape, variable.slice_dtype, checkpointed=False)
     else:
         master = master_of(variable)
         sizes = master.shape.as_list()
@@ -104,20 +81,13 @@ def _hold(
                 variable.mesh,
                 name,
                 saved,
-                _unstacked_as(variable.dtype),
+                unstacked_as(variable.dtype),
                 initializer=initial,
                 trainable=False,
             ).operation
         if is_cut:
             give_value(holder, shape)
         note_state(holder, num_shard_dims=len(dims), is_mean=True, **note)
-    keep_unstacked(variable, _unstacked_as(variable.dtype))
-    plan.part(Islands).hold(variable, holder)
+    keep_unstacked(variable, unstacked_as(variable.dtype))
+    Plan.of(variable.graph).part(Islands).hold(variable, holder)
     return holder
-
-
-def _unstacked_as(dtype: mtf.VariableDType) -> mtf.VariableDType:
-    """Returns the same dtype, different from all others for Mesh-TF's autostack."""
-    result = mtf.VariableDType(dtype.master_dtype, dtype.slice_dtype, dtype.activation_dtype)
-    result.unstacked = id(result)
-    return result

@@ -10,9 +10,8 @@ from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.state.restoring import note_state
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, state_variable
+from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, named_state
 from mtf_gradsync.step import Gate, WriteInPlace
 
 
@@ -20,8 +19,8 @@ class DirectUpdate(NamedTuple):
     """The condition for an update with this step's gradients, without accumulators.
 
     Attributes:
-      holds: a boolean mtf scalar, true only if all accumulators are zero, nothing is skipped and
-        an update is due.
+      holds: a boolean scalar, true only if all accumulators are zero, no shard is skipped and an
+        update is due.
       skipped: boolean `[shard dims...]`, the shards whose gradients count as zeros if `holds` is
         false, except gradients that are reduced already.
     """
@@ -49,44 +48,42 @@ class Accumulators:
         """Finds or makes the accumulators, `<variable>/gradient_accumulator`.
 
         Args:
-          gradients: per-shard or reduced gradients; None gets no accumulator.
+          gradients: per-shard or reduced gradients.
           slots: where new accumulators are recorded.
           dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          is_share: whether a shard adds 1/num_shards of its own gradient (see `StateNote`).
-          counter: name of the variable that counts the additions.
+          is_share: as in `StateNote`.
+          counter: as in `StateNote`.
         """
         self._given = gradients
         self._variables: list[mtf.Variable] = []
         self._grads: list[mtf.Tensor] = []
-        self._add: WriteInPlace | None = None
+        self._written: list[mtf.Operation] = []
         self._added_unless: _AddUnless | None = None
         self._taken: Sequence[mtf.Tensor] = ()
-        before = set(gradients.graph.all_variables)
         for grad, variable in zip(gradients.present, gradients.owners):
             wide = dtype or (grad.dtype if grad.dtype.size >= 4 else tf.float32)
-            name = f"{variable.name}/{ACCUMULATOR}"
-            accumulator = state_variable(
-                variable.mesh, name, grad.shape, wide, checkpointed, stacked=False
+            accumulator = named_state(
+                variable.mesh,
+                f"{variable.name}/{ACCUMULATOR}",
+                grad.shape,
+                wide,
+                checkpointed,
+                in_scope=True,
+                # Without shard dims too: the checkpoint may come from a mesh with shards.
+                num_shard_dims=grad.shape.ndims - variable.shape.ndims,
+                is_share=is_share,
+                counter=counter,
             )
-            if accumulator not in before:
-                slots.record([accumulator], [variable], tf.get_variable_scope().name)
-                if checkpointed:
-                    # Without shard dims too: the checkpoint may come from a mesh with shards.
-                    dims = grad.shape.ndims - variable.shape.ndims
-                    note_state(accumulator, num_shard_dims=dims, is_share=is_share, counter=counter)
+            slots.record([accumulator], [variable], tf.get_variable_scope().name)
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
-        """Adds this step's gradients to the accumulators.
+        """Adds this step's gradients, and returns the gate that all writes of the step wait for.
 
-        Args:
-          step: the step that is being built.
-          direct: the condition for skipping the accumulators, if updates are due on most steps.
-
-        Returns:
-          The gate that all writes of the step are to wait for.
+        With `direct`, for programs with updates on most steps, it adds them only if `direct.holds`
+        is false.
         """
         step.write_state()
         for variable in self._variables:
@@ -98,8 +95,8 @@ class Accumulators:
             return step.gate(self._added_unless.outputs)
         gate = step.gate(self._grads)
         # Mesh-TF's assign_add_slice (0.1.21) reads, adds and assigns: two passes.
-        self._add = WriteInPlace(self._variables, self._grads, tf.assign_add, "accumulate")
-        step.write([self._add], gate)
+        self._written = [WriteInPlace(self._variables, self._grads, tf.assign_add, "accumulate")]
+        step.write(self._written, gate)
         return gate
 
     def take_when(
@@ -110,26 +107,14 @@ class Accumulators:
         counts_every_step: bool,
         divisor: mtf.Tensor | None,
     ) -> GradientSet:
-        """Opens the branch with the update, and reads the sums there.
+        """Opens the branch with the update, where `due`, and returns the sums to reduce there.
 
-        Args:
-          due: a boolean mtf scalar, the same on all processors.
-          step: the step that is being built.
-          gate: the gate that `add` returned.
-          counts_every_step: as for `StepBuilder.only_when`.
-          divisor: the divisor of the reduced sums; None for one.
-
-        Returns:
-          The sums, this step's gradients included, in form `PENDING`, to be cast to the dtypes of
-          the gradients after the reduction.
+        They include this step's gradients. Reduced, they are divided by the divisor and have the
+        dtypes of the gradients. `gate` is from `add`.
         """
-        behind = [self._add] if self._add else []
-        is_call = self._added_unless is None
-        step.only_when(due, gate, behind, is_call, counts_every_step, self._clear)
-        if self._added_unless is not None:
-            self._taken = self._added_unless.outputs
-        else:
-            self._taken = step.value_after(self._variables, ())
+        unless = self._added_unless
+        step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
+        self._taken = unless.outputs if unless else step.value_after(self._variables, ())
         dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
         return self._given.with_present(self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes)
 
@@ -154,8 +139,7 @@ class ZerosWhere(StageOperation):
     """Replaces gradients by zeros if they are skipped, all of them or those of some shards."""
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
-        shapes, dtypes = [g.shape for g in grads], [g.dtype for g in grads]
-        super().__init__([*grads, skip], shapes, "zeros_where", dtypes)
+        super().__init__([*grads, skip], [g.shape for g in grads], "zeros_where")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
@@ -168,10 +152,7 @@ class ZerosWhere(StageOperation):
 def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     """Replaces skipped gradients by zeros, NaNs included.
 
-    Args:
-      gradients: gradients, per shard if skip has shard dims; then those that are reduced already
-        do not change.
-      skip: boolean, a scalar or of shape `[shard dims...]`, one shard a processor.
+    `skip` is a boolean scalar for all gradients, or `[shard dims...]` for those per shard.
     """
     reduced = gradients.already_reduced if skip.shape.dims else ()
     own = [None if i in reduced else g for i, g in enumerate(gradients.grads)]
@@ -190,11 +171,7 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(StageOperation):
-    """Returns gradients as they are, or adds them to accumulators and returns the sums.
-
-    Attributes:
-      variables: the accumulators.
-    """
+    """Returns gradients as they are, or adds them to accumulators and returns the sums."""
 
     def __init__(
         self,

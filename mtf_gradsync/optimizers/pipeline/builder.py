@@ -18,10 +18,8 @@ from mtf_gradsync.optimizers.pipeline.dtypes import finished, in_dtypes_of
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
-from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_gradients, warn_of_unused
+from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.state import Compression
 from mtf_gradsync.step import Plan, built, gated_update, values_after
 
 
@@ -45,46 +43,31 @@ class StepBuilder(StepConditions):
         slots: SlotBook,
         arguments: OwnArguments,
     ):
-        """Describes the step; builds nothing.
+        """Describes the step of wrappers, from the outside in, around `opt`; builds nothing.
 
-        Args:
-          segments: the wrappers' stages, from the outside in.
-          opt: the inner optimizer.
-          takes_pending: whether the inner optimizer takes gradients that are not reduced.
-          partition: how updates are sharded; None if they are not.
-          slots: where new slots are recorded.
-          arguments: more arguments for the inner optimizer's `apply_grads`.
+        `takes_pending` says whether opt takes gradients that are not reduced; `arguments` are more
+        arguments for its `apply_grads`.
         """
         super().__init__()
         self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
+        self._stages = [stage for segment in segments for stage in segment.stages]
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
         self._notes: list[Callable[[], None]] = []
         # Stages, not built yet, that need reduced gradients and not parts.
-        self._wants_reduced: list[Stage] = []
-        self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
-        self._reduced_before: frozenset[mtf.Variable] = frozenset()
-        self._used_strategies: list[Strategy] = []
+        self._wants_reduced = [stage for stage in self._stages if stage.wants_reduced]
+        self._by_strategy = StrategyReductions(slots)
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
         self.reduced: Reduced | None = None
-        self.compressions: list[Compression] = []
+        self.compressions = self._by_strategy.compressions
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
         self._shown_after: list[mtf.Operation] = []
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
-        """Builds the step.
-
-        Args:
-          gradients: the gradients that the outermost wrapper received.
-
-        Returns:
-          The operations of the step.
-        """
+        """Returns the operations of the step, from the gradients for the outermost wrapper."""
         self.plan = Plan.of(gradients.graph)
-        stages = [stage for segment in self._segments for stage in segment.stages]
-        self._wants_reduced = [stage for stage in stages if stage.wants_reduced]
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -104,16 +87,16 @@ class StepBuilder(StepConditions):
             self.write_state()
             gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
-            updates = self._updates(gradients, stages)
+            updates = gated_update(lambda: self._update(gradients, self._stages), gradients.grads)
             self.add(updates)
-            for stage in sorted(reversed(stages), key=lambda stage: stage.reads_shown):
+            for stage in sorted(reversed(self._stages), key=lambda stage: stage.reads_shown):
                 self.add(stage.after_update(updates, self))
         (operations,) = self._lists
-        for stage in reversed(stages):
+        for stage in reversed(self._stages):
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()
-        warn_of_unused(self._segments, self._used_strategies)
+        self._by_strategy.warn_of_unused(self._segments)
         return operations
 
     @property
@@ -128,15 +111,11 @@ class StepBuilder(StepConditions):
         self._notes.append(note)
 
     def show(
-        self,
-        shown: Mapping[mtf.Variable, mtf.Variable],
-        writes: Sequence[mtf.Operation],
+        self, shown: Mapping[mtf.Variable, mtf.Variable], writes: Sequence[mtf.Operation]
     ) -> None:
-        """Makes `value_after` of later stages return the values of other variables.
+        """Makes `value_after` of later stages read other variables, after `writes` of them.
 
-        Args:
-          shown: for each variable the one to read instead.
-          writes: operations of the step that write these.
+        `shown` has for each variable the one to read instead.
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
@@ -145,12 +124,10 @@ class StepBuilder(StepConditions):
         """Writes the strategies' new state after the reductions so far.
 
         The builder calls it for the update; a stage that adds up reduced gradients calls it itself.
-
-        Args:
-          when: makes a boolean scalar, the same on all processors, whether the sums are used: if
-            not, the state does not change. None if they are always used.
+        `when` makes a boolean scalar, the same on all processors: if it is false, the sums are not
+        used, and the state does not change.
         """
-        state, self._new_state = self._new_state, []
+        state, self._by_strategy.new_state = self._by_strategy.new_state, []
         if not state:
             return
 
@@ -166,55 +143,43 @@ class StepBuilder(StepConditions):
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
         """Reduces gradients over the mesh, to parts if updates are sharded.
 
-        They are not in parts if a later stage `wants_reduced`.
-
-        Args:
-          gradients: gradients in any form.
-          reduction: how to reduce them, unless updates are sharded.
-
-        Returns:
-          The set in form `REDUCED` or `PART`, divided by its divisor, in its dtypes.
+        They are not in parts if a later stage `wants_reduced`. The result is divided by the
+        divisor of the set, in its dtypes. For parts, the partition says how to reduce.
         """
-        in_parts = self._partition is not None and not self._wants_reduced
-        if gradients.form is (Form.PART if in_parts else Form.REDUCED):
+        partition = None if self._wants_reduced else self._partition
+        if gradients.form is (Form.PART if partition else Form.REDUCED):
             return gradients
-        if self._partition is None or not in_parts:
-            return finished(self.reduce_now(gradients, reduction), self._opt)
-        axes, strategy, shape_of, name = self._partition
-        shapes = [shape_of(v) or v.shape for v in gradients.owners]
         given = gradients.present
-        gradients = self._by_strategy(gradients, Reduction(strategy, axes.batch_dims, axes, name))
-        sources, parts = scatter_gradients(
-            gradients.present, gradients.owners, shapes, axes, strategy
-        )
-        sources = [s if x is y else x for x, y, s in zip(given, gradients.present, sources)]
-        self._note(sources, parts, strategy)
-        return finished(gradients.with_present(parts, Form.PART), self._opt)
+        if partition is None:
+            strategy = reduction.strategy
+            gradients = self.reduce_now(gradients, reduction)
+        else:
+            axes, strategy, shape_of, name = partition
+            own = Reduction(strategy, axes.batch_dims, axes, name)
+            gradients = self._by_strategy.reduce(gradients, own)
+            unscattered = gradients.present
+            shapes = [shape_of(v) or v.shape for v in gradients.owners]
+            sources, parts = scatter_gradients(
+                unscattered, gradients.owners, shapes, axes, strategy
+            )
+            given = [s if x is y else x for x, y, s in zip(given, unscattered, sources)]
+            gradients = gradients.with_present(parts, Form.PART)
+        if self.reduced is None:
+            self.reduced = Reduced(given, gradients.present, self.plan.open_branch, strategy)
+        return finished(gradients, self._opt)
 
     def reduce_now(
         self, gradients: GradientSet, reduction: Reduction, extra: bool = False
     ) -> GradientSet:
-        """Reduces gradients over the mesh, never to parts, without division and casts."""
-        given = gradients.present
-        if not given:
-            return gradients
-        gradients = self._by_strategy(gradients, reduction, extra)
-        dims = dims_to_sum(gradients.present, gradients.owners)
-        strategy = reduction.strategy
-        sums = SumGradients(gradients.present, dims, strategy, reduction.batch_dims).outputs
-        self._note(given, sums, strategy)
-        return gradients.with_present(sums, Form.REDUCED)
+        """Reduces gradients over the mesh, never to parts, without division and casts.
 
-    def reduce_extra(self, values: GradientSet, reduction: Reduction) -> GradientSet:
-        """`reduce_now` for values that are not the step's gradients.
-
-        What a strategy keeps for it has names of its own where one keeps state for the gradients.
+        `extra` is for values that are not the step's gradients: a strategy may keep state for both,
+        under names of their own.
         """
-        first, before = self.reduced, self._reduced_before
-        self._reduced_before = frozenset()
-        values = self.reduce_now(values, reduction, extra=True)
-        self.reduced, self._reduced_before = first, before
-        return values
+        gradients = self._by_strategy.reduce(gradients, reduction, extra)
+        dims = dims_to_sum(gradients.present, gradients.owners)
+        operation = SumGradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
+        return gradients.with_present(operation.outputs, Form.REDUCED)
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
@@ -244,10 +209,7 @@ class StepBuilder(StepConditions):
                 mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
                 warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
             some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
-            # The step's first reduction is that of all gradients.
-            first = self.reduced
             reduced = list(self.reduce_now(some, reduction).grads)
-            self.reduced = first
         others = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
         shards = split_into_shards(others, axes, strategy, accept_summed=stage.mixed != "refuse")
@@ -260,50 +222,24 @@ class StepBuilder(StepConditions):
             self.per_shard = result
         return result
 
-    def _by_strategy(
-        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
-    ) -> GradientSet:
-        """Reduces gradients by `Strategy.reduce_gradients`, if the strategy has it."""
-        if gradients.form.is_reduced or not reduction.reduces_gradients:
-            return gradients
-        done = reduce_gradients(gradients, reduction, self._slots, self._reduced_before, extra)
-        self._used_strategies.append(reduction.strategy)
-        self._reduced_before |= done.owners
-        self._new_state += done.new_state
-        self.compressions += done.compressions
-        return done.gradients
-
-    def _updates(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
-        """Makes the inner optimizer's update and what stages add around it, after a gate."""
-
-        def apply_inner(given: GradientSet) -> list[mtf.Operation]:
-            before = set(given.graph.all_variables)
-            args, kwargs = self._arguments
-            updates = self._opt.apply_grads(
-                list(given.grads), list(given.variables), *args, **kwargs
+    def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
+        """Makes the inner optimizer's update, and the stages' around it, the first outermost."""
+        if stages:
+            first, *others = stages
+            return first.update(gradients, self, lambda given: self._update(given, others))
+        before = set(gradients.graph.all_variables)
+        args, kwargs = self._arguments
+        updates = self._opt.apply_grads(
+            list(gradients.grads), list(gradients.variables), *args, **kwargs
+        )
+        if updates is None:
+            raise TypeError(
+                f"apply_grads of {self._opt!r} must return a list of mtf operations, got None. "
+                "Return an empty list for no operations."
             )
-            if updates is None:
-                raise TypeError(
-                    f"apply_grads of {self._opt!r} must return a list of mtf operations, got None. "
-                    "Return an empty list for no operations."
-                )
-            inside = getattr(self._opt, "variables", None)
-            updates = built(updates)
-            known = {*before, *(inside() if callable(inside) else ())}
-            created = [v for v in given.graph.all_variables if v not in known]
-            self._slots.record(created, given.variables, tf.get_variable_scope().name)
-            return updates
-
-        def around(stage: Stage, inner: Callable[[GradientSet], list[mtf.Operation]]) -> Any:
-            return lambda given: stage.update(given, self, inner)
-
-        make: Callable[[GradientSet], list[mtf.Operation]] = apply_inner
-        for stage in reversed(stages):
-            make = around(stage, make)
-        return gated_update(lambda: make(gradients), gradients.grads)
-
-    def _note(
-        self, parts: Sequence[mtf.Tensor], sums: Sequence[mtf.Tensor], strategy: Strategy
-    ) -> None:
-        if self.reduced is None:
-            self.reduced = Reduced(list(parts), list(sums), self.plan.open_branch, strategy)
+        inside = getattr(self._opt, "variables", None)
+        updates = built(updates)
+        known = {*before, *(inside() if callable(inside) else ())}
+        created = [v for v in gradients.graph.all_variables if v not in known]
+        self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
+        return updates

@@ -41,30 +41,19 @@ class StepConditions:
     ) -> None:
         """Opens a branch: all later operations of the pipeline run on some steps only.
 
-        Inside another branch, they run on steps where both conditions hold.
-
-        Args:
-          due: a boolean scalar, the same on all processors.
-          gate: the point of the step that the branch waits for; None inside another branch.
-          behind: operations of the step that the branch waits for, too.
-          as_call: as for `Conditional`.
-          counts_every_step: whether steps without an update advance the global step, too.
-          at_end: makes the last operations of the branch, which run even if the condition of a
-            branch inside does not hold.
+        Inside another branch, they run on steps where both conditions hold. With
+        `counts_every_step`, steps without an update advance the global step, too. The other
+        arguments are those of `branch_when`.
         """
         if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(due, tf.int32)
         self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
 
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
-        """Returns a boolean of gradients that is the same on all processors of the mesh.
+        """Returns whether a boolean scalar is true on all islands, or with `by_any` on one of them.
 
         Stages use it if a decision depends on gradients, as inside `OuterOptimizer` each island has
-        its own.
-
-        Args:
-          holds: a boolean scalar, the same on the processors of an island.
-          by_any: whether it has to be true on any island, in place of all of them.
+        its own. Without islands it is the scalar itself.
         """
         return holds if self.agree is None else self.agree(holds, by_any)
 
@@ -73,7 +62,7 @@ class StepConditions:
         self,
         due: mtf.Tensor,
         gate: Gate | None,
-        behind: Sequence[mtf.Operation],
+        behind: Sequence[mtf.Operation] = (),
         as_call: bool = False,
         at_end: Callable[[], Sequence[mtf.Operation]] = list,
     ) -> Iterator[None]:
@@ -84,7 +73,8 @@ class StepConditions:
           gate: the point of the step that the branch waits for; None inside another branch.
           behind: operations of the step that the branch waits for, too.
           as_call: as for `Conditional`.
-          at_end: as for `only_when`.
+          at_end: makes the last operations of the branch, which run even if the condition of a
+            branch inside does not hold.
         """
         branch = Branch(self.plan)
         self._lists.append(branch.updates)
@@ -98,7 +88,8 @@ class StepConditions:
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
     ) -> None:
         """Adds operations that run on some steps only, without a branch for later ones."""
-        self.add(Conditional(due, gate, Branch(self.plan, make), [], as_call=False).updates)
+        with self.branch_when(due, gate):
+            self.add(make())
 
     def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
         """Makes a gate for tensors and all reads; None inside a branch, which waits itself."""

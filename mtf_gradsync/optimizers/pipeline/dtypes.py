@@ -10,15 +10,7 @@ from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 
 
 def finished(gradients: GradientSet, opt: Any) -> GradientSet:
-    """Divides reduced gradients by their divisor, and casts them to their dtypes.
-
-    Args:
-      gradients: reduced gradients.
-      opt: the inner optimizer.
-
-    Returns:
-      The set, without divisor and dtypes.
-    """
+    """Returns reduced gradients divided by their divisor, in their dtypes, for an optimizer."""
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
         return gradients

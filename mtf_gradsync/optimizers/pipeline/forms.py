@@ -35,8 +35,8 @@ class GradientSet:
 
     Attributes:
       grads: for each variable its gradient, or None; at least one is not None.
-      variables: the mesh variables; for `StepBuilder.reduce_extra` also `Piece`s of them.
-      form: their form.
+      variables: the mesh variables; `StepBuilder.reduce_now` with `extra` takes `Piece`s, too.
+      form: the form of all gradients.
       divisor: a scalar to divide the reduced gradients by; None for one.
       dtypes: for each gradient the dtype to cast the reduced one to; None for its own.
       already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of those that
@@ -78,13 +78,7 @@ class GradientSet:
     def with_grads(
         self, grads: Sequence[mtf.Tensor | None], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """The same set with other gradients.
-
-        Args:
-          grads: for each variable a gradient, or None.
-          form: their form; None for the form of this set.
-          **others: other fields to replace.
-        """
+        """The same set with other gradients, of this form if None is given, and other fields."""
         form = form or self.form
         return dataclasses.replace(self, grads=tuple(grads), form=form, **others)
 

@@ -40,11 +40,9 @@ class Traits(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """An order of two wrappers that makes no sense.
+    """An order that makes no sense; `forbids` gets the traits of outer and inner wrapper.
 
-    Attributes:
-      forbids: whether the rule applies, a function of the traits of outer and inner wrapper.
-      why: the error, with fields {outer}, {inner} and {or_else}.
+    `why` is the error, with fields {outer}, {inner} and {or_else}.
     """
 
     forbids: Callable[[Traits, Traits], bool]
@@ -136,12 +134,7 @@ def why_not(outer: Traits, inner: Traits) -> str | None:
 
 
 def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
-    """Raises ValueError if a wrapper must not be around one of the optimizers inside it.
-
-    Args:
-      outer: a wrapper.
-      inner_stack: the optimizers inside it.
-    """
+    """Raises ValueError if a wrapper must not be around one of the optimizers inside it."""
     for inner in inner_stack:
         traits = traits_of(inner)
         why = why_not(outer.traits, traits)

@@ -2,57 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence, Union
+import dataclasses
+import functools
+from typing import Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
     """A range of the numbers in each core's slice of a variable.
 
-    It can be the owner of a gradient in a `GradientSet`. A strategy's errors for it are a piece of
-    the variable's.
+    It can be the owner of a gradient in a `GradientSet`. The errors that a strategy keeps for it
+    are a piece of those of the variable.
 
     Attributes:
       variable: the variable.
       number: the number of the piece, part of names of state.
       start: the position of its first number in a slice, in row-major order.
       stop: the position after its last number.
-      shape: its shape as a mesh tensor: a dimension for each one of the variable that the layout
-        splits, then the numbers of a slice.
+      slice_shape: the shape of a core's slice of the variable.
       errors: state variables of the whole variable by name, which its pieces share.
     """
 
-    def __init__(
-        self,
-        variable: mtf.Variable,
-        number: int,
-        start: int,
-        stop: int,
-        slice_shape: Sequence[int],
-        errors: dict[str, mtf.Variable],
-    ):
-        """Describes a piece.
+    variable: mtf.Variable
+    number: int
+    start: int
+    stop: int
+    slice_shape: Sequence[int]
+    errors: dict[str, mtf.Variable]
 
-        Args:
-          variable: the variable.
-          number: the number of the piece.
-          start: the position of its first number.
-          stop: the position after its last number.
-          slice_shape: the shape of a core's slice of the variable.
-          errors: the same dictionary for all pieces of a variable.
-        """
-        self.variable, self.number, self.start, self.stop = variable, number, start, stop
-        self.errors = errors
-        dims = variable.shape.dims
-        split = [mtf.Dimension(d.name, d.size // n) for d, n in zip(dims, slice_shape)]
-        size, columns = stop - start, slice_shape[-1] if slice_shape else 1
+    @property
+    def shape(self) -> mtf.Shape:
+        """The piece as a mesh tensor: dims that the layout splits, then the numbers of a slice."""
+        dims = zip(self.variable.shape.dims, self.slice_shape)
+        split = [mtf.Dimension(d.name, d.size // n) for d, n in dims]
+        size, columns = self.stop - self.start, self.slice_shape[-1] if self.slice_shape else 1
         own = [mtf.Dimension("_rows", size)]
-        if columns > 1 and not start % columns and not size % columns:
+        if columns > 1 and not self.start % columns and not size % columns:
             # Whole rows stay a matrix, for strategies that factor it.
             own = [mtf.Dimension("_rows", size // columns), mtf.Dimension("_columns", columns)]
-        self.shape = mtf.Shape([*(d for d in split if d.size > 1), *own])
+        return mtf.Shape([*(d for d in split if d.size > 1), *own])
+
+    def cut_out(self, x: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+        """Returns the piece of a core's slice, in a shape."""
+        return tf.reshape(tf.reshape(x, [-1])[self.start : self.stop], shape)
+
+    def put_back(self, x: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        """Returns a core's slice with a new value of the piece."""
+        flat = tf.reshape(x, [-1])
+        new = tf.cast(tf.reshape(value, [-1]), x.dtype)
+        return tf.reshape(tf.concat([flat[: self.start], new, flat[self.stop :]], 0), x.shape)
 
     @property
     def name(self) -> str:
@@ -77,11 +78,8 @@ def variable_of(owner: Owner) -> mtf.Variable:
 class PieceOfState:
     """The piece of a state variable that belongs to a piece of a variable.
 
-    Attributes:
-      variable: the state variable, `[shard dims...] + variable dims`.
-      value: the piece's value, `[shard dims...] + piece dims`.
-      shape: the shape of value.
-      activation_dtype: the dtype of value.
+    The state variable has the shape `[shard dims...] + variable dims`, and `value` the shape
+    `[shard dims...] + piece dims`.
     """
 
     def __init__(self, variable: mtf.Variable, piece: Piece, shard_dims: Sequence[mtf.Dimension]):
@@ -95,7 +93,10 @@ class PieceOfState:
 
 
 class CutOut(StageOperation):
-    """Cuts pieces out of tensors of their variables' shapes, without communication."""
+    """Cuts pieces out of tensors, `[shard dims...] + variable dims`, without communication.
+
+    The mesh splits the shard dims to size 1.
+    """
 
     def __init__(
         self,
@@ -103,13 +104,6 @@ class CutOut(StageOperation):
         pieces: Sequence[Piece],
         shard_dims: Sequence[mtf.Dimension] = (),
     ):
-        """Adds the operation.
-
-        Args:
-          tensors: for each piece a tensor, `[shard dims...] + variable dims`.
-          pieces: the pieces.
-          shard_dims: dimensions that the mesh splits to size 1.
-        """
         self._pieces = list(pieces)
         shapes = [mtf.Shape([*shard_dims, *piece.shape.dims]) for piece in pieces]
         super().__init__(tensors, shapes, "cut_out")
@@ -117,21 +111,17 @@ class CutOut(StageOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-
-        def cut(x: tf.Tensor, piece: Piece, shape: list[int]) -> tf.Tensor:
-            return tf.reshape(tf.reshape(x, [-1])[piece.start : piece.stop], shape)
-
-        values = reduced_values(lowering, self.inputs)
-        shapes = [mesh_impl.slice_shape(output.shape) for output in self.outputs]
-        given = zip(values, self._pieces, shapes)
-        self.set_outputs(
-            lowering,
-            [mesh_impl.slicewise(lambda x, p=p, to=to: cut(x, p, to), x) for x, p, to in given],
-        )
+        results = []
+        for x, piece, output in zip(
+            reduced_values(lowering, self.inputs), self._pieces, self.outputs
+        ):
+            shape = mesh_impl.slice_shape(output.shape)
+            results.append(mesh_impl.slicewise(functools.partial(piece.cut_out, shape=shape), x))
+        self.set_outputs(lowering, results)
 
 
 class PutBack(StageOperation):
-    """Replaces pieces of tensors, without communication."""
+    """Replaces pieces of tensors by values as `CutOut` gives them, without communication."""
 
     def __init__(
         self,
@@ -139,29 +129,12 @@ class PutBack(StageOperation):
         values: Sequence[mtf.Tensor],
         pieces: Sequence[Piece],
     ):
-        """Adds the operation.
-
-        Args:
-          tensors: for each piece a tensor, as for `CutOut`.
-          values: the pieces' new values, as `CutOut` gives them.
-          pieces: the pieces.
-        """
         self._pieces = list(pieces)
         super().__init__([*tensors, *values], [x.shape for x in tensors], "put_back")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
-        mesh_impl = lowering.mesh_impl(self)
-
-        def put(x: tf.Tensor, value: tf.Tensor, piece: Piece) -> tf.Tensor:
-            flat = tf.reshape(x, [-1])
-            new = tf.cast(tf.reshape(value, [-1]), x.dtype)
-            return tf.reshape(tf.concat([flat[: piece.start], new, flat[piece.stop :]], 0), x.shape)
-
-        values: list[Any] = reduced_values(lowering, self.inputs)
-        count = len(self._pieces)
-        given = zip(values[:count], values[count:], self._pieces)
-        self.set_outputs(
-            lowering,
-            [mesh_impl.slicewise(lambda x, y, p=p: put(x, y, p), x, y) for x, y, p in given],
-        )
+        slicewise, count = lowering.mesh_impl(self).slicewise, len(self._pieces)
+        values = reduced_values(lowering, self.inputs)
+        given = zip(self._pieces, values[:count], values[count:])
+        self.set_outputs(lowering, [slicewise(piece.put_back, x, new) for piece, x, new in given])

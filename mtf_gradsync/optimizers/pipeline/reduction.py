@@ -38,11 +38,8 @@ class Reduction(NamedTuple):
 class Partition(NamedTuple):
     """How updates are sharded: which part of a variable each replica updates.
 
-    Attributes:
-      axes: the replica axes.
-      strategy: the reduction strategy.
-      shape_of: from a variable to the shape of its parts; None for one that is not split.
-      name: the wrapper's name.
+    `shape_of` gives the shape of a variable's parts, or None for a variable that is not split. The
+    name is the wrapper's.
     """
 
     axes: ReplicaAxes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Stage:
     """One stage of a training step; the base class passes gradients on as they are.
 
-    The builder calls the stages of a stack from the outermost wrapper to the innermost. It
+    The builder calls the stages of a stack from the outermost wrapper to the innermost, and
     converts gradients to the form that a stage takes, and then to the form that it gives.
 
     Attributes:
@@ -50,14 +50,9 @@ class Stage:
             cls.wants_reduced = vars(cls)["wants_whole"]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Does the stage's work.
+        """Returns the gradients for the next stage; may add operations and conditions to the step.
 
-        Args:
-          gradients: gradients in the form that the stage takes.
-          step: the step that is being built, to add operations and conditions to.
-
-        Returns:
-          The gradients for the next stage.
+        The gradients given are in the form that the stage takes.
         """
         del step
         return gradients
@@ -68,33 +63,17 @@ class Stage:
         step: StepBuilder,
         apply_inner: Callable[[GradientSet], list[mtf.Operation]],
     ) -> list[mtf.Operation]:
-        """Makes the inner optimizer's update, or one around it.
-
-        Args:
-          gradients: the gradients for the inner optimizer.
-          step: the step that is being built.
-          apply_inner: calls the inner optimizer.
-
-        Returns:
-          The operations of the update.
-        """
+        """Returns the operations of the update, which `apply_inner` makes from gradients."""
         del step
         return apply_inner(gradients)
 
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Adds operations after the update, on steps that have one.
+        """Returns more operations for steps with an update, to run after those of `updates`.
 
-        `step.value_after` returns the new value of a variable. The innermost wrapper's stages are
+        `step.value_after` gives the new value of a variable. The innermost wrapper's stages are
         called first, and those with `reads_shown` last.
-
-        Args:
-          updates: the operations of the update.
-          step: the step that is being built.
-
-        Returns:
-          Further operations of the step.
         """
         del updates, step
         return []
@@ -102,26 +81,13 @@ class Stage:
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Adds the last operations, on every step.
-
-        Args:
-          operations: all other operations of the step.
-          step: the step that is being built.
-
-        Returns:
-          Further operations of the step.
-        """
+        """Returns more operations for every step; `operations` are all others of the step."""
         del operations, step
         return []
 
 
 class Segment(NamedTuple):
-    """The stages of one wrapper.
-
-    Attributes:
-      stages: the stages, in the order in which gradients pass through them.
-      reduction: how the wrapper reduces gradients, with the wrapper's name.
-    """
+    """The stages of one wrapper, in the order in which gradients pass through them."""
 
     stages: Sequence[Stage]
     reduction: Reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Collection, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
@@ -26,7 +26,7 @@ _logger = logging.getLogger("mtf_gradsync")
 class _Maker(StateMaker):
     """Makes the variables of a strategy's state, and records them."""
 
-    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str = ""):
+    def __init__(self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str):
         self.name, self._if_taken = name, if_taken
         self._gradients, self._slots = gradients, slots
         self.made: list[mtf.Variable | PieceOfState] = []
@@ -45,26 +45,25 @@ class _Maker(StateMaker):
         owners = {v.name: v for v in self._gradients.variables}
         owner = owners.get(owner_of(name, owners) or "")
         piece = owner if isinstance(owner, Piece) else None
+        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
         if piece is not None and tuple(shape.dims) == tuple(piece.shape.dims) and shard_dims:
             # A piece of the variable's state, so that checkpoints do not depend on the pieces.
             if name not in piece.errors:
-                full = piece.variable.shape
-                piece.errors[name] = self._new(name, full, dtype, shard_dims, start, False)
+                full = mtf.Shape([*shard_dims, *piece.variable.shape.dims])
+                piece.errors[name] = self._new(name, full, dtype, start, note)
             made = PieceOfState(piece.errors[name], piece, shard_dims)
         else:
             name = name if piece is None else f"{name}/{piece.number}"
-            made = self._new(name, shape, dtype, shard_dims, start, begins_anew)
+            full = mtf.Shape([*shard_dims, *shape.dims])
+            if begins_anew:
+                # A checkpoint may then have it in any shape, of other shards.
+                note = {"num_shard_dims": len(full.dims), "fill": start}
+            made = self._new(name, full, dtype, start, note)
         self.made.append(made)
         return made
 
     def _new(
-        self,
-        name: str,
-        shape: mtf.Shape,
-        dtype: tf.DType,
-        shard_dims: Sequence[mtf.Dimension],
-        start: float,
-        begins_anew: bool,
+        self, name: str, shape: mtf.Shape, dtype: tf.DType, start: float, note: dict[str, Any]
     ) -> mtf.Variable:
         mesh = self._gradients.mesh
         taken = mesh.graph.name_to_variable
@@ -73,18 +72,13 @@ class _Maker(StateMaker):
             # Fragments are reduced one by one.
             others = (f"{name}/{number}" for number in itertools.count(2))
             name = next(n for n in itertools.chain([name], others) if n not in taken)
-        if name in mesh.graph.name_to_variable:
+        if name in taken:
             raise ValueError(
                 f"The graph has a variable {name!r} already: a strategy with state reduces a "
                 "gradient once in a graph. Give apply_grads all variables at once, and give two "
                 "optimizers of one graph different names and variables."
             )
-        full = mtf.Shape([*shard_dims, *shape.dims])
-        note: dict[str, Any] = {"num_shard_dims": len(shard_dims)}
-        if begins_anew:
-            # A checkpoint may then have it in any shape, of other shards.
-            note = {"num_shard_dims": len(full.dims), "fill": start}
-        made = named_state(mesh, name, full, dtype, start=start, **note)
+        made = named_state(mesh, name, shape, dtype, start=start, **note)
         self._slots.record([made], [variable_of(v) for v in self._gradients.variables])
         return made
 
@@ -93,80 +87,86 @@ class _Maker(StateMaker):
         self.compression = compression
 
 
-class ReducedGradients(NamedTuple):
-    """The result of `reduce_gradients`.
+class StrategyReductions:
+    """The reductions of one step by `Strategy.reduce_gradients`.
 
     Attributes:
-      gradients: the gradients, those that the strategy has reduced replaced by the sums.
-      owners: the variables of the reduced gradients.
-      new_state: pairs of a variable of the state and its new value.
-      compressions: the strategy's reports of bytes.
+      new_state: pairs of a variable of a strategy's state and its new value, not written yet.
+      compressions: the strategies' reports of bytes.
     """
 
-    gradients: GradientSet
-    owners: frozenset[mtf.Variable]
-    new_state: list[tuple[mtf.Variable, mtf.Tensor]]
-    compressions: list[Compression]
+    def __init__(self, slots: SlotBook):
+        self._slots = slots
+        self._used: list[Strategy] = []
+        self._reduced: set[mtf.Variable] = set()
+        self.new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
+        self.compressions: list[Compression] = []
 
+    def reduce(
+        self, gradients: GradientSet, reduction: Reduction, extra: bool = False
+    ) -> GradientSet:
+        """Reduces gradients that are pending over replica axes, if the strategy reduces gradients.
 
-def reduce_gradients(
-    gradients: GradientSet,
-    reduction: Reduction,
-    slots: SlotBook,
-    reduced_before: frozenset[mtf.Variable],
-    extra: bool = False,
-) -> ReducedGradients:
-    """Reduces gradients by `Strategy.reduce_gradients`.
+        On a mesh of one shard these are all of them, so that checkpoints of state can be moved
+        there and back. A variable's gradient is reduced once in a step.
 
-    These are the gradients that are pending over replica axes; on a mesh of one shard all of them,
-    so that checkpoints of state can be moved there and back.
+        With `extra`, the values are not the step's gradients. A strategy may keep state for both:
+        names of state end with the wrapper's where they are taken.
 
-    Args:
-      gradients: gradients that are not reduced.
-      reduction: a reduction that `reduces_gradients`.
-      slots: where variables are recorded.
-      reduced_before: variables whose gradients were reduced before in this step.
-      extra: whether these are not the step's gradients. A strategy may keep state for both: names
-        of state end with the wrapper's where they are taken.
-
-    Returns:
-      The gradients and the state.
-
-    Raises:
-      ValueError: the mesh is not known, or the graph has a variable of a state's name.
-      TypeError: the strategy's state is not a structure of variables that its maker made.
-    """
-    axes = reduction.axes
-    if axes is None:
-        axes = axes_of_pipeline(
-            reduction.name, "the cores that gradients are reduced over", reduction.batch_dims
+        Raises:
+          ValueError: the mesh is not known, or the graph has a variable of a state's name.
+          TypeError: the strategy's state is not a structure of variables that its maker made.
+        """
+        if gradients.form.is_reduced or not reduction.reduces_gradients:
+            return gradients
+        strategy, axes = reduction.strategy, reduction.axes
+        if axes is None:
+            axes = axes_of_pipeline(
+                reduction.name, "the cores that gradients are reduced over", reduction.batch_dims
+            )
+        self._used.append(strategy)
+        sums: dict[mtf.Variable, mtf.Tensor] = {}
+        before = frozenset() if extra else self._reduced
+        for shard_dims, pairs in _sets(gradients, axes, before).items():
+            variables, given = [v for v, _ in pairs], [g for _, g in pairs]
+            some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
+            if_taken = reduction.name if extra else ""
+            maker = _Maker(gradients, "/".join([reduction.name, *some]), self._slots, if_taken)
+            described = [
+                GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
+                for g, v in zip(given, variables)
+            ]
+            state = strategy.gradient_state(described, maker)
+            _check_state(state, maker.made, strategy)
+            made = ReduceGradients(given, variables, shard_dims, axes, strategy, state)
+            sums.update(zip(variables, made.sums))
+            for held, value in made.new_state:
+                is_piece = isinstance(held, PieceOfState)
+                pair = (held.variable, held.put_back(value)) if is_piece else (held, value)
+                self.new_state.append(pair)
+            if maker.compression is not None:
+                self.compressions.append(maker.compression)
+                _log(reduction, maker.compression)
+        if not extra:
+            self._reduced.update(sums)
+        return gradients.with_grads(
+            [sums.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
         )
-    replaced: dict[mtf.Variable, mtf.Tensor] = {}
-    new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
-    compressions: list[Compression] = []
-    for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
-        variables, given = [v for v, _ in pairs], [g for _, g in pairs]
-        some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
-        if_taken = reduction.name if extra else ""
-        maker = _Maker(gradients, "/".join([reduction.name, *some]), slots, if_taken)
-        described = [
-            GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
-            for g, v in zip(given, variables)
-        ]
-        state = reduction.strategy.gradient_state(described, maker)
-        _check_state(state, maker.made, reduction.strategy)
-        made = ReduceGradients(given, variables, shard_dims, axes, reduction.strategy, state)
-        replaced.update(zip(variables, made.sums))
-        for held, value in made.new_state:
-            is_piece = isinstance(held, PieceOfState)
-            new_state.append((held.variable, held.put_back(value)) if is_piece else (held, value))
-        if maker.compression is not None:
-            compressions.append(maker.compression)
-            _log(reduction, maker.compression)
-    grads = [replaced.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
-    return ReducedGradients(
-        gradients.with_grads(grads), frozenset(replaced), new_state, compressions
-    )
+
+    def warn_of_unused(self, segments: Sequence[Segment]) -> None:
+        """Warns of strategies of wrappers that would reduce gradients, but had none to reduce."""
+        for segment in segments:
+            strategy = segment.reduction.strategy
+            if segment.reduction.reduces_gradients and strategy not in self._used:
+                warn_once(
+                    f"unused {segment.reduction.name}",
+                    "No gradients are reduced by %s, the reducer of %s: another wrapper of its "
+                    "stack, %s, reduces them. Give it to the outermost wrapper that reduces, and "
+                    "to ShardedUpdateOptimizer if updates are sharded.",
+                    type(strategy).__name__,
+                    segment.reduction.name,
+                    [one.reduction.name for one in segments],
+                )
 
 
 def _log(reduction: Reduction, compression: Compression) -> None:
@@ -182,7 +182,7 @@ def _log(reduction: Reduction, compression: Compression) -> None:
 
 
 def _sets(
-    gradients: GradientSet, axes: ReplicaAxes, reduced_before: frozenset[mtf.Variable]
+    gradients: GradientSet, axes: ReplicaAxes, reduced_before: Collection[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
     """Returns gradients to reduce and their variables, by the shard dims to reduce over."""
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
@@ -191,9 +191,8 @@ def _sets(
         is_sum = is_pending or any(d not in variable.shape.dims for d in grad.shape.dims)
         # A gradient that the layout splits over a replica axis has no sum over that axis.
         shard_dims = axes.free_shard_dims(variable.shape)
-        if variable in reduced_before:
-            continue
-        if axes.num_shards == 1 or (is_sum and shard_dims):
+        takes_part = axes.num_shards == 1 or (is_sum and shard_dims)
+        if takes_part and variable not in reduced_before:
             found.setdefault(shard_dims, []).append((variable, grad))
     return found
 
@@ -207,24 +206,3 @@ def _check_state(
             f"{type(strategy).__name__}.gradient_state must return the variables that its maker "
             f"made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
         )
-
-
-def warn_of_unused(segments: Sequence[Segment], used: Sequence[Strategy]) -> None:
-    """Warns of strategies with `reduce_gradients` that no gradients of a step were reduced by.
-
-    Args:
-      segments: the wrappers of the step's stack.
-      used: the strategies that have reduced gradients.
-    """
-    for segment in segments:
-        strategy = segment.reduction.strategy
-        if segment.reduction.reduces_gradients and strategy not in used:
-            warn_once(
-                f"unused {segment.reduction.name}",
-                "No gradients are reduced by %s, the reducer of %s: another wrapper of its stack, "
-                "%s, reduces them. Give it to the outermost wrapper that reduces, and to "
-                "ShardedUpdateOptimizer if updates are sharded.",
-                type(strategy).__name__,
-                segment.reduction.name,
-                [one.reduction.name for one in segments],
-            )

@@ -2,8 +2,8 @@
 
 An inner optimizer updates one variable after the other, and Mesh-TF reduces each sum (a mean of
 squares, a norm) where it is first used: that makes hundreds of small messages for Adafactor. Here
-each operation has a level, the number of reductions that it has to wait for. Operations are sorted
-by level, for all variables together, so that the sums of one level are reduced together.
+operations are sorted by level, the number of reductions that they wait for, and the sums of one
+level are reduced together.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from mtf_gradsync.step import Plan
 
 
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
-    """Reduces sums together that do not depend on each other.
+    """Moves operations to the end of their graph, so that independent sums are reduced together.
 
-    Args:
-      operations: operations of one graph, each after those that it depends on, and with all
-        operations that use their outputs. They are moved to the end of the graph, in a new order.
-      axes: the replica axes.
-      strategy: the reduction strategy.
+    Each of them comes after those that it depends on, and no other operation uses their outputs.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))
     flow = Flow(graph, (), Layout.of(axes), sums)
     pending = [t for t in sums if t in flow.axes and not flow.is_derived(t)]
     level_of: dict[mtf.Operation, int] = {}
-    tensor_level: dict[mtf.Tensor, int] = {}
     for operation in operations:
         level = 0
         is_pending = any(t in flow.axes for t in operation.outputs)
@@ -41,9 +36,8 @@ def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy:
             waits = source in flow.axes and (
                 not is_pending or source in flow.forced.get(operation, ())
             )
-            level = max(level, tensor_level.get(source, 0) + waits)
+            level = max(level, level_of.get(source.operation, 0) + waits)
         level_of[operation] = level
-        tensor_level.update((t, level) for t in operation.outputs)
     # Mesh-TF runs assignments last in any case; they keep their order.
     last = max(level_of.values()) + 1
     order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else level_of[op])

@@ -62,30 +62,27 @@ class _UpdateParts(Stage):
         del step
         wrapper = self._wrapper
         shape_of = wrapper.partition().shape_of
-        parts: dict[mtf.Variable, PartOfVariable] = {}
-        inner = list(gradients.variables)
-        for index, (grad, variable) in enumerate(zip(gradients.grads, gradients.variables)):
-            shape = shape_of(variable) if grad is not None else None
-            if shape is not None:
-                inner[index] = parts[variable] = wrapper._part(variable, shape)
+        shapes = {v: shape_of(v) for v in gradients.owners}
+        parts = {v: wrapper._part(v, shape) for v, shape in shapes.items() if shape is not None}
+        inner = tuple(parts.get(v, v) for v in gradients.variables)
         graph = gradients.graph
         before = set(graph.operations)
-        updates = apply_inner(dataclasses.replace(gradients, variables=tuple(inner)))
+        updates = apply_inner(dataclasses.replace(gradients, variables=inner))
         made = [op for op in graph.operations if op not in before and isinstance(op, mtf.Variable)]
         # The layout splits slots of a part's shape already.
-        names = [v.name for v in parts]
-        unsplit = [
-            s
+        by_name = {v.name: v for v in parts}
+        unsplit = {
+            s: by_name[owner]
             for s in made
-            if owner_of(s.name, names)
+            if (owner := owner_of(s.name, by_name))
             and wrapper.axes.free_shard_dims(s.shape) == wrapper.axes.shard_dims
-        ]
+        }
         min_size = max(wrapper._min_size, slots.MIN_GATHERED_SIZE)
         gathers = slots.partition_slots(
-            unsplit, updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
+            list(unsplit), updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
         )
-        owners = {owner_of(s.name, names) for s in unsplit} if gathers else set()
-        wrapper._with_gathered_slots.update(v for v in parts if v.name in owners)
+        if gathers:
+            wrapper._with_gathered_slots.update(unsplit.values())
         assign_gathered(updates, parts)
         log_savings(wrapper.name, wrapper.axes, made, list(parts), gradients.owners)
         first = [*made, *gathers]
@@ -206,8 +203,7 @@ class ShardedUpdateOptimizer(Wrapper):
     def _replicas_share_updates(self) -> bool:
         """Returns whether the program's mesh makes one update for all replicas of a variable.
 
-        `placement_mesh_impl` does so on devices of one memory, and keeps one copy of the slots:
-        there, parts would only add operations.
+        `placement_mesh_impl` does so on devices of one memory: parts would only add operations.
         """
         key = mesh_key(self.axes.mesh_shape, self.axes.layout)
         impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]

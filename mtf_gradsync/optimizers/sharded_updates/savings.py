@@ -22,12 +22,7 @@ def log_savings(
 ) -> None:
     """Logs how many bytes of slots a core holds, and whether that saves much memory.
 
-    Args:
-      name: the name of the wrapper.
-      axes: the replica axes.
-      slots: the slots that the inner optimizer has made.
-      split: the variables of which each replica updates its part.
-      variables: all variables that are updated.
+    `split` are those of the variables of which each replica updates its part.
     """
     if not slots and not split:
         return

@@ -21,14 +21,8 @@ def shape_of_part(
     name of the shard dim. It is the first unsplit dimension whose size the axis divides, because
     parts along the first dimension are contiguous in memory. Sizes and order do not change.
 
-    Args:
-      shape: the shape of the variable.
-      axes: the replica axes.
-      fixed_dims: names of dimensions that cannot be renamed.
-      min_size: variables of fewer elements are not split.
-
-    Returns:
-      The new shape; `shape` itself if the variable cannot be split.
+    Variables of fewer elements than `min_size` keep their shape, and dimensions with a name in
+    `fixed_dims` their name.
     """
     if shape.size < min_size:
         return shape
@@ -51,13 +45,8 @@ def fills_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
     dimensions that takes fewer tiles. A part that fills few of its tiles takes as much memory as
     the full matrix, and the compiler copies the full matrix to another layout and back.
 
-    Args:
-      full: the shape of a core's slice of the variable.
-      part: the shape of the core's part of that slice.
-
-    Returns:
-      Whether all parts together take less than twice the tiles of the full slice; true for a
-      vector.
+    `full` is the shape of a core's slice of the variable, and `part` that of the core's part of it.
+    All parts together must take less than twice the tiles of the full slice. Vectors always do.
     """
     if len(full) < 2:
         return True
@@ -79,11 +68,8 @@ class SlotShapes(NamedTuple):
 
     The first of them has the size of the mesh axis that splits the dimension, and is split over it;
     then there is one for each replica axis; the last has the remaining size. Reshaping the slot to
-    this shape moves no data.
-
-    Attributes:
-      full: the shape in which nothing splits the dimensions for the replica axes.
-      part: the same shape with the names of the shard dims, so that the layout splits them.
+    this shape moves no data. In `full` nothing splits the dimensions for the replica axes; in
+    `part` they have the names of the shard dims, so that the layout splits them.
     """
 
     full: mtf.Shape
@@ -95,15 +81,8 @@ def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotS
 
     Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take its
     place. A variable cannot be reshaped like this, because optimizers read its shape; a slot that
-    is gathered for the update can.
-
-    Args:
-      shape: the shape of the slot.
-      axes: the replica axes.
-      min_size: slots of fewer elements are not split.
-
-    Returns:
-      The shapes for the first dimension that can be split like this; None if there is none.
+    is gathered for the update can. It is the first dimension that can be split like this; the
+    result is None if there is none, or the slot has fewer elements than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:
@@ -129,17 +108,7 @@ def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotS
 def why_unsplit(
     shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
 ) -> str:
-    """Returns the reason why `shape_of_part` does not split a variable, for an error message.
-
-    Args:
-      shape: the shape of a variable that is not split.
-      axes: as for `shape_of_part`.
-      fixed_dims: as for `shape_of_part`.
-      min_size: as for `shape_of_part`.
-
-    Returns:
-      The rest of a sentence that begins with the variable's name.
-    """
+    """Returns why `shape_of_part` does not split a variable; the name goes before the words."""
     if not shape.dims:
         return "is a scalar"
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]

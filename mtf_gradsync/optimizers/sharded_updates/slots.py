@@ -27,29 +27,24 @@ def partition_slots(
     updates: Sequence[mtf.Operation],
     shapes_of: Callable[[mtf.Shape], SlotShapes | None],
 ) -> list[mtf.Operation]:
-    """Splits slots over the replicas, and gathers their full values for the update.
+    """Splits slots over the replicas, and returns operations that gather their full values.
 
-    Args:
-      slots: variables that only the update reads and writes.
-      updates: the operations that the inner optimizer returned. Their assignments are changed in
-        place.
-      shapes_of: gives the shapes to split a slot of some shape by, or None for an unsplit slot.
-
-    Returns:
-      New operations, which have to be lowered before those of the update.
+    These have to be lowered before those of the update, of which assignments are changed in place.
+    Only the update may read and write the slots. `shapes_of` gives the shapes to split a slot of
+    some shape by, or None for one that stays unsplit.
     """
     writers: dict[mtf.Variable, list[Any]] = {}
     for update in updates:
         for variable in getattr(update, "variables", ()):
             writers.setdefault(variable, []).append(update)
-    found = {
-        slot: shapes_of(slot.shape)
+    split = {
+        slot: shapes
         for slot in slots
         # Any other assignment may need the full value of the slot.
         if slot in writers
         and all(getattr(w, "assign_fn", None) in ELEMENTWISE for w in writers[slot])
+        and (shapes := shapes_of(slot.shape))
     }
-    split = {slot: shapes for slot, shapes in found.items() if shapes is not None}
     if not split:
         return []
     for update in dict.fromkeys(w for slot in split for w in writers[slot]):

@@ -20,20 +20,12 @@ _CHANGES = {mtf.assign_add_slice: operator.add, mtf.assign_sub_slice: operator.s
 class PartOfVariable(mtf.Variable):
     """Each replica's part of a variable, as a variable of the same name and dtypes.
 
-    The layout splits it, and slots of its shape, over the replica axes. The graph does not list it;
-    `assign_gathered` replaces it by the full variable in assignments.
-
-    Attributes:
-      full: the variable that it is a part of.
+    Its shape is that of the full variable with some dimensions renamed, so that the layout splits
+    it, and slots of its shape, over the replica axes. The graph does not list it; `assign_gathered`
+    replaces it by the full variable in assignments.
     """
 
     def __init__(self, full: mtf.Variable, shape: mtf.Shape):
-        """Adds the operation that takes each replica's part of the variable's value.
-
-        Args:
-          full: the variable.
-          shape: `full.shape` with some dimensions renamed.
-        """
         init_replacement(self, full, TakePart(full.value, shape).outputs[0])
         self.full = full
 
@@ -41,19 +33,14 @@ class PartOfVariable(mtf.Variable):
 def assign_gathered(
     updates: Sequence[mtf.Operation], parts: Mapping[mtf.Variable, PartOfVariable]
 ) -> None:
-    """Gathers the values that are assigned to parts, and assigns them to the full variables.
+    """Makes assignments to parts assign the gathered values to the full variables.
 
-    Args:
-      updates: the operations that an inner optimizer returned. Their assignments are changed in
-        place.
-      parts: each variable that is split, with its part.
-
-    Raises:
-      ValueError: an assigned value does not have the shape of the part.
+    `parts` has each variable that is split, with its part; a ValueError says where an assigned
+    value does not have the shape of the part.
     """
     assignments = [u for u in updates if isinstance(u, mtf.Assign)]
     for update in assignments:
-        gather_new_values(update, parts)
+        _assign_new_values(update, parts)
     # Keys are an assignment and the position of the variable in it.
     sent: dict[tuple[mtf.Assign, int], tuple[mtf.Tensor, mtf.Shape]] = {}
     for update in assignments:
@@ -84,15 +71,11 @@ def assign_gathered(
     Plan.of(assignments[0].graph).arrange(assignments)
 
 
-def gather_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
-    """Makes an assignment of changes one of new values, if it is the only one of its variables.
+def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
+    """Makes an assignment of changes assign new values, if no other one writes its variables.
 
     If changes were gathered, a TPU would apply them in the layout of the gathered tensor: its
     compiler would copy the variable to that layout and back.
-
-    Args:
-      update: an assignment to parts and to full variables, which is changed in place.
-      parts: each variable that is split, with its part.
     """
     if update.assign_fn not in _CHANGES:
         return
@@ -107,30 +90,21 @@ def gather_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVar
 class NewValues(StageOperation):
     """Computes new values of variables from the changes that an update assigns.
 
-    On placement meshes, and where other assignments write the variables too, the outputs are the
-    changes.
+    Its lowering makes the update assign the new values. On placement meshes, and where other
+    assignments write the variables too, the outputs are the changes, and the update stays.
     """
 
     def __init__(self, update: mtf.Assign):
-        """Adds the operation.
-
-        Args:
-          update: the assignment of the changes. On SIMD meshes, the lowering of this operation
-            makes it assign new values.
-        """
         self._update, self._assign_fn = update, update.assign_fn
         self._names = {v.name for v in update.variables}
-        changes = list(update.inputs)
-        inputs = [*(v.value for v in update.variables), *changes]
-        super().__init__(
-            inputs, [x.shape for x in changes], "new_values", [x.dtype for x in changes]
-        )
+        changes, values = update.inputs, [v.value for v in update.variables]
+        super().__init__([*changes, *values], [x.shape for x in changes], "new_values")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         mesh_impl = lowering.mesh_impl(self)
-        values = reduced_values(lowering, self.inputs)
-        old, results = values[: len(self.outputs)], values[len(self.outputs) :]
+        values, count = reduced_values(lowering, self.inputs), len(self.outputs)
+        results, old = values[:count], values[count:]
         assign_fn = self._assign_fn
         if is_simd(mesh_impl) and self._is_only_writer():
             change, assign_fn = _CHANGES[assign_fn], mtf.assign_slice

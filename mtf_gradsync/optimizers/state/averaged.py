@@ -19,11 +19,7 @@ class NoAveragesError(ValueError):
 
 
 def check_averages_kept() -> None:
-    """Checks that training, whose step the default graph has, keeps moving averages.
-
-    Raises:
-      NoAveragesError: the graph has no moving averages.
-    """
+    """Raises NoAveragesError if the default graph, with the step of training, has no averages."""
     variables = tf.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
         raise NoAveragesError(
@@ -35,17 +31,10 @@ def check_averages_kept() -> None:
 
 @contextlib.contextmanager
 def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
-    """Gives a checkpoint with moving averages in place of the variables.
+    """Gives the path of a copy of a checkpoint with moving averages in place of tf variables.
 
-    It is in a directory for temporary files, and is deleted when the block ends.
-
-    Args:
-      path: a checkpoint of a training that keeps averages; it is only read.
-      variables: tf variables that are to be restored, which the checkpoint will have. Those without
-        an average keep their own values.
-
-    Yields:
-      The path of the new checkpoint, with the file name of path.
+    The copy has only these variables; those without an average keep their own values. It has the
+    file name of `path`, and is deleted when the block ends.
 
     Raises:
       NoAveragesError: the checkpoint has no average of any of the variables.

@@ -44,16 +44,9 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
     j * T // S and are added up there. On fewer shards each one gets a contiguous group. On more,
     some shards get zeros and no value is changed, so that nothing is rounded.
 
-    Args:
-      value: array of shape `[shard dims...] + rest`.
-      num_shard_dims: how many dims of value number the shards; 0 for a reduced sum.
-      new_shape: the new shape: shard dims of any number and sizes, and the same rest.
-
-    Returns:
-      An array of shape new_shape and of the dtype of value.
-
-    Raises:
-      ValueError: new_shape does not end with the rest of value's shape.
+    `value` has the shape `[shard dims...] + rest`, where a reduced sum has no shard dims, and
+    `new_shape` has shard dims of any number and sizes and the same rest, or it is a ValueError. The
+    dtype does not change.
     """
     value, new_shape = np.asarray(value), tuple(new_shape)
     rest = value.shape[num_shard_dims:]

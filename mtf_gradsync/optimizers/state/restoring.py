@@ -1,8 +1,7 @@
 """Reads checkpoints of other runs: without this wrapper, or of a mesh with other shards.
 
-The shape of a wrapper's state for each shard depends on the mesh: local accumulators, and
-SyncReplicasOptimizer's counts of each replica. All other variables have the same shape on every
-mesh. A run without the wrapper has none of its state.
+Only a wrapper's state for each shard has a shape that depends on the mesh: local accumulators, and
+SyncReplicasOptimizer's counts of each replica.
 """
 
 from __future__ import annotations
@@ -48,14 +47,9 @@ class Change(NamedTuple):
 
 
 def changes(path: str, graph: tf.Graph | None = None) -> dict[str, Change]:
-    """Finds state of wrappers that a checkpoint has in another shape, or not at all.
+    """Finds state of wrappers that a checkpoint has in another shape, or not at all, by name.
 
-    Args:
-      path: a checkpoint.
-      graph: the graph to restore into, with the optimizer's state; None takes the default one.
-
-    Returns:
-      The changes, by variable name.
+    The state is that of `graph`; None takes the default one.
     """
     graph = graph or tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
@@ -146,13 +140,9 @@ def adapt_checkpoint(path: str, directory: str) -> str:
 def write_changed(
     path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
 ) -> None:
-    """Writes a copy of a checkpoint with some values changed or added.
+    """Writes a copy of a checkpoint to `target`, with new values by name.
 
-    Args:
-      path: the checkpoint to copy; it is only read.
-      target: the checkpoint to write.
-      new: new values by name.
-      only: names of values to copy; None for all.
+    It copies all other values, or those named in `only`.
     """
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     copied = sorted(set(dtypes if only is None else only) - set(new))
@@ -305,10 +295,7 @@ def note_state(variable: mtf.Variable, **how: Any) -> None:
     """Records how a variable is read from checkpoints of other runs.
 
     Savers in the graph's collection of savers follow it, once an `mtf.MtfRestoreHook` begins.
-
-    Args:
-      variable: a wrapper's variable that checkpoints have.
-      **how: fields of `StateNote` other than name.
+    `how` are fields of `StateNote` other than the name.
     """
     tf.add_to_collection(STATE_COLLECTION, StateNote(variable.name, **how))
     graph = variable.graph

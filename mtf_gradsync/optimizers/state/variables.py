@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -66,15 +68,17 @@ class UncheckpointedVariable(mtf.Variable):
 
 
 def unstacked(dtype: tf.DType, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
-    """Makes a dtype with which Mesh-TF's autostack does not stack a variable.
+    """Returns dtypes with which Mesh-TF's autostack does not stack a variable.
 
-    Stacked variables need masters; autostack (0.1.21) compares the attributes of dtypes.
-
-    Args:
-      dtype: the dtype of master and slices.
-      activation_dtype: the dtype of the value; None takes dtype.
+    Stacked variables need masters; autostack (0.1.21) compares the attributes of dtypes. Without
+    `activation_dtype`, a variable's value has the dtype of its master and slices.
     """
-    result = mtf.VariableDType(dtype, dtype, activation_dtype or dtype)
+    return unstacked_as(mtf.VariableDType(dtype, dtype, activation_dtype))
+
+
+def unstacked_as(dtype: mtf.VariableDType) -> mtf.VariableDType:
+    """Returns the same dtypes, different from all others for autostack; see `unstacked`."""
+    result = copy.copy(dtype)
     result.unstacked = id(result)
     return result
 
@@ -87,20 +91,7 @@ def scalar_state(
     stacked: bool = True,
     start: float | str = 0,
 ) -> mtf.Variable:
-    """Finds or makes a scalar of a wrapper's state, zero at the start of training.
-
-    Args:
-      mesh: the mesh.
-      name: its full name, without the current variable scope, so that a schedule in another scope
-        finds the same variable.
-      dtype: its dtype.
-      checkpointed: whether savers of global variables write it.
-      stacked: as for `state_variable`.
-      start: its value after a checkpoint that does not have it; see `StateNote`.
-
-    Returns:
-      An `mtf.Variable`.
-    """
+    """Finds or makes a scalar of a wrapper's state; arguments are those of `named_state`."""
     return named_state(mesh, name, mtf.Shape([]), dtype, checkpointed, stacked, start=start)
 
 
@@ -112,60 +103,35 @@ def named_state(
     checkpointed: bool = True,
     stacked: bool = False,
     start: float | str = 0,
+    in_scope: bool = False,
     **note: Any,
 ) -> mtf.Variable:
-    """Finds or makes a variable of a wrapper's state, with the same name in any variable scope.
+    """Finds or makes a variable of a wrapper's state, which is not trained.
 
     Args:
       mesh: the mesh.
-      name: its full name.
-      shape: its shape.
-      dtype: its dtype.
-      checkpointed: as for `state_variable`.
-      stacked: as for `state_variable`.
-      start: its first value if that is a number, else zero; and its value after a checkpoint that
-        does not have it, see `StateNote`.
-      **note: other fields of `StateNote`.
-
-    Returns:
-      An `mtf.Variable`.
-    """
-    initial = 0 if isinstance(start, str) else start
-    with root_scope():
-        result = state_variable(mesh, name, shape, dtype, checkpointed, stacked, initial)
-    if checkpointed:
-        note_state(result, start=start, **note)
-    return result
-
-
-def state_variable(
-    mesh: mtf.Mesh,
-    name: str,
-    shape: mtf.Shape,
-    dtype: tf.DType,
-    checkpointed: bool = True,
-    stacked: bool = True,
-    start: float = 0,
-) -> mtf.Variable:
-    """Finds or makes a variable that is not trained, zero or another number at the start.
-
-    Args:
-      mesh: the mesh.
-      name: name in the current variable scope.
+      name: its full name, so that code in any variable scope finds the same variable.
       shape: its shape.
       dtype: its dtype, of master, slices and activations.
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
       stacked: whether Mesh-TF's autostack may put it into one variable with others.
-      start: its first value, if it is checkpointed.
-
-    Returns:
-      An `mtf.Variable`.
+      start: its first value if that is a number, else zero; and its value after a checkpoint that
+        does not have it, see `StateNote`.
+      in_scope: whether `name` is a name in the current variable scope instead.
+      **note: other fields of `StateNote`.
     """
-    if checkpointed:
-        kind = dtype if stacked else unstacked(dtype)
-        initializer = tf.constant_initializer(start) if start else tf.zeros_initializer()
-        return mtf.get_variable(
-            mesh, name, shape, kind, initializer=initializer, trainable=False
+    with contextlib.nullcontext() if in_scope else root_scope():
+        if not checkpointed:
+            return UncheckpointedVariable(mesh, name, shape, dtype)
+        is_zero = isinstance(start, str) or not start
+        result = mtf.get_variable(
+            mesh,
+            name,
+            shape,
+            dtype if stacked else unstacked(dtype),
+            initializer=tf.zeros_initializer() if is_zero else tf.constant_initializer(start),
+            trainable=False,
         ).operation
-    return UncheckpointedVariable(mesh, name, shape, dtype)
+    note_state(result, start=start, **note)
+    return result
