@@ -74,7 +74,6 @@ def language_model(layers: int, d_model: int, length: int) -> tuple[dict[str, An
     """
     import jax
     import jax.numpy as jnp
-    import optax
 
     width = d_model // HEADS
     # Parameter -> its shape, and the mesh axis of each dimension, as the layout of `models.lm`.
@@ -114,7 +113,8 @@ def language_model(layers: int, d_model: int, length: int) -> tuple[dict[str, An
             h = normalized(x, p[f"{i}/dense_norm"])
             x += jax.nn.relu(h @ p[f"{i}/wide"]) @ p[f"{i}/narrow"]
         logits = normalized(x, p["norm"]) * d_model**-0.5 @ p["embedding"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+        right = jnp.take_along_axis(logits, tokens[..., None], -1).take(0, axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - right)
 
     return parameters, loss
 

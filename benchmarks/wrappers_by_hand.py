@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 from benchmarks import lm_by_hand
 
@@ -55,11 +55,17 @@ def dense_model(layers: int, width: int) -> tuple[dict[str, Any], Any]:
     return {**weights, **biases}, loss
 
 
-def adam(rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999) -> Any:
+class Optimizer(NamedTuple):
+    """Two functions, as optax has them: `init(p)` and `update(grads, state, p)`."""
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def adam(rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999) -> Optimizer:
     """Adam without correction of its averages, as Mesh-TF's."""
     import jax
     import jax.numpy as jnp
-    import optax
 
     def init(p: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, (p, p))
@@ -71,30 +77,31 @@ def adam(rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999) -> Any:
         changes = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + 1e-6), mean, square)
         return changes, (mean, square)
 
-    return optax.GradientTransformation(init, update)
+    return Optimizer(init, update)
 
 
-def main(topology: str, kind: str, condition: bool, *sizes: int) -> dict[str, Any]:
-    """Compiles a step; see `cost`."""
+def make_step(
+    mesh: Any, model: tuple[dict[str, Any], Any], optimizer: Any, kind: str, condition: bool
+) -> tuple[Any, Any]:
+    """A step of one kind, and what it takes besides the batch.
+
+    Args:
+      mesh: a jax mesh with the axes "batch" and "model".
+      model: as from `dense_model` and `lm_by_hand.language_model`.
+      optimizer: two functions, as `Optimizer` and optax have them.
+      kind: one of `KINDS`.
+      condition: whether the step has an update.
+
+    Returns:
+      The jitted step, a function of parameters, slots, the kind's state and the batch that gives
+      the first three anew and writes over those given; and their shapes, dtypes and shardings.
+    """
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    is_lm = len(sizes) == 4
-    mesh = Mesh(np.array(devices).reshape((4, 2) if is_lm else (8, 1)), ("batch", "model"))
+    parameters, loss = model
     shards = mesh.shape["batch"]
-    if is_lm:
-        layers, d_model, batch, length = sizes
-        parameters, loss = lm_by_hand.language_model(layers, d_model, length)
-        optimizer, inputs = optax.adafactor(0.01), ((batch, length), jnp.int32)
-    else:
-        layers, width, batch = sizes
-        parameters, loss = dense_model(layers, width)
-        optimizer, inputs = adam(), ((batch, width), jnp.float32)
 
     def own_gradients(p: Any, x: Any, scale: Any = 1.0) -> Any:
         # The terms of a core: they add up to the gradient of the mean over the batch.
@@ -108,7 +115,7 @@ def main(topology: str, kind: str, condition: bool, *sizes: int) -> dict[str, An
 
     def updated(p: Any, slots: Any, grads: Any) -> tuple[Any, Any]:
         changes, slots = optimizer.update(grads, slots, p)
-        return optax.apply_updates(p, changes), slots
+        return jax.tree.map(jnp.add, p, changes), slots
 
     def bare(p: Any, slots: Any, state: Any, x: Any) -> Any:
         return *updated(p, slots, summed(own_gradients(p, x))), state
@@ -198,26 +205,54 @@ def main(topology: str, kind: str, condition: bool, *sizes: int) -> dict[str, An
 
     placements = (axes, slot_axes, state_axes)
     in_map = jax.tree.map(of_batch, placements, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    step = jax.shard_map(
-        steps[kind],
-        mesh=mesh,
-        in_specs=(*in_map, PartitionSpec("batch")),
-        out_specs=in_map,
-        axis_names={"batch"},
-        check_vma=False,
-    )
+    step = _shard_map(steps[kind], mesh, (*in_map, PartitionSpec("batch")), in_map)
 
     def placed(x: Any, spec: PartitionSpec) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     arguments = jax.tree.map(placed, (given, slots, state), placements)
     outputs = jax.tree.map(lambda x: x.sharding, arguments)
-    x = placed(jax.ShapeDtypeStruct(*inputs), PartitionSpec("batch"))
-    return lm_by_hand.answer(
-        jax.jit(step, out_shardings=outputs, donate_argnums=(0, 1, 2))
-        .lower(*arguments, x)
-        .compile()
-    )
+    return jax.jit(step, out_shardings=outputs, donate_argnums=(0, 1, 2)), arguments
+
+
+def _shard_map(step: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+    """`step` for each coordinate of "batch"; XLA splits it along the mesh's other axes."""
+    import jax
+
+    if hasattr(jax, "shard_map"):
+        axes = {"axis_names": {"batch"}, "check_vma": False}
+        return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **axes)
+    from jax.experimental.shard_map import shard_map
+
+    others = frozenset(mesh.axis_names) - {"batch"}
+    return shard_map(step, mesh, in_specs, out_specs, check_rep=False, auto=others)
+
+
+def main(topology: str, kind: str, condition: bool, *sizes: int) -> dict[str, Any]:
+    """Compiles a step; see `cost`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    is_lm = len(sizes) == 4
+    mesh = Mesh(np.array(devices).reshape((4, 2) if is_lm else (8, 1)), ("batch", "model"))
+    if is_lm:
+        import optax
+
+        layers, d_model, batch, length = sizes
+        model = lm_by_hand.language_model(layers, d_model, length)
+        optimizer, inputs = optax.adafactor(0.01), ((batch, length), jnp.int32)
+    else:
+        layers, width, batch = sizes
+        model = dense_model(layers, width)
+        optimizer, inputs = adam(), ((batch, width), jnp.float32)
+    step, arguments = make_step(mesh, model, optimizer, kind, condition)
+    placement = NamedSharding(mesh, PartitionSpec("batch"))
+    x = jax.ShapeDtypeStruct(*inputs, sharding=placement)
+    return lm_by_hand.answer(step.lower(*arguments, x).compile())
 
 
 if __name__ == "__main__":
