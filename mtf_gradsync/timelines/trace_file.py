@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
@@ -133,8 +134,15 @@ def _core_pid(recording: Recording, core: int) -> int:
 
 
 def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> dict[str, Any]:
-    microseconds = {"ts": (begin - first) / 1000, "dur": (end - begin) / 1000}
-    return {"name": name, "ph": "X", "pid": pid, "tid": tid, **microseconds}
+    times = {"ts": _microseconds(begin - first), "dur": _microseconds(end - begin)}
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, **times}
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """A number that is not below: Perfetto cuts off what is less than a nanosecond, and drops
+    slices that then overlap by one."""
+    number = nanoseconds / 1000
+    return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
 
 
 def _named(pid: int, name: str, order: int) -> list[dict[str, Any]]:

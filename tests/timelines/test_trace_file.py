@@ -92,3 +92,16 @@ def test_the_check_finds_what_readers_refuse(tmp_path, row, field, value):
     next(r for r in broken["traceEvents"] if r["ph"] == row)[field] = value
     with pytest.raises((AssertionError, KeyError)):
         check(broken)
+
+
+def test_whole_nanoseconds_stay_what_they_are(tmp_path):
+    """Of many begins and ends that meet, some are a nanosecond less when they are cut off."""
+    ends = [0, *(1 + 1_234_567 * i for i in range(1, 200))]
+    pairs = list(zip(ends, ends[1:]))
+    events = tuple(event(0, "op", begin / MS, end / MS) for begin, end in pairs)
+    recording = two_cores(events=events, steps=(Step(0, 300 * MS),))
+    trace = read(write_trace([recording], tmp_path / "trace.json").path)
+    check(trace)
+    read_back = [r for r in slices(trace) if r["name"] == "op"]
+    assert [int(1000 * r["ts"]) for r in read_back] == [begin for begin, _ in pairs]
+    assert [int(1000 * r["dur"]) for r in read_back] == [end - begin for begin, end in pairs]

@@ -79,10 +79,10 @@ def check(trace):
 
 
 def _check_nested(rows):
-    # Times are nanoseconds, written as microseconds: a rounding of the sum is no overlap.
+    # As Perfetto reads them: it makes whole nanoseconds of both numbers, without rounding.
     open_until = []
     for row in rows:
-        begin, end = round(1000 * row["ts"]), round(1000 * (row["ts"] + row["dur"]))
+        begin, end = int(1000 * row["ts"]), int(1000 * row["ts"]) + int(1000 * row["dur"])
         while open_until and open_until[-1] <= begin:
             open_until.pop()
         assert not open_until or end <= open_until[-1], row
