@@ -12,6 +12,9 @@ from mtf_gradsync.runtimes.files import write_bytes
 from mtf_gradsync.timelines.events import Event, Recording
 
 MOST_BYTES = 20_000_000
+# Tracks of a process and of a core, from 1 on: Perfetto takes 0 for the track of the pid's number.
+_STEPS, _HOST = 1, 2
+_COMPUTE, _COLLECTIVES = 1, 1001
 
 
 class Written(NamedTuple):
@@ -67,12 +70,12 @@ def _fixed(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
         found += _named(pid, f"steps{several}", -1)
-        found += [_thread(pid, 0, "steps"), _thread(pid, 1, "host")]
+        found += [_thread(pid, _STEPS, "steps"), _thread(pid, _HOST, "host")]
         for number, step in enumerate(recording.steps):
             kind = {True: " (update)", False: " (no update)", None: ""}[step.is_update]
-            found.append(_slice(pid, 0, f"step {number}{kind}", step.begin, step.end, first))
+            found.append(_slice(pid, _STEPS, f"step {number}{kind}", step.begin, step.end, first))
         for call in recording.calls:
-            found.append(_slice(pid, 1, call.name, call.begin, call.end, first))
+            found.append(_slice(pid, _HOST, call.name, call.begin, call.end, first))
         for core, name in recording.cores.items():
             found += _named(_core_pid(recording, core), name, _core_pid(recording, core))
     return found
@@ -118,7 +121,7 @@ def _lane(ends: list[int], event: Event) -> int:
 
 def _tid(kind: str, lane: int) -> int:
     """The number of a track: collectives come after the operations."""
-    return lane + (1000 if kind == "collective" else 0)
+    return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
 
 
 def _first(recordings: Sequence[Recording]) -> int:
@@ -139,8 +142,7 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> d
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """A number that is not below: Perfetto cuts off what is less than a nanosecond, and drops
-    slices that then overlap by one."""
+    """A number of microseconds of which a reader that cuts off makes the same nanoseconds."""
     number = nanoseconds / 1000
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
 

@@ -59,6 +59,8 @@ def check(trace):
             # Perfetto reads them as 32 bits.
             assert type(row.get(number, 0)) is int, row
             assert 0 <= row.get(number, 0) < 2**31, row
+        # Perfetto takes track 0 for the one whose number is the pid: two tracks would be one.
+        assert row.get("tid", 1) != 0, row
         if row["ph"] == "M":
             field, kind = METADATA[row["name"]]
             assert type(row["args"][field]) is kind, row

@@ -39,6 +39,7 @@ from mtf_gradsync._private.tensorflow.tpu_programs import (
 )
 from mtf_gradsync._private.tensorflow.xla import (
     GATHERS,
+    PASSES_ON,
     BridgeError,
     cross_replica_gather,
     cross_replica_rows,
@@ -54,6 +55,7 @@ from mtf_gradsync._private.tensorflow.xla import (
 
 __all__ = [
     "GATHERS",
+    "PASSES_ON",
     "TOGETHER_ATTR",
     "TPU_PROGRAM_ATTR",
     "BridgeError",

@@ -75,6 +75,8 @@ def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.T
 
 # On an AllToAll in which each core sends the same to all.
 GATHERS = "_mtf_gradsync_gathers"
+#: The attribute of a `where` that is there for the TPU compiler and always gives its second input.
+PASSES_ON = "_mtf_gradsync_passes_on"
 
 
 def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:

@@ -11,8 +11,10 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import (
+    PASSES_ON,
     cross_replica_gather,
     cross_replica_scatter,
+    set_attr,
     summed_together,
 )
 from mtf_gradsync.mesh.groups import ProcessorGroups
@@ -125,6 +127,8 @@ def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]
             # Always so, but the compiler does not know it.
             is_processor = number >= 0
             pieces = [tf.where_v2(is_processor, p, tf.zeros_like(p)) for p in pieces]
+            for piece in pieces:
+                set_attr(piece.op, PASSES_ON, tf.AttrValue(b=True))
         return tuple(pieces)
 
     return list(mesh_impl.slicewise(gather, mesh_impl.laid_out_pnum(), *parts))

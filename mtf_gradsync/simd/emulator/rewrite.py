@@ -22,7 +22,7 @@ from mtf_gradsync.simd.emulator.agreement import (
     frame_leaders,
 )
 from mtf_gradsync.simd.emulator.result import EmulatedGraph, clone_name
-from mtf_gradsync.simd.graph.attributes import untie
+from mtf_gradsync.simd.graph.attributes import untie, without_pass
 from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
 from mtf_gradsync.simd.graph.effects import find_effects
 from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, data_first, join_input, split_input
@@ -215,7 +215,7 @@ class _Rewriter:
             if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
                 seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
         del copy.input[:]
-        copy.input.extend(data_first(data + control))
+        copy.input.extend(data_first(without_pass(copy, data) + control))
 
     def _exchange(self, node: tf.NodeDef, collective: Collective) -> None:
         kind = node.attr["T"].type
