@@ -10,6 +10,7 @@ from mtf_gradsync.reduce import BestAllReduce, CompressedAllReduce, FusedAllRedu
 from mtf_gradsync.reduce.parts import on_simd
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut
+from mtf_gradsync.simd.emulator.rewrite import emulate
 from tests.reduce import on_mesh
 
 # The first fills a tile of a TPU's memory and more.
@@ -112,3 +113,15 @@ def test_devices_of_other_memories_send_parts_alone(strategy, size, monkeypatch)
         }
     # Each of 8 devices sends 7 parts of 16 numbers.
     assert sum(sent.values()) == 8 * 7 * 16 * size
+
+
+def test_cpu_replicas_make_no_pass_over_gathered_values(monkeypatch):
+    """What lets the TPU compiler write in place is in the program, and not in what they run."""
+    monkeypatch.setattr(on_simd, "_WRITTEN_IN_PLACE", 1)
+    with tf.Graph().as_default() as graph:
+        with simd.tpu_program("all:2", "") as program:
+            impl = program.mesh_impl
+            part = impl.LaidOutTensor([tf.ones([4])])
+            all_gather(impl, [part], [[Cut(0, 0)]], 2**20)
+        assert "SelectV2" in {op.type for op in graph.get_operations()}
+        assert "SelectV2" not in {node.op for node in emulate(graph).graph_def.node}
