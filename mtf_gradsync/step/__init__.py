@@ -1,6 +1,6 @@
 """The plan of a training step: the order of reads and writes, and work that some steps skip."""
 
-from mtf_gradsync.step.after import values_after
+from mtf_gradsync.step.after import ValuesAfter, values_after
 from mtf_gradsync.step.branch import Branch, Conditional
 from mtf_gradsync.step.count import AdvanceStep, advance_step, is_advanced
 from mtf_gradsync.step.gate import Gate, gated_update
@@ -25,6 +25,7 @@ __all__ = [
     "PartLowering",
     "Plan",
     "StandIn",
+    "ValuesAfter",
     "Watch",
     "WatchHook",
     "Watched",

@@ -8,8 +8,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_outputs
 
 
-class _ValuesAfter(mtf.Operation):
-    """Reads variables once operations have run, which may belong to a branch."""
+class ValuesAfter(mtf.Operation):
+    """Reads variables (`reads`) once operations have run, which may belong to a branch."""
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")
@@ -20,13 +20,13 @@ class _ValuesAfter(mtf.Operation):
                 for index, v in enumerate(variables)
             ],
         )
-        self._reads, self._writes = list(variables), list(writes)
+        self.reads, self._writes = list(variables), list(writes)
 
     def lower(self, lowering: mtf.Lowering) -> None:
         """See `mtf.Operation.lower`."""
         # An operation of a branch is lowered to the whole conditional.
         with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
-            for variable, output in zip(self._reads, self.outputs):
+            for variable, output in zip(self.reads, self.outputs):
                 lowering.set_tensor_lowering(output, _held(variable, lowering))
 
 
@@ -59,4 +59,4 @@ def values_after(
     `writes` are lowered before. The tensors have the variables' shapes, in the dtype of their
     slices.
     """
-    return _ValuesAfter(variables, writes).outputs if variables else []
+    return ValuesAfter(variables, writes).outputs if variables else []

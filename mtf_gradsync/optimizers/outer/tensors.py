@@ -10,6 +10,7 @@ from mtf_gradsync.gradients.partial_sums import PartialSum, reduce_partial_sums
 from mtf_gradsync.gradients.stage import StageOperation, reduced_values, reshaped
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import ValuesAfter
 
 
 class SameSlices(StageOperation):
@@ -66,8 +67,7 @@ def differing_variables(
     while True:
         before = len(found)
         for operation in operations:
-            # Operations that read variables late have no inputs.
-            reads = getattr(operation, "reads", ())
+            reads = operation.reads if isinstance(operation, ValuesAfter) else ()
             differs.update(x for x, v in zip(operation.outputs, reads) if v.value in differs)
             is_same = isinstance(operation, _SAME_EVERYWHERE)
             if is_same or not differs.intersection(operation.inputs):
