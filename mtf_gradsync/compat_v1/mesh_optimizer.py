@@ -185,7 +185,7 @@ def _forget_undone(state: _State, graph: mtf.Graph) -> None:
 
 
 def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
-    """Returns a number as it is, and a tensor or variable (tf or mtf) as an mtf scalar of a dtype."""
+    """Returns a number as it is, a tensor or variable (tf or mtf) as an mtf scalar of a dtype."""
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, mtf.Variable):

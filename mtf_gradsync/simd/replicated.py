@@ -41,7 +41,7 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
-    """Puts every operation made inside into one TPU program; yields its name, that of a cluster."""
+    """Puts every operation made inside into one TPU program; yields the name of its cluster."""
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
     pivot = tf.no_op(name=cluster + "/pivot")

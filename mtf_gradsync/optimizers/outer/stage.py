@@ -244,7 +244,10 @@ class OuterSteps(Stage):
 def _at_pieces(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Returns the last of lists of values, changed by `kind` where the owners are pieces."""
+    """Returns values with those of pieces replaced by the outputs of `kind`.
+
+    Each list has a value for each owner; the last one has the values that the result begins with.
+    """
     result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
     if result and pieces:
         given = [[some[i] for i in pieces] for some in values]
