@@ -33,7 +33,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program that has one of these values on each core."""
+    """Returns a tensor of the program, which is another of `tensors` on each core, in order."""
     # The operation belongs outside the program, whose context marks all that is made in it.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)

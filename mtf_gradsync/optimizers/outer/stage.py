@@ -220,8 +220,9 @@ class OuterSteps(Stage):
     ) -> None:
         """Restarts skipped islands with the outer values and slots of zeros, and counts them.
 
-        All processors have `skipped`, the same as `skip` in numbers. `variables` do not have the
-        outer values yet; all values are read after `writes`.
+        `skip` says which are skipped, `[islands...]`, and `skipped` says so in numbers that all
+        processors have. `variables` do not have the outer values yet; all values are read after
+        `writes`.
         """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
