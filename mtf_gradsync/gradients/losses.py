@@ -29,9 +29,9 @@ class ScaledLosses(Part):
     def __init__(self) -> None:
         # For each seed its scale, and the name of the optimizer that set it.
         self.scales: dict[Seed, tuple[Scale, str]] = {}
-        # Gradients without the scale.
+        # Gradients without the scale, each with the name of the optimizer that unscaled it.
         self.unscaled: dict[mtf.Tensor, str] = {}
-        # Seeds whose gradients were applied.
+        # Names of the wrappers that have applied gradients.
         self.applied: frozenset[str] = frozenset()
         # Seeds whose gradients an optimizer took without scaling the loss.
         self.taken: frozenset[Seed] = frozenset()

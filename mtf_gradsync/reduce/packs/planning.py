@@ -45,7 +45,7 @@ def plan_buckets(
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Returns the indices in each group: up to max_group tensors of at most max_bytes, or one."""
+    """Returns the indices in groups: up to max_group of at most max_bytes each, others alone."""
     groups: list[list[int]] = []
     filling: list[int] = []
     for index, size in enumerate(num_bytes):
