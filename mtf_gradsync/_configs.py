@@ -15,6 +15,9 @@ def configs_dir() -> Path:
     An installed package has them in ``mtf_gradsync/configs``; in a checkout, or an editable install
     of one, they are in ``configs`` beside the package. Put this folder on gin's search path
     (``gin.add_config_file_search_path(str(configs_dir()))``) to include them by name.
+
+    Raises:
+      FileNotFoundError: the package was installed without its gin files.
     """
     candidates = (_PACKAGE_DIR / "configs", _PACKAGE_DIR.parent / "configs")
     for candidate in candidates:

@@ -15,8 +15,9 @@ _SAME_KEYSTROKE_SECONDS = 1.0
 class StopSignal:
     """Turns SIGINT and SIGTERM into a request to stop, while it is entered.
 
-    Its number is `received` then, and on_first is called with it. A second signal, more than a
-    moment later, is a KeyboardInterrupt: a user who presses Ctrl-C twice does not want to wait.
+    `received` is the number of the first signal, None before, and on_first is called with it. A
+    second signal, more than a moment later, is a KeyboardInterrupt: a user who presses Ctrl-C twice
+    does not want to wait.
     """
 
     def __init__(self, on_first: Callable[[int], None] = lambda number: None):

@@ -8,9 +8,10 @@ _T = TypeVar("_T")
 
 
 def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Gives everything that is reached from some starts, these included, each once.
+    """Yields all elements that are reached from `starts`, these included, each once.
 
-    `following` maps one element to those that follow it. What was found last comes first.
+    `following` gives the elements that follow one. The walk is depth first: of the elements that
+    wait, the one found last comes next.
     """
     seen = dict.fromkeys(starts)
     todo = list(seen)

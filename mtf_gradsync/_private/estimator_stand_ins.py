@@ -47,7 +47,7 @@ class _TPUFields(NamedTuple):
 
 
 class _Spec:
-    """A spec that has what its mode needs."""
+    """A spec; making it raises ValueError if it lacks what its mode needs."""
 
     __slots__ = ()
 

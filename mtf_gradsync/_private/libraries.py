@@ -3,8 +3,8 @@
 Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later TensorFlows moved or dropped
 things that it names while it is being imported:
 
-- ``ops.register_tensor_conversion_function``: moved to another module in 2.13; - ``tf.estimator``
-(also read by ``gin.tf``), ``tensorflow.python.tpu.tpu_config`` and
+- ``ops.register_tensor_conversion_function``: moved to another module in 2.13;
+- ``tf.estimator`` (also read by ``gin.tf``), ``tensorflow.python.tpu.tpu_config`` and
   ``.tpu_estimator``: gone from 2.16 on.
 
 Importing this module adds what is missing, and nothing else. Specs and configs of Estimator are

@@ -49,7 +49,7 @@ class Task(NamedTuple):
         return _host_and_port(self.jobs[job][index], job)
 
     def devices(self, each: int) -> list[str]:
-        """Returns strings of the CPU devices of all tasks, task by task, `each` of one."""
+        """Returns device strings of all tasks' CPU devices, task by task, `each` for a task."""
         return [
             f"/job:{job}/task:{index}/device:CPU:{device}"
             for job, index in self.all_tasks

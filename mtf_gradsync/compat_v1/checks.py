@@ -88,7 +88,7 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
 
 def refuse_with_v1(opt: Any, **arguments: Any) -> None:
-    """Raises ValueError for arguments, None where not given, that go with mesh optimizers only."""
+    """Raises ValueError if any of these arguments, for mesh optimizers only, is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(

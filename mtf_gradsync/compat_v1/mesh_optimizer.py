@@ -31,9 +31,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
     It takes GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
     RMSPropOptimizer, AdadeltaOptimizer and FtrlOptimizer, with the arguments that they were made
-    with: numbers, tf or mtf scalars, or functions of no argument that return them. (Adam's betas
-    and initial values are no mtf scalars: variables begin with them.) Updates are theirs to float
-    rounding, for dense gradients; numbers narrower than float32 are computed in float32.
+    with: numbers, tf or mtf scalars, or functions of no argument that return them. Adam's betas and
+    initial values cannot be mtf scalars, because variables begin with them. Updates are those of
+    TensorFlow for dense gradients, to float rounding; types narrower than float32 are computed in
+    float32.
 
     Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
     `beta1_power`), in the scopes in which gradients are applied, so that checkpoints go both ways
@@ -82,7 +83,9 @@ class MeshOptimizer(mtf.optimize.Optimizer):
           A flat list of mtf operations; empty if every gradient is None.
 
         Raises:
-          ValueError: lengths differ, or a shape differs from its variable's.
+          TypeError: a gradient or variable has the wrong type.
+          ValueError: lengths differ, a shape differs from its variable's, or an mtf scalar was
+            given for what a variable begins with.
         """
         grads, variables = check_grads_and_variables(grads, variables)
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
@@ -131,7 +134,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return sorted(slot.key for slot in rule_of(self.opt, call=False).slots)
 
     def variables(self) -> list[mtf.Variable]:
-        """Returns all variables made in the graph in which gradients were applied last."""
+        """Returns the optimizer's own variables in the graph in which it was applied last."""
         return [*self._last.slots.values(), *self._last.powers.values()] if self._last else []
 
     def _operations(
@@ -182,7 +185,7 @@ def _forget_undone(state: _State, graph: mtf.Graph) -> None:
 
 
 def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
-    """Returns a number, or an mtf scalar of a dtype for a tensor or variable."""
+    """Returns a number as it is, a tensor or variable (tf or mtf) as an mtf scalar of a dtype."""
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, mtf.Variable):

@@ -269,7 +269,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Replicates the mtf tensors among them, so that each processor has all elements."""
+    """Replicates mtf tensors, so that each processor has all elements; keeps tf tensors."""
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
         for name, x in (tensors or {}).items()

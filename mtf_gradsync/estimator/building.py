@@ -17,8 +17,8 @@ _TRAIN = tf.estimator.ModeKeys.TRAIN
 class ModelFn(NamedTuple):
     """A model_fn, and what its params get besides the caller's items.
 
-    `batch_sizes` are their "batch_size" by mode, None for no change. With `is_for_tpu` they always
-    get "use_tpu", as from TPUEstimator, otherwise only in a program.
+    `batch_sizes` has the value of params["batch_size"] for each mode, None for no change. With
+    `is_for_tpu` params always get "use_tpu", as from TPUEstimator, otherwise only in a program.
     """
 
     function: Callable[..., Any]

@@ -19,7 +19,7 @@ class HostFunction:
     """A function of a step's `tensors`, called with the values that a session returned for them."""
 
     def __init__(self, call: Sequence[Any]):
-        """Builds the graph of a function and its tensors, a list or by name.
+        """Builds the graph of `call`, a pair of a function and its tensors, a list or by name.
 
         TPUEstimatorSpec's eval_metrics and host_call are such pairs.
         """

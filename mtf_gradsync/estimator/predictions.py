@@ -6,7 +6,10 @@ from typing import Any, Iterator, Sequence
 
 
 def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns the predictions with the given keys; all of them for None."""
+    """Returns a dict of the predictions with the given keys; for None all predictions as they are.
+
+    Raises ValueError for a key that the model, or a single tensor, does not have.
+    """
     if keys is None:
         return predictions
     keys = [keys] if isinstance(keys, str) else list(keys)
@@ -18,7 +21,10 @@ def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 
 
 def examples(batch: Any) -> Iterator[Any]:
-    """Yields the examples of a batch."""
+    """Yields the rows of a batch: arrays of one array, dicts of a dict of arrays.
+
+    Raises ValueError if arrays in a dict differ in length.
+    """
     if not isinstance(batch, dict):
         yield from batch
         return

@@ -7,7 +7,10 @@ from mtf_gradsync.runtimes.places import RUNTIMES, RuntimeName
 
 
 def check_runtime(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
-    """Returns the runtime, by default the one that use_tpu asks for, if it can run here."""
+    """Returns the runtime, by default the one that use_tpu asks for.
+
+    Raises ValueError if there is no such runtime, it cannot run here, or it needs num_cores.
+    """
     chosen: RuntimeName = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen not in RUNTIMES:
         raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, or None; got {runtime!r}.")

@@ -22,7 +22,8 @@ def training_hooks(
 ) -> list[Any]:
     """Returns hooks to train with besides the caller's: the spec's, and those that write.
 
-    `listeners` are added to the hook that saves checkpoints; it is an error if there is none.
+    `listeners` are added to the hook that saves checkpoints; without such a hook they are a
+    ValueError.
     """
     made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
     every = getattr(config, "log_step_count_steps", None)

@@ -29,9 +29,9 @@ class ScaledLosses(Part):
     def __init__(self) -> None:
         # For each seed its scale, and the name of the optimizer that set it.
         self.scales: dict[Seed, tuple[Scale, str]] = {}
-        # Gradients without the scale.
+        # Gradients without the scale, each with the name of the optimizer that unscaled it.
         self.unscaled: dict[mtf.Tensor, str] = {}
-        # Seeds whose gradients were applied.
+        # Names of the wrappers that have applied gradients.
         self.applied: frozenset[str] = frozenset()
         # Seeds whose gradients an optimizer took without scaling the loss.
         self.taken: frozenset[Seed] = frozenset()
@@ -45,7 +45,7 @@ class ScaledLosses(Part):
 
 
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Makes a function that caps a scale at what the dtypes of all seeds can hold."""
+    """Makes a function that rounds a scale, and caps it, to what the dtypes of all seeds hold."""
     dtypes = {seed.outputs[0].dtype for seed in seeds}
 
     def rounded(scale: tf.Tensor) -> tf.Tensor:
@@ -133,7 +133,7 @@ def unscaled_gradients(
 
 
 def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """The losses that gradients of one graph come from, but for those inside of loops."""
+    """Returns the losses behind gradients of one graph, without losses inside of loops."""
     if not grads:
         return []
     computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
@@ -143,7 +143,7 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
-    """Raises ValueError if the loss of one seed is made of gradients by another one."""
+    """Raises ValueError if a loss of one of the seeds depends on gradients of another seed."""
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
     if len(calls) < 2:
         return
@@ -235,7 +235,10 @@ def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iter
 def _first_bend(
     graph: mtf.Graph, between: set[mtf.Operation], ends: set[mtf.Tensor]
 ) -> mtf.Operation | None:
-    """Finds the first operation that is not linear in tensors or what is made of them."""
+    """Returns the first operation of `between` that is not linear in the scaled tensors `ends`.
+
+    What other operations make of these counts as scaled, too.
+    """
     scaled: set[Any] = set(ends)
     for operation in flat(graph.operations):
         if operation not in between:
@@ -254,7 +257,7 @@ def _first_bend(
 
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
-    """Whether scaling the inputs at positions scales an operation's outputs alike."""
+    """Whether a factor of the inputs at positions becomes a factor of an operation's outputs."""
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True
     if getattr(operation, "is_linear", False):

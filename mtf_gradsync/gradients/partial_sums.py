@@ -33,8 +33,9 @@ def partial_sum(
 ) -> PartialSum:
     """Returns the partial sums behind a tensor, even if it was reduced for another reader.
 
-    They lack `dims`, which each processor sums over in its own slice. With `reduced` the tensor
-    itself is reduced first.
+    Each processor also sums its own slice over `dims`, which the value then lacks; mesh axes that
+    split them are still to be summed over. With `reduced`, the sum behind the tensor itself is
+    reduced first, so that only sums over `dims` are left.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
@@ -65,8 +66,8 @@ def reduce_partial_sums(
 ) -> list[Any]:
     """Reduces partial sums over their mesh axes, those with the same axes together.
 
-    Returns a `LaidOutTensor` for each, in order. If `cuts` say how each sum is cut, each processor
-    gets its part.
+    Returns a `LaidOutTensor` for each, in order. With `cuts`, which say how each sum is cut, each
+    processor gets its part of the sum, and the whole sum without.
     """
     cuts = [()] * len(sums) if cuts is None else cuts
     # Along the other mesh axes processors hold the same sum already.
@@ -90,9 +91,9 @@ def reduce_partial_sums(
 
 
 def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Returns a result for each position, made together with those of all positions of its key.
+    """Calls `make` once for each different key, and returns a result for each position in `keys`.
 
-    `make` gets a key and its positions, and returns a result for each of them.
+    `make` gets a key and all positions that have it, and returns a result for each of them.
     """
     positions: dict[_K, list[int]] = {}
     for position, key in enumerate(keys):
@@ -112,8 +113,9 @@ def terms_of_processors(
 ) -> list[Any]:
     """Returns each processor's terms of gradients, whose sums over replica axes are the gradients.
 
-    Each gradient is pending, reduced or per shard, with the dims to sum over and the mesh axes to
-    keep terms along. The strategy reduces over other mesh axes.
+    Gradients are pending, reduced or per shard. For each, `sum_dims` has the dims to sum over, and
+    `replica_axes` the mesh axes along which processors keep terms of their own; the strategy
+    reduces over all others.
     """
     mesh_impl = lowering.mesh_impl(grads[0])
     sums = [partial_sum(lowering, grad, dims) for grad, dims in zip(grads, sum_dims)]
@@ -131,7 +133,10 @@ def terms_of_processors(
 
 
 def share(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
-    """Divides a tensor that processors along mesh axes hold alike into equal shares."""
+    """Divides a tensor by the number of processors that hold it along mesh axes.
+
+    The sum of these equal shares over the axes is the tensor.
+    """
     count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in mesh_axes]).size
     if count == 1:
         return value

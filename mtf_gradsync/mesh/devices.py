@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import tf
 def canonical_device(device: Any, argument: str = "A device") -> str:
     """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
-    `argument` is what the ValueError about something else calls it.
+    Anything else raises a ValueError, which calls it `argument`.
     """
     cause: Exception | None = None
     try:

@@ -92,7 +92,7 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
     """Returns the number of a mesh dimension that is given by name or number.
 
-    `argument` is what the ValueError about any other dimension calls it.
+    Anything else raises a ValueError, which names the caller's `argument`.
     """
     names = shape.dimension_names
     if axis in names:

@@ -26,7 +26,7 @@ from mtf_gradsync.step import WriteInPlace
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
 ) -> tuple[float, list[mtf.Variable]]:
-    """Checks two arguments, and returns the decay and the variables to average."""
+    """Returns the decay and the variables to average, checked; 0 and none without averages."""
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
             "variable_averages and variables_to_average must be given together, got "
@@ -39,7 +39,10 @@ def check_averages(
 
 
 def decay_of(argument: str, average: Any) -> float:
-    """Returns the decay that an argument gives, a number or `tf.train.ExponentialMovingAverage`."""
+    """Returns the decay that `average`, a number or a `tf.train.ExponentialMovingAverage`, gives.
+
+    `argument` is its name in the ValueError about another decay or setting.
+    """
     decay = average
     if isinstance(average, tf.train.ExponentialMovingAverage):
         decay, num_updates, zero_debias = moving_average_settings(average)

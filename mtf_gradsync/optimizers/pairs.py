@@ -143,7 +143,10 @@ class _Pairs(Later):
 
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:
-    """Returns what is equal for the same objects, and for equal numbers of one type or strings."""
+    """Returns keys of arguments that can be compared without calling their ``__eq__``.
+
+    They are equal for the same objects, equal strings, and equal numbers of one type.
+    """
     values = [*enumerate(own.positional), *own.named.items()]
     plain = (bool, int, float, str)
     return {k: (type(x), x) if isinstance(x, plain) else id(x) for k, x in values}

@@ -84,7 +84,7 @@ class Calibration(NamedTuple):
 
 
 def work_of(executable: Any, cores: int) -> Work:
-    """Counts the work of a step in XLA's executable for CPU devices, which so many cores run."""
+    """Counts the work of a step in XLA's executable for CPU devices, which all `cores` run."""
     hlo, cost = compiled_hlo(executable), cost_numbers(executable)
     module: Any = read_module(hlo)
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
@@ -128,9 +128,9 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Rates:
 def corrections(
     works: Sequence[Work], seconds: Sequence[float], rates: Rates
 ) -> dict[tuple[int, int], float]:
-    """How far `rates`, fitted to the measured times of steps, are off for them.
+    """Returns `Calibration.corrections`: how far `rates`, fitted to these steps, are off for them.
 
-    There is one for each way to divide work among cores; see `Calibration.corrections`.
+    There is a factor for each way to divide work among cores; `seconds` are the measured times.
     """
     errors = collections.defaultdict(list)
     for work, measured in zip(works, seconds):

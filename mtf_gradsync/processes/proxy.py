@@ -29,7 +29,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends a beat on each socket every so many seconds, until this process's parent `pid` ends."""
+    """Sends a beat every `seconds` on sockets of `descriptors`, until the parent `pid` ends."""
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # Soon after its end these connections have to break.
     while os.getppid() == pid:

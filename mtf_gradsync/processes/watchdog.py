@@ -43,7 +43,7 @@ class Alarm(NamedTuple):
     """Tells a watchdog that its process is about to be ended by a signal."""
 
     descriptor: int  # read end of a pipe that is written to then; the watchdog closes it
-    explain: Callable[[str], str]  # makes of what was written what has happened, in words
+    explain: Callable[[str], str]  # returns in words what has happened, given what was written
 
 
 class Watchdog:

@@ -78,7 +78,7 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that all processors have to devices, from a slice in their process if any."""
+    """Copies a value that all processors have to devices, each time from the nearest slice."""
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
     for device, x in zip(mesh_impl.devices, value.tensor_list):

@@ -33,7 +33,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program that has one of these values on each core."""
+    """Returns a tensor of the program, which is another of `tensors` on each core, in order."""
     # The operation belongs outside the program, whose context marks all that is made in it.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
@@ -41,7 +41,7 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
-    """Puts every operation made inside into one TPU program; yields its name, that of a cluster."""
+    """Puts every operation made inside into one TPU program; yields the name of its cluster."""
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
     pivot = tf.no_op(name=cluster + "/pivot")

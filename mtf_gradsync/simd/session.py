@@ -54,7 +54,8 @@ class ReplicaSession(abc.ABC):
         """Runs the program once.
 
         Args:
-          fetches: a tensor, operation or name of the user's graph, or a nested structure of them.
+          fetches: a tensor, operation or name of the user's graph, inside or outside the program,
+            or a nested structure of them.
           feed_dict: tensors of the user's graph outside the program -> values.
           per_replica: whether a tensor of the program gives the list of its values on all cores
             (in physical order) in place of its value on core 0.
@@ -75,7 +76,7 @@ class ReplicaSession(abc.ABC):
         return self._session.run(self._ops.masters)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
-        """Returns the value of a variable, given itself or by name, assembled from its slices.
+        """Returns the value of a variable, which may be given by name, assembled from its slices.
 
         Raises:
           ValueError: when there is no such global variable.
@@ -93,12 +94,16 @@ class ReplicaSession(abc.ABC):
     def save(
         self, path: str, saver: tf.train.Saver | None = None, global_step: int | None = None
     ) -> str:
-        """Writes a checkpoint of the variables, and returns its path.
+        """Writes a checkpoint of the variables, and returns the path to give to `restore`.
 
         Any program with the same variables can read it: on another mesh, on another runtime or
-        without a mesh. A `saver` that was made in the program's graph before the session counts
-        checkpoints, deletes old ones and writes the state file; without one none of that is done.
-        The global step is added to the path.
+        without a mesh.
+
+        Args:
+          path: prefix of the checkpoint's files.
+          saver: a saver that was made in the program's graph before the session, to count
+            checkpoints, delete old ones and write the state file; without it none of that is done.
+          global_step: a number to add to the path, as for ``tf.train.Saver.save``.
 
         Raises:
           ValueError: when the graph has no variables.
@@ -108,7 +113,7 @@ class ReplicaSession(abc.ABC):
         return self._write(path, saver, global_step)
 
     def restore(self, path: str) -> None:
-        """Reads a checkpoint that `save` wrote, or any ``tf.train.Saver`` of the same variables.
+        """Restores a checkpoint of `save`, or of any ``tf.train.Saver`` of the same variables.
 
         Values that each shard holds for itself (sums of accumulated gradients) are resharded where
         the checkpoint is of another mesh.

@@ -31,7 +31,10 @@ class VariableAccess:
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
-        """Sets variables, from pairs of variable and value, on a graph with the same names."""
+        """Sets variables, given as pairs of name and value.
+
+        The session is on the graph, or on one that holds it under the same names.
+        """
         # Variables may share the tensor that they are initialized with, so it takes several rounds.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
         used: dict[str, int] = collections.Counter()

@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 class PartLowering:
     """A part's work in one lowering; the base class does nothing."""
 
-    # What operations wait for, as tf operations.
+    # For operations that wait for others: functions that return the tf operations to wait for.
     waits: Mapping[mtf.Operation, Callable[[mtf.Lowering], Sequence[tf.Operation]]] = {}
 
     def lower(self, operation: mtf.Operation) -> bool:

@@ -19,7 +19,7 @@ _PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
 
 
 class Operations(NamedTuple):
-    """The operations of compiled programs, by their names there."""
+    """The operations of compiled programs, by their names there where nothing else is said."""
 
     name: dict[str, str]  # the name in the model's graph, where it is known
     collective: set[str]

@@ -43,7 +43,7 @@ class TensorFlowRecorder(Recorder):
     """Has a ``tf.Session`` trace each call of its ``run``."""
 
     def __init__(self, session: Any, is_remote: bool = False):
-        """Takes what runs steps by ``run``; `is_remote` if a ``tf.train.Server`` does so for it."""
+        """Takes a session, whose ``run`` makes steps, on a ``tf.train.Server`` if `is_remote`."""
         self._session, self._is_remote = session, is_remote
         self._runs: list[_Run] = []
         self._calls: list[Call] = []

@@ -42,7 +42,7 @@ class LoopSettings(NamedTuple):
 
 
 class LoopResult(NamedTuple):
-    """How far a training loop got, in `steps_made` steps of its own.
+    """How far a training loop got: to `step` of the run, after `steps_made` steps of its own.
 
     `stopped_by` is the signal that ended it early; `seconds` is the time spent in steps.
     """
@@ -160,7 +160,10 @@ class _Loop:
     def recorded(
         self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline], None]
     ) -> int | None:
-        """Makes steps, and records where their time goes; a run goes on where that fails."""
+        """Returns what `steps` returns, and gives on_timeline a timeline of the steps it makes.
+
+        Where the recording fails, the progress says so, and the run goes on.
+        """
         self._look_at_all()
         timeline = self._runner.timeline()
         result = None
@@ -189,7 +192,7 @@ class _Loop:
         )
 
     def save(self) -> None:
-        """Saves a checkpoint of the last step, unless there is one."""
+        """Saves a checkpoint of the last step, unless that step has one already."""
         began = time.monotonic()
         self._look_at_all()
         self.seconds += time.monotonic() - began
@@ -252,10 +255,10 @@ class _Loop:
 
 
 class Patience:
-    """Decides how long a loss may be not finite.
+    """Decides whether training goes on after a loss that is not finite.
 
-    As a rule not at all. If an optimizer of the stack skips gradients that are not finite, training
-    goes on while it still makes updates.
+    As a rule it does not. If an optimizer of the stack skips gradients that are not finite, it does
+    as long as there still are updates (see `most_bad_losses`).
     """
 
     def __init__(self, optimizers: Sequence[Any]):
@@ -276,5 +279,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """Returns what an error says about the steps before, or ""."""
+        """Returns the words of an error's sentence about the steps before, or ""."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

@@ -106,7 +106,10 @@ class MeshModel:
         return imported
 
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
-        """Returns logits ``[..., length, vocab]`` and the loss, in the mode "train" or "eval"."""
+        """Adds the model in the mode "train" or "eval", and returns its logits and loss.
+
+        Logits are ``[batch..., length, vocab]``; the loss is a scalar.
+        """
         targets = features["targets"]
         if self.settings.model_type == "lm":
             inputs = transformer_models().autoregressive_inputs(

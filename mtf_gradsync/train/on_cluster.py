@@ -32,7 +32,13 @@ def run_on_cluster(
 
     The chief builds, trains, evaluates and writes: it calls `work` like `run` and returns its
     result. The others serve their devices until it ends, and return None. Without ``mesh_devices``
-    each task has as many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`.
+    all tasks have equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, with
+    watch_port, timeout and silence (in seconds).
+
+    Raises:
+      ConfigError: if a setting cannot work.
+      TrainingError: if training cannot go on, or the tasks do not fit together.
+      MissingProcessesError: if tasks do not come.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
     config, num_cpu_devices = _with_devices(config, task)

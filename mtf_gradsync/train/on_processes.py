@@ -32,8 +32,14 @@ def run_on_processes(
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
-    others can read. The processes meet by `mtf_gradsync.xla.start_processes`; then `work` is called
-    like `run` in each, and its result is returned.
+    others can read. The processes meet by `mtf_gradsync.xla.start_processes`, with coordinator,
+    their numbers, timeout and silence (in seconds); then `work` is called like `run` in each, and
+    its result is returned.
+
+    Raises:
+      ConfigError: if a setting cannot work.
+      TrainingError: if training cannot go on, or the processes do not fit together.
+      MissingProcessesError: if processes do not come.
     """
     if config.runtime == "fastest":
         config = dataclasses.replace(config, runtime="xla")

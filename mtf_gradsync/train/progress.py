@@ -85,9 +85,10 @@ class Progress:
 
 
 class _Rate:
-    """Measures how fast a run goes: in the last seconds without pauses, and altogether with them.
+    """Measures tokens per second in the last seconds, without pauses, and the time that is left.
 
-    The first step, which may have been compiled, does not count.
+    That time is computed from all steps, pauses included, without the first, which may have been
+    compiled.
     """
 
     _SECONDS = 5.0

@@ -63,9 +63,10 @@ _HYPERPARAMETERS = {
 
 
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
-    """Returns the constructor's arguments, by name, of an optimizer of one of these classes.
+    """Returns the constructor's arguments, by name, of an optimizer of `tf.compat.v1.train`.
 
-    With `call`, arguments that are functions are called.
+    It is of one of the seven classes, not of a user's subclass. With `call`, arguments that are
+    functions are called.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}

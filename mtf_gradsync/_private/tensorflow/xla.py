@@ -60,7 +60,8 @@ def cross_replica_scatter(
 def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
     """Exchanges rows of ``[size of a group, ...]`` among the cores of each group of a TPU program.
 
-    Each core sends the member at a position the row there, and gets that member's row in its place.
+    Each core sends the row at a position to the group's member there, and the result has the row
+    that this member sent at the same position.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 

@@ -52,9 +52,9 @@ def used_axes(
 ) -> Axes:
     """Returns the mesh axes that the batch of a program is split over.
 
-    They are those of the dimensions in `names`, which has what each wrapper was given, None from
-    one that was given none. If the graph lacks one of these dimensions, or none were given, the
-    axes are those that inputs and losses are split over.
+    `names` has the dimensions' names that each wrapper was given, or None, and the axes are those
+    of all these dimensions. If the graph lacks one of them, or none were given, the axes are those
+    that inputs and losses are split over.
     """
     names = list(names)
     given = list(dict.fromkeys(name for some in names for name in some or ()))

@@ -93,7 +93,10 @@ class Flow:
         layout: Layout,
         sums: Iterable[mtf.Tensor] = (),
     ):
-        """Follows targets, usually gradients, and sums, of which each shard may hold other data."""
+        """Follows what leads to the targets, usually gradients, and to `sums`.
+
+        These are targets that count as sums even if each shard holds other data of them.
+        """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}

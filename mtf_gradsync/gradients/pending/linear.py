@@ -75,7 +75,8 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
     """Returns positions of inputs, pending ones included, that an operation is linear in together.
 
-    None says that the operation is not known to be linear in the pending ones, at least one.
+    It is None if the operation is not known to be linear in the pending inputs. At least one input
+    is pending.
     """
     inputs = operation.inputs
     if isinstance(operation, _IN_EACH):

@@ -27,7 +27,7 @@ from mtf_gradsync.step.hook import flat
 
 
 class Bucket(NamedTuple):
-    """What sums have in common that are reduced together.
+    """What all sums that are reduced together have in common.
 
     Attributes:
       by_program: whether only the program uses the sums, which it may do on some steps only.

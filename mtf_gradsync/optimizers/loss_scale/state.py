@@ -48,7 +48,7 @@ def make_state(mesh: mtf.Mesh, name: str, rule: Rule) -> LossScaleState:
 
 
 def after_step(before: LossScaleState, finite: mtf.Tensor, rule: Rule) -> LossScaleState:
-    """Returns the variables' new values; `finite`, a boolean scalar, is whether gradients are."""
+    """Returns the variables' new values; `finite`, a boolean scalar, says if all gradients are."""
 
     def skipped(count: tf.Tensor, is_finite: tf.Tensor) -> tf.Tensor:
         return count + tf.cast(tf.logical_not(is_finite), tf.int32)

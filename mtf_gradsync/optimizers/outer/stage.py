@@ -220,8 +220,9 @@ class OuterSteps(Stage):
     ) -> None:
         """Restarts skipped islands with the outer values and slots of zeros, and counts them.
 
-        All processors have `skipped`, the same as `skip` in numbers. `variables` do not have the
-        outer values yet; all values are read after `writes`.
+        `skip` says which are skipped, `[islands...]`, and `skipped` says so in numbers that all
+        processors have. `variables` do not have the outer values yet; all values are read after
+        `writes`.
         """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
@@ -244,7 +245,10 @@ class OuterSteps(Stage):
 def _at_pieces(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Returns the last of lists of values, changed by `kind` where the owners are pieces."""
+    """Returns values with those of pieces replaced by the outputs of `kind`.
+
+    Each list has a value for each owner; the last one has the values that the result begins with.
+    """
     result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
     if result and pieces:
         given = [[some[i] for i in pieces] for some in values]

@@ -60,7 +60,7 @@ def hold_by_islands(
 ) -> mtf.Variable:
     """Gives a variable that is not lowered yet a value for each island, and returns the holder.
 
-    Each begins as the variable's value. `note` are fields of the holder's `StateNote`.
+    All islands begin with the variable's value. `note` has fields of the holder's `StateNote`.
     """
     name, dims = f"{variable.name}/island", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])

@@ -110,7 +110,7 @@ class Accumulators:
         """Opens the branch with the update, where `due`, and returns the sums to reduce there.
 
         They include this step's gradients. Reduced, they are divided by the divisor and have the
-        dtypes of the gradients. `gate` is from `add`.
+        dtypes of the gradients. `gate` is from `add`; counts_every_step is that of `only_when`.
         """
         unless = self._added_unless
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)

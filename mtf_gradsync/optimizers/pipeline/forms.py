@@ -78,7 +78,7 @@ class GradientSet:
     def with_grads(
         self, grads: Sequence[mtf.Tensor | None], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """The same set with other gradients, of this form if None is given, and other fields."""
+        """Returns the set with other gradients and fields; its form is kept unless one is given."""
         form = form or self.form
         return dataclasses.replace(self, grads=tuple(grads), form=form, **others)
 

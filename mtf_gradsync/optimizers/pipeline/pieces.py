@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def shape(self) -> mtf.Shape:
-        """The piece as a mesh tensor: dims that the layout splits, then the numbers of a slice."""
+        """The shape as a mesh tensor: dims that the layout splits, then the numbers of a slice."""
         dims = zip(self.variable.shape.dims, self.slice_shape)
         split = [mtf.Dimension(d.name, d.size // n) for d, n in dims]
         size, columns = self.stop - self.start, self.slice_shape[-1] if self.slice_shape else 1

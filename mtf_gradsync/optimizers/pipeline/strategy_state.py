@@ -107,7 +107,7 @@ class StrategyReductions:
     ) -> GradientSet:
         """Reduces gradients that are pending over replica axes, if the strategy reduces gradients.
 
-        On a mesh of one shard these are all of them, so that checkpoints of state can be moved
+        On a mesh of one shard it reduces all gradients, so that checkpoints of state can be moved
         there and back. A variable's gradient is reduced once in a step.
 
         With `extra`, the values are not the step's gradients. A strategy may keep state for both:

@@ -150,7 +150,7 @@ def _estimates(
 ) -> list[mtf.Tensor]:
     """Returns unbiased estimates of tr(Sigma) and |G|^2 by one step, two scalars.
 
-    `parts`, `[shards...]`, are the norms of each shard's term of the sum, `total` is the sum's.
+    `parts`, `[shards...]`, are norms of each shard's term of the sum; `total` is the sum's norm.
     """
     small, big = batch_size / num_shards, batch_size
     # A shard's own gradient is num_shards times its term.

@@ -21,8 +21,8 @@ def shape_of_part(
     name of the shard dim. It is the first unsplit dimension whose size the axis divides, because
     parts along the first dimension are contiguous in memory. Sizes and order do not change.
 
-    Variables of fewer elements than `min_size` keep their shape, and dimensions with a name in
-    `fixed_dims` their name.
+    A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape, and
+    dimensions with a name in `fixed_dims` keep their name.
     """
     if shape.size < min_size:
         return shape
@@ -108,7 +108,7 @@ def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotS
 def why_unsplit(
     shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
 ) -> str:
-    """Returns why `shape_of_part` does not split a variable; the name goes before the words."""
+    """Returns why `shape_of_part` does not split a variable, in words to put after its name."""
     if not shape.dims:
         return "is a scalar"
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]

@@ -15,7 +15,7 @@ from mtf_gradsync.reduce import Strategy
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
     """Raises TypeError or ValueError if an argument is not None and not a value for each replica.
 
-    `kind` is "boolean", which whole numbers are too (0 for False), or "whole number".
+    `kind` is "whole number", or "boolean", for which whole numbers are allowed, too (0 for False).
     """
     if value is None:
         return

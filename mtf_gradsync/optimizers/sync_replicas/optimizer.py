@@ -57,8 +57,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     Attributes:
       state: the replicas' mesh variables; None before gradients were applied.
-      steps_without_update: the check of max_steps_without_update, whose `watch` reads it; None
-        without a limit, or before gradients were applied.
+      steps_without_update: the operation that checks max_steps_without_update; None without a
+        limit, or before gradients were applied.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer

@@ -17,8 +17,9 @@ def either(
 ) -> list[Any]:
     """Returns the `LaidOutTensor`s of one of two functions; the other sends nothing in that step.
 
-    The boolean scalar has to be the same on all processors. On a placement mesh each slice is on
-    its processor's device.
+    The boolean `predicate`, a scalar, has to be the same on all processors. Both functions return
+    values of the same shapes and dtypes. On a placement mesh each slice is on its processor's
+    device.
     """
 
     def slices(make: Callable[[], Sequence[Any]]) -> list[tf.Tensor]:

@@ -38,7 +38,7 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
 
 def all_gather(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Gives each processor the slices of its group, in its order: ``[size of a group, ...]``.
+    """Gives each processor all slices of its group, in group order: ``[size of a group, ...]``.
 
     On a SIMD mesh it is one AllToAll, which XLA devices run as an all-gather.
     """

@@ -17,7 +17,7 @@ _SMALLEST = 2.0**-100
 
 
 def split_of(shape: Sequence[int]) -> int:
-    """Returns how many dimensions of a shape to make rows, to have about as many as columns."""
+    """Returns how many leading dimensions to make rows, for about as many columns as rows."""
 
     def factors(number: int) -> int:
         return math.prod(shape[:number]) + math.prod(shape[number:])

@@ -23,7 +23,7 @@ Planner = Callable[[Sequence[int], int], Packs]
 def plan_buckets(
     num_bytes: Sequence[int], bucket_bytes: int, packed_bytes: int | None = None
 ) -> list[list[int]]:
-    """Returns the indices of tensors in each bucket, which are filled first fit.
+    """Returns the indices of tensors in each bucket of at most bucket_bytes, filled first fit.
 
     A tensor that is larger than a bucket, or than packed_bytes, is alone in its bucket.
     """
@@ -45,7 +45,7 @@ def plan_buckets(
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Returns indices of tensors: up to max_group of max_bytes or less together, others alone."""
+    """Returns the indices in groups: up to max_group of at most max_bytes each, others alone."""
     groups: list[list[int]] = []
     filling: list[int] = []
     for index, size in enumerate(num_bytes):
@@ -65,7 +65,7 @@ def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Pa
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
-    """Lays tensors of these numbers of elements end to end and splits them by `split_pack`."""
+    """Returns packs of tensors of these numbers of elements, laid end to end; see `split_pack`."""
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
 

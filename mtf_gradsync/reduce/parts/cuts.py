@@ -112,7 +112,10 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Returns positions of tensors in buckets, each of one dtype and cut along the same axes."""
+    """Returns positions of tensors in buckets, each of one dtype and cut along the same mesh axes.
+
+    A bucket of several tensors has at most bucket_bytes of each processor's slices.
+    """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         dtype = tensor.tensor_list[0].dtype.base_dtype

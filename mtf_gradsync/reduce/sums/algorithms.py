@@ -79,7 +79,10 @@ def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
 
 
 def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
-    """Returns name; raises ValueError, with a hint for known ones, if no algorithm here has it."""
+    """Returns name; raises ValueError if it is not one of `ALGORITHMS`.
+
+    The error says what to take for an algorithm that other classes here have.
+    """
     if not isinstance(name, str) or name not in ALGORITHMS:
         hint = _ELSEWHERE.get(name) if isinstance(name, str) else None
         raise ValueError(

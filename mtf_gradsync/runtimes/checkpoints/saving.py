@@ -53,7 +53,8 @@ class RunSaver(ReshardingSaver):
     def restore(self, sess: Any, save_path: str) -> None:
         """Restores a checkpoint; see `tf.train.Saver.restore`.
 
-        Raises a ConfigError with each variable that it lacks, or has in another shape or dtype.
+        Raises a ConfigError that names each variable that the checkpoint lacks, or has in another
+        shape or dtype.
         """
         if save_path and tf.train.checkpoint_exists(save_path):
             with sess.graph.as_default():

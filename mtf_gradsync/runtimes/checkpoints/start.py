@@ -25,10 +25,11 @@ class Start(NamedTuple):
     def restorable(
         self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {}
     ) -> Iterator[str | None]:
-        """Yields a checkpoint of all variables of the default graph; None for a new run.
+        """Yields the path of a checkpoint of all variables of the default graph, None in a new run.
 
-        It is `path`, or a temporary copy with the missing values, which `initial_values` returns by
-        name.
+        It is `path`, or that of a temporary copy, with averages in place of the variables or with
+        the missing values, which `initial_values` returns by name. Raises NoAveragesError if there
+        are no averages.
         """
         if not self.path:
             yield None

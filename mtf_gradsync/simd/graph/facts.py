@@ -141,7 +141,7 @@ class GraphFacts:
             self.context[name] = self._context_of(name)
 
     def is_back_edge(self, source: str, consumer: str) -> bool:
-        """Returns whether an input of a node is what the last iteration of a loop gives it."""
+        """Returns whether `source` gives `consumer` a value of a loop's iteration before."""
         return self.node[source].op in _NEXT and self.node[consumer].op in _MERGE
 
     def _context_of(self, name: str) -> Context:

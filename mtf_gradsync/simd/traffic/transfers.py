@@ -18,7 +18,10 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether a graph calls functions (as an update may), whose copies are not listed."""
+    """Returns whether a graph calls functions, in which copies are not listed.
+
+    An update that is not always due may be such a call.
+    """
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
 

@@ -84,7 +84,7 @@ def task_of_flags(args: argparse.Namespace) -> Task | None:
 
 
 def process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns the flags of a process of XLA devices by name, None where none is given."""
+    """Returns the flags of a process of XLA devices by name, or None if there are no such flags."""
     values = _all_or_none(args, _PROCESS)
     if values is None:
         return None

@@ -75,8 +75,9 @@ def compile_config(
 ) -> Any:
     """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
 
-    The step counter and the learning rate that follows from it stay outside the program, on the
-    host, as with TPUEstimator.
+    With compare_with_bare, the innermost optimizer alone is estimated, too. The step counter and
+    the learning rate that follows from it stay outside the program, on the host, as with
+    TPUEstimator.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync import xla

@@ -49,7 +49,7 @@ def add_gin_arguments(parser: Any) -> None:
 
 
 def positive_count(text: str) -> int:
-    """Returns the positive whole number that an argument gives; argparse reports another one."""
+    """Returns the positive whole number in a text; for another text argparse reports an error."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive whole number; got {text!r}")
     return int(text)

@@ -85,7 +85,8 @@ def plan_config(
 ) -> Any:
     """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
-    Without mesh_shapes it takes all factorizations over the axes of the config's mesh.
+    Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
+    layouts the config's.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla

@@ -33,10 +33,10 @@ class TrainingBatches:
         vocab_sizes: Mapping[str, int],
         wanted: Callable[[str], bool] = lambda name: True,
     ):
-        """Makes the data set: single examples, vectors of integers by feature name.
+        """Makes the data set, of single examples: vectors of integers by feature name.
 
-        Of features that are `wanted`, feature_length gives the length, and vocab_sizes the number
-        of ids where they hold ids.
+        Features that are not `wanted` are dropped. feature_length returns the length of a feature,
+        and vocab_sizes has the number of ids of each that holds ids.
         """
         self._feature_length, self._vocab_sizes = feature_length, vocab_sizes
         self._first = self._step = 0
@@ -71,7 +71,7 @@ class TrainingBatches:
         self._session.close()
 
     def placeholders(self) -> dict[str, tf.Tensor]:
-        """Returns int32 placeholders ``[batch_size, length]`` of the graph, by feature name."""
+        """Adds placeholders to the default graph, int32 ``[batch_size, length]`` by feature."""
         self._feeds = {
             name: tf.placeholder(tf.int32, shape, name=name) for name, shape in self._shapes.items()
         }

@@ -93,7 +93,8 @@ def text_windows(
 ) -> tf.data.Dataset:
     """Cuts documents, with an end-of-document id after each, into ``{"targets": int32[length]}``.
 
-    The split "train" has random windows without end, any other all windows once, side by side.
+    The length is that of "targets" in sequence_length. The split "train" has random windows without
+    end, any other all windows once, side by side.
     """
     length = sequence_length["targets"]
     ids = np.array(

@@ -18,6 +18,9 @@ def python_topics() -> dict[str, str]:
 
     It ships with CPython (``pydoc_data.topics``), about half a megabyte of English and code. The
     text changes a little with every Python version, and so do figures measured on it.
+
+    Raises:
+      ConfigError: this Python was installed without it.
     """
     try:
         from pydoc_data import topics

@@ -9,10 +9,12 @@ from mtf_gradsync.train.model import MeshModel, ModelSettings
 
 
 class EvalGraph(NamedTuple):
-    """A graph that scores batches, fed to the placeholders `features` and `position` (a scalar).
+    """The tensors by which a session scores batches and predicts single targets.
 
-    `cross_entropy` is float32 ``[batch..., length]``, nats of every target, 0 for padding;
-    `next_logits` is float32 ``[batch..., vocab]``, of the target at `position`.
+    A session feeds int32 ``[batch_size, length]`` to the placeholders `features`, by feature name,
+    and for `next_logits` an int32 scalar to `position`. `cross_entropy` is float32
+    ``[batch..., length]``, nats of every target, 0 for padding; `next_logits` is float32
+    ``[batch..., vocab]``, the prediction of the target at `position`.
     """
 
     lowering: Any
@@ -23,7 +25,10 @@ class EvalGraph(NamedTuple):
 
 
 def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalGraph:
-    """Adds the model without dropout, auxiliary losses and update to the default graph."""
+    """Adds the model without dropout, auxiliary losses and update to the default graph.
+
+    `feature_names` are those of the batches that will be fed.
+    """
     features = {
         name: tf.placeholder(
             tf.int32, [settings.batch_size, settings.feature_length(name)], name=name

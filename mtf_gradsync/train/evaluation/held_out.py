@@ -41,7 +41,11 @@ class HeldOut:
         say: Callable[[str], None],
         with_averages: bool = False,
     ):
-        """Begins without held-out data; see `prepare`. `say` takes each line of the report."""
+        """Begins without held-out data; see `prepare`.
+
+        Files are written to `directory`. `say` takes each line of the report. With with_averages,
+        checkpoints' moving averages are scored in place of the variables.
+        """
         self._with_averages = with_averages
         self._model = model
         self._directory = directory
@@ -57,7 +61,11 @@ class HeldOut:
     def prepare(
         self, train_dataset_fn: Callable[..., Any], eval_dataset_fn: Callable[..., Any], steps: int
     ) -> None:
-        """Reads the held-out data, at most `steps` batches, and counts the baseline."""
+        """Reads at most `steps` held-out batches, and scores the unigram baseline on them.
+
+        The functions are those of `RunConfig`. Data that is empty or cannot be read is a
+        ConfigError.
+        """
         arguments = {
             "sequence_length": self._model.sequence_length,
             "vocabulary": self._model.vocabulary,
@@ -84,7 +92,7 @@ class HeldOut:
         self._held_out = held_out
 
     def build(self) -> None:
-        """Builds the graph where there is held-out data, unless it is there."""
+        """Builds the graph, unless it has been built or there is no held-out data."""
         if not self._held_out or self._evaluator is not None:
             return
         try:
@@ -105,7 +113,7 @@ class HeldOut:
             self._evaluator.close()
 
     def point(self, path: str, step: int, recorder: Recorder, progress: Progress) -> None:
-        """Evaluates a checkpoint while the run goes on."""
+        """Scores a checkpoint of a run that goes on; writes "held_out_nats", shows perplexity."""
         if not self._held_out:
             return
         score = self._score(path)
@@ -124,7 +132,8 @@ class HeldOut:
     def finish(self, path: str | None, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        Returns the held-out score; None without held-out data.
+        `path` is the last checkpoint. Returns its held-out score; without held-out data no path is
+        needed, and there is none.
         """
         content: dict[str, Any] = dict(result)
         score = None

@@ -17,8 +17,9 @@ _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer"
 class TrafficRow(NamedTuple):
     """Collectives or copies ("transfer") of one kind along a group of mesh axes, taken together.
 
-    They belong to a `part` of the step, "" where it is not known. `runs` and `bytes_per_core`,
-    which a core sends or a device receives, are those of one update step.
+    They belong to a `part` of the step, "" where it is not known; if `on_updates`, only update
+    steps have them. `runs` counts them in one update step, and `bytes_per_core` the bytes that a
+    core sends, or a device receives, there.
     """
 
     operation: str
@@ -30,7 +31,7 @@ class TrafficRow(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes per core of a training step without and with an update, and their `rows`.
+    """The bytes per core of a training step without and with an update, and what they consist of.
 
     `scalars` are the totals by the names that summaries have, empty where `is_complete` is false:
     functions, such as an update that is one call, are not looked into.

@@ -72,7 +72,10 @@ class Runner(abc.ABC):
 
 
 def fetches_of(graph: TrainGraph) -> dict[str, Any]:
-    """Returns what to fetch with a step, by name; counts only where the optimizers have them."""
+    """Returns what to fetch with a step: "step", "loss", "fields" and "reported" of `TrainGraph`.
+
+    "update_step" and "skipped" are there only if the optimizers count updates and skipped steps.
+    """
     fetches = {
         "step": graph.step,
         "loss": graph.loss,

@@ -39,9 +39,9 @@ class Needs(NamedTuple):
 
 
 class Outside:
-    """The part of a graph outside a program: `graph`, finalized, for a ``tf.Session``.
+    """The part of a user's graph outside a program: `graph`, finalized, for a ``tf.Session``.
 
-    `facts` are those of the graph `source`. Other programs of it than the one named do not run.
+    `facts` are those of the user's graph, `source`. Of its programs only the named one runs.
     """
 
     def __init__(self, facts: GraphFacts, source: tf.Graph, program: str):

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
     names: tuple[str, ...] = ()
     inside: str = ""  # a tensor of the program
-    # Of the cores to fetch it from, among this process's; None for a core of another process.
+    # Where the cores to fetch it from are among this process's; None for one of another process.
     positions: tuple[int | None, ...] = ()
     is_list: bool = False  # whether it is one value for each core
     runs_program: bool = False  # whether it is inside the program

@@ -47,7 +47,7 @@ class Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Returns variables by the names of their ``VarHandleOp``.
+        """Returns the values of variables by the names of their ``VarHandleOp``.
 
         They are taken from a session that `session` made, or one on the cores of the program.
         """

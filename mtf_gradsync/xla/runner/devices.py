@@ -63,7 +63,11 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """Returns the first devices of all processes that jax has, of a platform or of its choice."""
+    """Returns the first `count` devices of all processes, of a platform or of jax's choice.
+
+    Platforms are "cpu", "gpu" ("cuda", "rocm") and "tpu". Raises a DevicesError if there is no such
+    platform or it has too few devices.
+    """
     try:
         import jax
     except ImportError as error:

@@ -60,7 +60,10 @@ def write_folder(
     others: Mapping[str, bytes],
     replace: bool,
 ) -> None:
-    """Writes a folder, all of it or nothing: the manifest, `VALUES`, and others by their paths."""
+    """Writes a folder, all of it or nothing: the manifest, `VALUES`, and others by their paths.
+
+    Raises a StepError if something is there that `replace` does not allow to replace.
+    """
     check_free(folder, replace)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, so that a rename puts it in place.

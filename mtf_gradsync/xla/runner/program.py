@@ -53,7 +53,10 @@ def compiled(
 
 
 def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """Returns XLA's options for one replica on each device, which may be one of a topology."""
+    """Returns the compiler's options for one replica on each device.
+
+    Devices may also be those that a topology describes; `options` are as for `compiled`.
+    """
     try:
         from jax.extend.backend import get_compile_options
     except ImportError:  # in older versions

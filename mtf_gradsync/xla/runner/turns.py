@@ -24,7 +24,8 @@ def run_in_turn(
 ) -> list[OnDevices]:
     """Runs a program after those that were called before; may return before its results are ready.
 
-    A program that takes results of the last one waits for them by itself, on the devices.
+    A program that takes results of the last one waits for them by itself, on the devices. Where
+    this process has to wait for a program that has failed, that program's error is raised here.
     """
     global _last, _results
     if _results.isdisjoint(arguments):
@@ -36,7 +37,10 @@ def run_in_turn(
 
 
 def wait_for_turn() -> None:
-    """Waits until the program that was called last has ended on all devices of this process."""
+    """Waits until the program that was called last has ended on all devices of this process.
+
+    If that program has failed, its error is raised here.
+    """
     global _last
     last, _last = _last, None
     if last is not None:

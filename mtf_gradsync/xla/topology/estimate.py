@@ -30,7 +30,7 @@ class CostEstimate:
       unknown: the number of operations that it cannot estimate.
       unknown_operations: targets of the program's custom calls, which may be those operations.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
-        while other operations run, each byte counted once; `bytes_accessed` has four for it.
+        while other operations run; `bytes_accessed` counts each of them four times.
     """
 
     flops: float
@@ -44,8 +44,8 @@ class CostEstimate:
 def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
     """Returns the estimate in libtpu's numbers for a compiled program, an ``HloModuleProto``.
 
-    "optimal_seconds" has -1 in it for each operation that the compiler cannot estimate (libtpu
-    0.0.42).
+    The numbers are "flops", "bytes accessed" and "optimal_seconds", a sum in which each operation
+    that the compiler cannot estimate counts as -1 (libtpu 0.0.42).
     """
     seconds, unknown = numbers["optimal_seconds"], 0
     while seconds < 0:
@@ -62,11 +62,11 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
 
 
 def with_conditions(module: str, value: bool) -> str | None:
-    """Returns a program's text with one value for all conditions; None where it has no conditional.
+    """Returns a StableHLO program's text with its conditionals replaced by one of their branches.
 
-    The compiler's estimate does not count what is inside a conditional. Of two opposite conditions,
-    as "update if finite" and "report if not finite", the one that is made by negation has the other
-    value.
+    The compiler's estimate does not count what is inside a conditional. All conditions have the
+    same `value`, except one that is the negation of another ("report if not finite" beside "update
+    if finite"): it has the opposite value. Returns None for a program without conditionals.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
