@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from typing import Any, Iterator, NamedTuple, Sequence
 
@@ -193,6 +194,9 @@ class _ThreadPool:
         return last
 
 
+_Place = tuple[int, int]  # number of a program's execution, and number of the device
+
+
 def _by_tasks(
     found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_Found]:
@@ -206,27 +210,31 @@ def _by_tasks(
         return [one._replace(where=0, execution=None) for one in found]
     begun = sorted(pool.roots - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
     place = {root: divmod(number, cores) for number, root in enumerate(begun)}
-    runs: dict[str, dict[Any, list[_Found]]] = {}
+    runs: dict[str, list[tuple[_Place | None, _Found]]] = {}
     for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
-        where = place.get(pool.root_of(task))
-        runs.setdefault(one.operation, {}).setdefault(where, []).append(one)
-    placed = []
-    for by_place in runs.values():
-        others = by_place.pop(None, [])
-        turns = min(map(len, by_place.values()), default=0)
-        for (execution, core), mine in by_place.items():
-            placed += [one._replace(where=core, execution=execution) for one in mine[:turns]]
-            others += mine[turns:]
-        missing = [p for p in sorted(place.values()) for _ in range(turns) if p not in by_place]
-        if len(others) < len(missing):
-            # It stands in a branch: programs that did not take it miss nothing.
-            taken = {execution for execution, _ in by_place}
-            missing = [p for p in missing if p[0] in taken]
-        others.sort(key=lambda one: one.begin)
-        placed += [
-            one._replace(where=core, execution=execution)
-            for one, (execution, core) in zip(others, missing)
-        ]
+        runs.setdefault(one.operation, []).append((place.get(pool.root_of(task)), one))
+    places = sorted(place.values())
+    by_place: dict[_Place, list[_Found]] = {p: [] for p in places}
+    in_branches = []
+    for of_operation in runs.values():
+        turns = min(collections.Counter(p for p, _ in of_operation if p).values(), default=0)
+        if len(of_operation) == turns * len(places):
+            _share_out(of_operation, turns, places, by_place)
+        else:
+            in_branches.append(of_operation)
+    began = {p: min(one.begin for one in ran) for p, ran in by_place.items() if ran}
+    for of_operation in in_branches:
+        for trusts_tasks in (True, False):
+            likely, taken = _of_some_programs(of_operation, began, trusts_tasks)
+            turns = max(len(likely) // max(cores * len(taken), 1), 1)
+            if len(likely) == turns * cores * len(taken):
+                break
+        _share_out(likely, turns, [p for p in places if p[0] in taken], by_place)
+    placed = [
+        one._replace(where=core, execution=execution)
+        for (execution, core), ran in by_place.items()
+        for one in ran
+    ]
     if len(begun) % cores or len(placed) < 0.99 * len(found):
         import jax
 
@@ -236,6 +244,50 @@ def _by_tasks(
             "devices). jax 0.10 does: install a newer one."
         )
     return placed
+
+
+def _of_some_programs(
+    of_operation: Sequence[tuple[_Place | None, _Found]],
+    began: dict[_Place, int],
+    trusts_tasks: bool,
+) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
+    """Returns likely places of the runs of an operation in a branch, and who took the branch.
+
+    A run is of the program that its task belongs to, unless the next one of that device has begun
+    before it; if that is not known, or tasks are not trusted, of the last program that has begun.
+    """
+    likely, taken = [], set()
+    for at, one in of_operation:
+        if at and one.begin >= began.get((at[0] + 1, at[1]), one.end):
+            at = None
+        execution = at[0] if at else None
+        before = [p for p, begin in began.items() if begin <= one.begin]
+        if before and not (at and trusts_tasks):
+            execution = max(before, key=began.__getitem__)[0]
+        if execution is not None:
+            taken.add(execution)
+        likely.append((at if at and at[0] == execution else None, one))
+    return likely, taken
+
+
+def _share_out(
+    of_operation: Sequence[tuple[_Place | None, _Found]],
+    turns: int,
+    places: Sequence[_Place],
+    by_place: dict[_Place, list[_Found]],
+) -> None:
+    """Gives each of the places as many runs of an operation, those first that are likely its own.
+
+    Runs are in the order in which they began, each with the place that it is likely of.
+    """
+    own: dict[_Place, list[_Found]] = {p: [] for p in places}
+    others = []
+    for at, one in of_operation:
+        fits = at in own and len(own[at]) < turns
+        (own[at] if fits else others).append(one)
+    left = iter(others)
+    for at in places:
+        by_place[at] += [*own[at], *itertools.islice(left, turns - len(own[at]))]
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:

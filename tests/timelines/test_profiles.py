@@ -102,6 +102,32 @@ def test_a_thread_of_unknown_tasks_does_what_a_core_misses():
     assert {ran(0, 0, "add", 217, 219), ran(1, 0, "add", 350, 352)} <= set(found)
 
 
+def test_a_task_that_goes_on_with_the_next_programs_of_all_devices():
+    """Task 2, of core 1, does the second step of both cores, the only one with an update."""
+    profile = Profile()
+    host = profile.plane("/host:CPU")
+    main, pool = host.lines.add(name="python"), host.lines.add(name="pool")
+    for task in (1, 2, 3, 4):
+        profile.event(main, host, "ThreadpoolListener::Record", task, _p=task)
+    begins = {1: {"dot": [110]}, 3: {}, 4: {}, 2: {"dot": [410, 420, 450], "update": [430, 460]}}
+    for at, (task, operations) in zip((100, 200, 300, 400), begins.items()):
+        profile.event(pool, host, "ThreadpoolListener::StartRegion", at, _c=task)
+        profile.event(pool, host, "TfrtCpuExecutable::ExecuteHelper", at + 1, 3)
+        for operation, each in operations.items():
+            for begin in each:
+                stats = {"hlo_op": operation, "hlo_module": "step"}
+                profile.event(pool, host, operation, begin, 5, **stats)
+        profile.event(pool, host, "ThreadpoolListener::StopRegion", at + 90)
+    assert sorted(read_profile(profile.space, "step", [0, 1])) == [
+        ran(0, 0, "dot", 110, 115),
+        ran(0, 1, "dot", 420, 425),
+        ran(0, 1, "update", 430, 435),
+        ran(1, 0, "dot", 410, 415),
+        ran(1, 1, "dot", 450, 455),
+        ran(1, 1, "update", 460, 465),
+    ]
+
+
 def test_devices_that_nobody_names():
     with pytest.raises(TimelineError, match=r"on which device operations ran .* jax 0\.10 does"):
         read_profile(old_profile([(1, 10)]), "step", [0, 1, 2])

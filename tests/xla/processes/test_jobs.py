@@ -131,6 +131,6 @@ def test_a_timeline_shows_the_cores_of_all_processes(of_two):
         if name in steps:
             # Which of them updated is tested in one process: the profiles of jaxlib 0.4 do not say
             # which program an operation was part of, and a guess can be wrong.
-            assert len(found[pid, 0]) == RECORDED
+            assert len(found[pid, 1]) == RECORDED
         else:
             assert {row["cat"] for row in rows} == {"compute", "collective"}
