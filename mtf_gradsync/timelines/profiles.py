@@ -281,10 +281,12 @@ def _share_out(
     Runs are in the order in which they began, each with the place that it is likely of.
     """
     own: dict[_Place, list[_Found]] = {p: [] for p in places}
-    others = []
+    others: list[_Found] = []
     for at, one in of_operation:
-        fits = at in own and len(own[at]) < turns
-        (own[at] if fits else others).append(one)
+        if at is not None and at in own and len(own[at]) < turns:
+            own[at].append(one)
+        else:
+            others.append(one)
     left = iter(others)
     for at in places:
         by_place[at] += [*own[at], *itertools.islice(left, turns - len(own[at]))]
