@@ -43,7 +43,7 @@ class AppliesPairs:
     _wrappers: Callable[[], list[Any]]
     # Whether this wrapper has built a step for the mesh of a variable.
     _applied_before: Callable[[mtf.Variable], bool]
-    # Pairs gathered for it, or for a wrapper around it; their steps may be built.
+    # Pairs gathered for it, or for a wrapper around it, whose steps are still to be built.
     _to_build: tuple[_Pairs, ...] = ()
 
     def apply_grad(
@@ -139,7 +139,11 @@ class _Pairs(Later):
         args, kwargs = self._own
         with tf.variable_scope(self._scope, auxiliary_name_scope=False):
             grads, variables = list(self._pairs.values()), list(self._pairs)
-            return self.wrapper.apply_grads(grads, variables, *args, **kwargs)
+            operations = self.wrapper.apply_grads(grads, variables, *args, **kwargs)
+        # A wrapper may live longer than the graph.
+        for one in self.wrapper._wrappers():
+            one._to_build = tuple(p for p in one._to_build if p is not self)
+        return operations
 
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:

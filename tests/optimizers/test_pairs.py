@@ -1,6 +1,8 @@
 """Gradients applied one pair at a time are one step: reduced together, counted once."""
 
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -243,3 +245,16 @@ def test_another_graph_does_not_build_it():
     with tf.Graph().as_default():
         program(lambda grads, variables: optimizer.apply_grad(grads[0], variables[0]))
     assert optimizer.step is None
+
+
+def test_a_wrapper_does_not_keep_a_graph_whose_step_is_built():
+    optimizer = gs.CrossShardOptimizer(sgd())
+    with tf.Graph().as_default():
+        graph = program(lambda g, v: optimizer.apply_grad(g[0], v[0]))[0].graph
+        assert optimizer.step.plan.graph is graph
+        first = weakref.ref(graph)
+        del graph
+    with tf.Graph().as_default():
+        program(optimizer.apply_grads)
+    gc.collect()
+    assert first() is None
