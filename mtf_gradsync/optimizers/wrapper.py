@@ -211,10 +211,12 @@ class Wrapper(
             wrapper.check_arguments(own, variables)
         if all(g is None for g in grads):
             return []
+        # Builds the steps of other pairs, which an error in this one does not undo.
+        books = [wrapper._slots for wrapper in self._wrappers()]
         with contextlib.ExitStack() as undone:
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
-            for wrapper in self._wrappers():
-                undone.enter_context(wrapper._slots.undone_on_error())
+            for book in books:
+                undone.enter_context(book.undone_on_error())
             given = GradientSet(tuple(self._without_scales(grads, variables)), tuple(variables))
             innermost = wrappers[-1]
             step = StepBuilder(

@@ -34,7 +34,7 @@ class Later:
         plan.later += (self,)
 
     def make(self) -> list[mtf.Operation]:
-        """Makes the operations; called once, unless it raises."""
+        """Makes the operations; called once, unless they are undone."""
         raise NotImplementedError
 
     def build(self) -> list[mtf.Operation]:
@@ -43,7 +43,8 @@ class Later:
         Their place in the graph is that of the last stand-in, or behind everything that they are
         computed from.
         """
-        if self._operations is None:
+        # An error may have undone them, with what was being built around them.
+        if self._operations is None or self in self.plan.later:
             graph, waiting = self.plan.graph, self.plan.later
             before = set(graph.operations)
             self.plan.later = tuple(x for x in waiting if x is not self)

@@ -45,11 +45,10 @@ class Plan:
       open_branch: the branch that is being built; None outside of any.
     """
 
-    later: tuple[Any, ...] = ()
-
     def __init__(self, graph: mtf.Graph):
         """Makes an empty plan; only `Plan.of` calls this."""
         self.graph = graph
+        self.later: tuple[Any, ...] = ()
         self._waits: dict[mtf.Operation, tuple[ControlInputs, ...]] = {}
         self._branch_of: dict[mtf.Operation, Any] = {}
         self.open_branch: Any = None

@@ -258,3 +258,53 @@ def test_a_wrapper_does_not_keep_a_graph_whose_step_is_built():
         program(optimizer.apply_grads)
     gc.collect()
     assert first() is None
+
+
+class FailsOnce:
+    """An optimizer that has asked another one for operations when it raises, the first time."""
+
+    def __init__(self, other, mesh=None):
+        self.other, self.mesh = other, mesh
+        self.failed = False
+
+    def apply_grads(self, grads, variables):
+        operations = self.other.apply_grads(grads, variables)
+        if not self.failed and self.mesh in (None, variables[0].mesh):
+            self.failed = True
+            raise ZeroDivisionError
+        return operations
+
+
+def assigned_in(graph, *meshes):
+    mtf.Lowering(graph, {mesh: harness.placement(SHAPE, LAYOUT) for mesh in meshes})
+    assigns = [op for op in graph.operations if isinstance(op, mtf.Assign)]
+    return sorted(v.name for op in assigns for v in op.variables)
+
+
+def test_an_error_undoes_the_pairs_that_its_step_has_gathered():
+    inner = PairByPair(gs.CrossShardOptimizer(sgd()))
+    optimizer = gs.ClipByGlobalNormOptimizer(FailsOnce(inner), NORM)
+
+    def apply(grads, variables):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.apply_grads(grads, variables)
+        return optimizer.apply_grads(grads, variables)
+
+    loss, _ = program(apply)
+    names = sorted(v.name for v in loss.graph.trainable_variables)
+    assert assigned_in(loss.graph, loss.mesh) == names
+
+
+def test_an_error_on_one_mesh_does_not_undo_pairs_of_another():
+    graph = mtf.Graph()
+    one, other = mtf.Mesh(graph, "one"), mtf.Mesh(graph, "other")
+    shape = mtf.Shape([mtf.Dimension("size", 4)])
+    x, y = mtf.get_variable(one, "x", shape), mtf.get_variable(other, "y", shape)
+    (of_x,), (of_y,) = (mtf.gradients([mtf.reduce_sum(v * v)], [v]) for v in (x, y))
+    optimizer = gs.CrossShardOptimizer(FailsOnce(sgd(), other))
+    optimizer.apply_grad(of_x, x.operation)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.apply_grads([of_y], [y.operation])
+    optimizer.apply_grads([of_y], [y.operation])
+    assert assigned_in(graph, one, other) == ["x", "y"]
+    assert optimizer.times_applied == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -366,6 +368,24 @@ def test_recomputation_waits_for_gradients_of_the_same_examples(weight):
         found = session.run(value)
     assert found[0].tolist() == [2.0, 4.0]
     assert np.isnan(found[1]).all()
+
+
+def test_steps_that_an_error_has_undone_are_built_again():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", [mtf.Dimension("d", 2)])
+
+    class Doubled(Later):
+        def make(self):
+            return [mtf.assign(w.operation, w * 2.0)]
+
+    plan = Plan.of(mesh.graph)
+    doubled = Doubled(plan)
+    with contextlib.suppress(ZeroDivisionError), plan.undone_on_error():
+        doubled.build()
+        raise ZeroDivisionError
+    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
+    lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl})
+    assert set(doubled.build()) <= {*mesh.graph.operations} & {*lowering.operations}
 
 
 @pytest.mark.parametrize("autostack", [True, False])
