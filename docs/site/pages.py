@@ -35,6 +35,8 @@ Programs to copy from, each run by a test, and the gin files of `mtf-gradsync tr
 
 """
 LINK = re.compile(r"(?<=\]\()[^)\s#]+")
+# In docs/README.md: where the index has sections of the README, and which.
+SECTIONS = re.compile(r"<!-- On the site, sections of the README: (.*) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -68,7 +70,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link.group()
         return posixpath.relpath(target, posixpath.dirname(here) or ".")
 
-    return LINK.sub(page_of, markdown)
+    return LINK.sub(page_of, SECTIONS.sub(_sections, markdown))
+
+
+def _sections(names: re.Match[str]) -> str:
+    """Sections of the README, with links as from a file in docs/."""
+    readme = dict(re.findall(r"(?ms)^## (.+?)\n(.*?)(?=^## |\Z)", _read("README.md")))
+    text = "\n".join(f"## {name}\n{readme[name]}" for name in names[1].split(", "))
+    return LINK.sub(lambda m: m[0] if ":" in m[0] else posixpath.relpath(m[0], "docs"), text)
 
 
 def _read(path: str) -> str:
