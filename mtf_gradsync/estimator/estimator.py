@@ -30,18 +30,18 @@ _Modes = tf.estimator.ModeKeys
 class Estimator:
     """Runs a model_fn that was written for Estimator or TPUEstimator.
 
-    It stands where one of them stood, with the same arguments, and needs neither: TensorFlow
-    dropped both after 2.15. The model_fn's specs may have hooks, a scaffold or scaffold_fn,
-    host_call, eval_metrics or eval_metric_ops; all of them are used as there. Sessions are
+    It takes their place, with the same arguments, and needs neither: TensorFlow dropped both after
+    2.15. The model_fn's specs may have hooks, a scaffold or scaffold_fn, host_call, eval_metrics or
+    eval_metric_ops; all of them are used as Estimator and TPUEstimator use them. Sessions are
     TensorFlow's monitored sessions on every runtime.
 
         runs = estimator.Estimator(model_fn, "runs/mine", params=params)
         runs.train(input_fn, max_steps=1000)
         print(runs.evaluate(input_fn, steps=10))
 
-    What differs: a TPU's cores each take a part of the batch from the host, here every core sees
-    the whole batch, as Mesh-TensorFlow programs ask for by `InputPipelineConfig.BROADCAST`; and
-    metrics and host_call see every value once, not once for each core.
+    Two things differ from TPUEstimator. Every core gets the whole batch, as Mesh-TensorFlow
+    programs ask for by `InputPipelineConfig.BROADCAST`, and not a part of it. Metrics and host_call
+    get every value once, and not once for each core.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class Estimator:
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
             save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max
             and tpu_config.num_shards.
-          params: a dict, or anything whose attributes can be set; a copy is passed on. It gets
-            "batch_size" where one is given, as for a TPU "use_tpu", and in a program "context".
+          params: a dict, or anything whose attributes can be set. The model_fn gets a copy with
+            "batch_size" if one is given, "use_tpu" if it was written for TPUEstimator (use_tpu, or
+            a config with a tpu_config), and in a SIMD program "use_tpu" and "context".
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
             has, with use_tpu, and "placement_mesh" without.
@@ -86,13 +87,13 @@ class Estimator:
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
             the variables; those without one keep their values. Training goes on with the variables.
-          skip_damaged_checkpoint: whether training goes on from an older checkpoint where the
-            newest is damaged, whose files are put aside then; otherwise that is an error.
+          skip_damaged_checkpoint: whether, if the newest checkpoint is damaged, training moves its
+            files to "damaged" in model_dir and goes on from an older one; otherwise it raises.
 
         Raises:
           TypeError: model_fn is no function.
-          ValueError: there is no such runtime, or it does not run here; or model_dir differs from
-            the config's.
+          ValueError: there is no such runtime, it does not run here, or it needs num_cores; or
+            model_dir differs from the config's.
         """
         del eval_on_tpu, export_to_tpu
         if not callable(model_fn):
@@ -138,19 +139,20 @@ class Estimator:
         """Trains, from the newest checkpoint of model_dir where there is one.
 
         Args:
-          input_fn: makes a Dataset, or tensors; see `features_and_labels`.
+          input_fn: takes any of mode, params and config by name; returns a Dataset of features
+            or of (features, labels), or such tensors.
           hooks: more session hooks.
           steps: how many steps to make; None for all that the input has.
-          max_steps: the global step to stop at; only one of the two.
+          max_steps: the global step to stop at; nothing is done if a checkpoint has reached it.
           saving_listeners: listeners of the checkpoint saver.
 
         Returns:
           Itself.
 
         Raises:
-          ValueError: both of steps and max_steps are given, or the spec has no way to save for
-            saving_listeners, or no averages are kept to evaluate with; or the newest checkpoint is
-            damaged, or of another model or inner optimizer.
+          ValueError: both of steps and max_steps are given, or one is not positive; nothing saves
+            checkpoints for saving_listeners; evaluate_with_averages is set and no optimizer keeps
+            averages; or the newest checkpoint is damaged, or of another model or inner optimizer.
         """
         _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
@@ -208,8 +210,8 @@ class Estimator:
           The mean loss as "loss", the metrics, and "global_step", by name.
 
         Raises:
-          ValueError: there is no checkpoint, or it has no averages to evaluate with, or there is no
-            input.
+          ValueError: there is no checkpoint, or it has no averages to evaluate with; the input has
+            no batch; steps is not positive; or a SIMD program's spec has eval_metric_ops.
         """
         _check_positive(steps=steps)
         start = self._start(checkpoint_path)
@@ -234,7 +236,7 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Predicts with a checkpoint.
+        """Predicts with a checkpoint; nothing runs, or raises, before the first `next`.
 
         Args:
           input_fn: see `train`; its labels are not used.
@@ -325,7 +327,7 @@ class Estimator:
         return getattr(self.config, name, None)
 
     def _start(self, path: str | None) -> Start:
-        """Returns the checkpoint that an evaluation begins with."""
+        """Returns the checkpoint at `path`, None for the newest; raises ValueError without one."""
         path = path or self.latest_checkpoint()
         if not path:
             raise ValueError(
@@ -335,7 +337,10 @@ class Estimator:
         return Start(path, with_averages=self._with_averages)
 
     def _step_saved(self) -> int:
-        """Returns the steps of the newest checkpoint, after checking it if the run wrote it."""
+        """Returns the step of the newest checkpoint, 0 without one, after checking its files.
+
+        A checkpoint of another directory, or in a remote one, is not checked.
+        """
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):
             return int(tf.train.load_variable(start.path, "global_step")) if start.path else 0

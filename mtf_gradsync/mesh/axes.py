@@ -32,7 +32,10 @@ LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 
 
 def as_dim_names(batch_dims: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns dimension names as a tuple, checked; a string holds names separated by commas."""
+    """Returns dimension names, or a string of names separated by commas, as a tuple.
+
+    Raises a ValueError for other types, and for a name that is given twice.
+    """
     if isinstance(batch_dims, str):
         batch_dims = [name.strip() for name in batch_dims.split(",") if name.strip()]
     try:
@@ -189,7 +192,7 @@ class ReplicaAxes:
 
 
 def check_axes(axes: Any) -> None:
-    """Raises TypeError if axes are no ReplicaAxes."""
+    """Raises TypeError unless axes is a ReplicaAxes."""
     if not isinstance(axes, ReplicaAxes):
         raise TypeError(
             "axes must be a ReplicaAxes, such as ReplicaAxes('batch:4;model:2', 'batch:batch'), "
@@ -203,7 +206,10 @@ def resolve_axes(
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Returns replica axes from either form that the wrappers take; None when neither is given."""
+    """Returns `axes`, or replica axes made from the other arguments; None if neither is given.
+
+    Raises ValueError if both are given, or only one of mesh_shape and layout.
+    """
     if axes is not None:
         check_axes(axes)
         if mesh_shape is not None or layout is not None:
@@ -226,11 +232,11 @@ def resolve_axes(
 def axes_of_pipeline(
     wrapper: str, what: str, batch_dims: str | Sequence[str] = ("batch",)
 ) -> ReplicaAxes:
-    """Returns replica axes of the one mesh that the program has made for this graph.
+    """Returns replica axes of the mesh that the program has made for this graph.
 
     Pipelines (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh before the
-    optimizer, so that a wrapper can find it without arguments. Where there is none or are several,
-    a ValueError says that `wrapper` needs it for `what`.
+    optimizer, so that a wrapper can find it without arguments. If there is no mesh or several, a
+    ValueError says that `wrapper` has to know `what`, such as "the islands".
     """
     axes = axes_of_program(batch_dims)
     if axes is not None:
@@ -244,6 +250,6 @@ def axes_of_pipeline(
 
 
 def axes_of_program(batch_dims: str | Sequence[str] = ("batch",)) -> ReplicaAxes | None:
-    """Returns replica axes of the program's mesh; None unless the program has made just one."""
+    """Returns replica axes of this graph's mesh; None unless the program has made just one."""
     meshes = meshes_made()
     return ReplicaAxes(*meshes[0], batch_dims) if len(meshes) == 1 else None

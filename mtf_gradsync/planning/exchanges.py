@@ -23,9 +23,9 @@ class Exchange(NamedTuple):
     """One collective of a step."""
 
     operation: str  # HLO's name of it, as in "all-reduce"
-    axis: str  # the mesh axes along which cores exchange data, joined by "+"
+    axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
     groups: Groups  # the cores that exchange data, group by group
-    size: int  # bytes that each core puts in, each time
+    size: int  # bytes that each core puts in, each time; 0 if not known
     times: int  # how often it runs in a step
 
 
@@ -35,11 +35,11 @@ def exchanges_of(
     axes: Mapping[Any, str],
     cores: int,
 ) -> list[Exchange]:
-    """Collectives of an update step, with how often each runs.
+    """Returns the collectives of an update step, with how often each runs.
 
-    Outside loops they are those of the compiled program, merged by the compiler. In loops they are
-    those of `report`, on the program before compilation, which says how often a loop turns; those
-    in a loop of unknown length count once. `axes` are the mesh's, by `groups_by_axes`.
+    Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
+    loops from `report`, which is of the program before compilation and says how often a loop turns
+    (once if not known). `axes` is what `groups_by_axes` returns; `cores` is their number.
     """
     everyone = (tuple(range(cores)),)
     found = []
@@ -47,7 +47,7 @@ def exchanges_of(
         if not one.is_in_loop:
             groups = one.groups or everyone
             key = frozenset(frozenset(group) for group in groups)
-            # Pairs of a permutation are no groups: what they connect is.
+            # A permutation's pairs are groups of an axis only if the axis has two cores.
             axis = axes.get(key, _OTHER)
             found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
     by_axis = {axis: key for key, axis in axes.items()}

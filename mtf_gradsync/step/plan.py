@@ -82,10 +82,10 @@ class Plan:
             self._waits[operation] = (*self._waits.get(operation, ()), control_inputs)
 
     def write_in_place(self, variable: mtf.Variable) -> None:
-        """Marks a variable as written in place, which is not read once at the start of a step.
+        """Excludes a variable that a wrapper writes in place from the reads at the start of a step.
 
-        TensorFlow copies a variable that is added to while a value read from it is still in use.
-        Readers have to order their reads themselves.
+        With a value read there still in use, TensorFlow would copy the variable to add to it. Those
+        who read the variable have to order reads and writes themselves.
         """
         self._in_place[variable] = None
 
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def is_in_branch(self) -> bool:
-        """Whether a branch is being built; it waits, so that its updates need not."""
+        """Whether a branch is being built: operations in it need no gate, as the branch waits."""
         return self.open_branch is not None
 
     @contextlib.contextmanager
@@ -114,11 +114,11 @@ class Plan:
 
     @property
     def surroundings(self) -> tuple[Any, bool]:
-        """Returns a key for the branch and gate that are being built, to compare with later."""
+        """Returns the open branch or None, and whether a gate is being built, for comparison."""
         return self.open_branch, self._is_gating
 
     def is_free(self, operation: mtf.Operation) -> bool:
-        """Whether no wrapper made an operation wait or part of a branch."""
+        """Whether an operation neither waits (see `wait`) nor belongs to a branch."""
         return operation not in self._waits and operation not in self._branch_of
 
     @property
@@ -136,7 +136,7 @@ class Plan:
             self._is_gating = outer
 
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
-        """Moves operations, on which no others depend, to the end of the graph's list, in order."""
+        """Moves operations to the end of the graph's list, in order; no others may use them."""
         moved = set(operations)
         listed = self.graph.operations
         listed[:] = [op for op in listed if op not in moved] + list(operations)
@@ -160,7 +160,7 @@ class Plan:
         return state
 
     def part(self, kind: type[_Part]) -> _Part:
-        """Returns the part of a class, which the first call makes."""
+        """Returns the plan's part of the class `kind`, which the first call makes."""
         if kind not in self._parts:
             self._parts[kind] = kind()
         return self._parts[kind]
@@ -169,7 +169,7 @@ class Plan:
     def undone_on_error(self) -> Iterator[None]:
         """Undoes changes of the mtf graph and the plan if the block raises.
 
-        Operations stay in the TensorFlow graph; without a mesh operation they do nothing.
+        What the block made in the TensorFlow graph stays there; no mesh operation uses it.
         """
         graph = self.graph
         lists = (graph.operations, graph.all_variables, graph.trainable_variables)
@@ -237,8 +237,8 @@ class Plan:
         lowered = vars(lowering)[_LOWERED] = Lowered(scope_around(first))
         self._give_stacks_to_branches(self.adopt())
         lowered.parts = [part.begin(lowering) for part in self._parts.values()]
-        # Slices are copies of masters. A scope without an initializer has random ones made for
-        # each, which nothing runs: on a placement mesh a fifth of what the graph is built of.
+        # Slices are copies of masters. In a scope without an initializer each would get a random
+        # one, which nothing runs: on a placement mesh a fifth of the graph's operations.
         scope, zeros = tf.get_variable_scope(), tf.zeros_initializer()
         with tf.variable_scope(scope, initializer=zeros, auxiliary_name_scope=False):
             self._lower_variables(lowering, lowered)
@@ -266,7 +266,7 @@ class Plan:
             is_variable = isinstance(operation, mtf.Variable)
             if not is_variable and not takes_stack_apart(operation):
                 continue
-            if operation not in lowering.variables:  # a stacked one may stand before all others
+            if operation not in lowering.variables:  # Mesh-TF may have lowered a stacked one
                 lowered.early.add(operation)
                 with lowered.name_scope(operation.name):
                     if not any(part.lower_variable(operation) for part in lowered.parts):

@@ -45,7 +45,7 @@ class OuterSteps(Stage):
 
     def __init__(self, wrapper: OuterOptimizer):
         self._wrapper, self._islands = wrapper, wrapper.islands
-        # Set once the step that is being built has gradients.
+        # `apply` sets these for the step that is being built.
         self._variables: list[mtf.Variable] = []
         self._outer: dict[mtf.Variable, OuterVariable] = {}
         self._momenta: dict[mtf.Variable, mtf.Variable] = {}
@@ -133,7 +133,11 @@ class OuterSteps(Stage):
     def _outer_step(
         self, owners: Sequence[Owner], updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Makes an outer step of a fragment; returns the assignments."""
+        """Makes the outer step of a fragment, from the values after `updates`.
+
+        `owners` are the variables and pieces of the fragment. Returns the assignments to variables,
+        outer values and momenta.
+        """
         wrapper = self._wrapper
         variables = [variable_of(x) for x in owners]
         moved = [self._outer[v] for v in variables]
@@ -175,7 +179,8 @@ class OuterSteps(Stage):
         )
         step.add(writes)
         if wrapper.leave_out_not_finite:
-            # The islands' values of all other variables, and of what is not in a piece.
+            # Skipped islands still have their own values of other fragments' variables, and of
+            # the other pieces of variables that are cut.
             rest = [v for v in self._variables if v not in owners]
             self._restart(skip, skipped, rest, [*updates, *writes], step)
         return writes
@@ -187,7 +192,11 @@ class OuterSteps(Stage):
         count: mtf.Tensor | None,
         step: StepBuilder,
     ) -> list[mtf.Tensor]:
-        """Returns the mean over the islands of the difference from the outer values."""
+        """Returns the mean of `differences`, `[islands...] + owner dims`, over the islands.
+
+        `count` is the number of islands that are not skipped, None for all; the differences of
+        skipped ones are zeros already.
+        """
         wrapper, islands = self._wrapper, self._islands
         reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
@@ -199,9 +208,10 @@ class OuterSteps(Stage):
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Returns which islands have values or slots that are not finite, `[islands...]`.
+        """Returns which islands have values, slots or losses that are not finite, `[islands...]`.
 
-        Slots count, as Mesh-TF's momentum reaches the variable one step later.
+        Losses count since the outer step before. Slots count, as Mesh-TF's momentum reaches the
+        variable one step later.
         """
         slots = [v for v in self._slots if v.slice_dtype.is_floating]
         values = list(step.value_after([*self._variables, *slots], updates))
@@ -218,11 +228,11 @@ class OuterSteps(Stage):
         writes: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
-        """Restarts skipped islands with the outer values and slots of zeros, and counts them.
+        """Gives skipped islands the outer values and slots of zeros, counts and reports them.
 
-        `skip` says which are skipped, `[islands...]`, and `skipped` says so in numbers that all
-        processors have. `variables` do not have the outer values yet; all values are read after
-        `writes`.
+        `skip` is true for the skipped islands, `[islands...]`; `skipped` is 1 for them, else 0, of
+        the same shape but with all islands on each processor. `variables` are those to set to
+        their outer values; values are read after `writes`.
         """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
@@ -245,9 +255,10 @@ class OuterSteps(Stage):
 def _at_pieces(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Returns values with those of pieces replaced by the outputs of `kind`.
+    """Applies `CutOut` or `PutBack` to the values of owners that are pieces.
 
-    Each list has a value for each owner; the last one has the values that the result begins with.
+    `values` are the inputs of `kind`, lists with a value for each owner. For an owner that is a
+    whole variable, the result has its value in the last list.
     """
     result, pieces = list(values[-1]), {i: x for i, x in enumerate(owners) if isinstance(x, Piece)}
     if result and pieces:

@@ -27,11 +27,11 @@ class StepBuilder(StepConditions):
     """One training step while it is being built.
 
     Attributes:
-      received: for each wrapper of the stack, the gradients that it received.
-      passed_on: for each wrapper, the gradients that it passed on.
+      received: for each wrapper, from the outside in, the gradients that it received.
+      passed_on: for each wrapper, in the same order, the gradients that it passed on.
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
       reduced: the first reduction; None before.
-      compressions: strategies' reports of bytes.
+      compressions: what strategies that compress report of the bytes that they save.
     """
 
     def __init__(
@@ -43,10 +43,15 @@ class StepBuilder(StepConditions):
         slots: SlotBook,
         arguments: OwnArguments,
     ):
-        """Describes the step of wrappers, from the outside in, around `opt`; builds nothing.
+        """Describes the step of a stack of wrappers; builds nothing.
 
-        `takes_pending` says whether opt takes gradients that are not reduced; `arguments` are more
-        arguments for its `apply_grads`.
+        Args:
+          segments: the stages of each wrapper, from the outside in.
+          opt: the inner optimizer of the innermost wrapper.
+          takes_pending: whether opt takes gradients that are not reduced.
+          partition: how updates are sharded; None if they are not.
+          slots: records the variables that the step creates.
+          arguments: arguments of opt's `apply_grads` after gradients and variables.
         """
         super().__init__()
         self._slots, self._arguments = slots, arguments
@@ -113,7 +118,7 @@ class StepBuilder(StepConditions):
     def show(
         self, shown: Mapping[mtf.Variable, mtf.Variable], writes: Sequence[mtf.Operation]
     ) -> None:
-        """Makes `value_after` of later stages read other variables, after `writes` of them.
+        """Makes `value_after` read other variables from now on, after the operations `writes`.
 
         `shown` has for each variable the one to read instead.
         """
@@ -121,11 +126,11 @@ class StepBuilder(StepConditions):
         self._shown_after += writes
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
-        """Writes the strategies' new state after the reductions so far.
+        """Writes the new state that strategies have from the reductions since the last call.
 
         The builder calls it for the update; a stage that adds up reduced gradients calls it itself.
-        `when` makes a boolean scalar, the same on all processors: if it is false, the sums are not
-        used, and the state does not change.
+        `when` makes a boolean scalar, the same on all processors. Where it is false, the state does
+        not change; give it if some steps do not use the sums.
         """
         state, self._by_strategy.new_state = self._by_strategy.new_state, []
         if not state:
@@ -141,10 +146,11 @@ class StepBuilder(StepConditions):
             self.run_when(when(), gate, writes)
 
     def reduce(self, gradients: GradientSet, reduction: Reduction) -> GradientSet:
-        """Reduces gradients over the mesh, to parts if updates are sharded.
+        """Reduces gradients over the mesh, divides them by their divisor and casts them.
 
-        They are not in parts if a later stage `wants_reduced`. The result is divided by the
-        divisor of the set, in its dtypes. For parts, the partition says how to reduce.
+        The result has form `PART` if updates are sharded, by the strategy of the partition, and
+        `REDUCED` if not, or if a stage that is not built yet `wants_reduced`. Gradients that have
+        this form already are returned as they are.
         """
         partition = None if self._wants_reduced else self._partition
         if gradients.form is (Form.PART if partition else Form.REDUCED):
@@ -184,19 +190,22 @@ class StepBuilder(StepConditions):
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
-        """Returns variables' values after operations; see `mtf_gradsync.step.values_after`."""
+        """Returns variables' values after operations; see `mtf_gradsync.step.values_after`.
+
+        Where `show` was called for a variable, it is the value of the variable shown instead.
+        """
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
 
     # From stage to stage.
 
     def _per_shard(self, gradients: GradientSet, reduction: Reduction, stage: Stage) -> GradientSet:
-        """Returns per-shard gradients, or what the stage wants if shards are mixed."""
+        """Returns per-shard gradients; those in which shards are mixed as `Stage.mixed` says."""
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
         found = mixed_gradients(own, axes)
-        # Gradients that nothing sums would differ between shards.
+        # Where an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()
@@ -223,7 +232,7 @@ class StepBuilder(StepConditions):
         return result
 
     def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
-        """Makes the inner optimizer's update, and the stages' around it, the first outermost."""
+        """Makes the inner optimizer's update inside `Stage.update` of all stages, in order."""
         if stages:
             first, *others = stages
             return first.update(gradients, self, lambda given: self._update(given, others))

@@ -19,7 +19,7 @@ from mtf_gradsync.reduce.sums.one_level import all_reduce_fn
 
 # Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
 # one process a sum sends no bytes but packing copies twice, so only tensors that cost less to copy
-# than to launch are packed, and at least four of them.
+# than to launch are packed; a bucket has room for at least four.
 PLACEMENT_BUCKET_BYTES = 64 * 1024
 PLACEMENT_PACKED_BYTES = 16 * 1024
 
@@ -40,10 +40,12 @@ class FusedAllReduce(Strategy):
 
         Args:
           bucket_bytes: most bytes per processor in a bucket of several tensors; larger tensors are
-            alone, and 0 packs nothing. None packs nothing on a SIMD mesh, which sums one group, and
-            takes a measured default on a placement mesh.
+            alone, and 0 packs nothing. None takes a default: measured on a placement mesh, 32 MiB
+            on a SIMD mesh if packed_bytes is given; otherwise a SIMD mesh has no buckets but one
+            group.
           packed_bytes: the largest tensor, in bytes per processor, that shares a bucket. None
-            packs all that fit if bucket_bytes is given, else takes a measured default.
+            packs all that fit if bucket_bytes is given, else takes a measured default on a
+            placement mesh.
 
         Raises:
           ValueError: a number is negative or not whole.
@@ -85,7 +87,7 @@ class FusedAllReduce(Strategy):
         """See `Strategy.reduce_scatter`.
 
         Where devices of a placement mesh have one memory, one device sums and cuts; otherwise each
-        device adds up its own part.
+        device adds up its own part, in buckets for which packed_bytes does not count.
         """
         self.check(mesh_impl, groups)
         check_values(values)

@@ -13,8 +13,8 @@ from typing import Iterator
 from mtf_gradsync.runtimes.checkpoints.choice import checkpoint_state
 from mtf_gradsync.runtimes.errors import ConfigError
 
-# What TensorFlow writes before it renames it, what `files.write_text` does, and what is made to
-# restore a checkpoint of another configuration.
+# Files that TensorFlow and `files.write_text` rename once they are written, and checkpoints made to
+# restore one of another configuration.
 _LEFTOVER = re.compile(
     r"model\.ckpt-\d+\.(data-\d+-of-\d+|index)\.tempstate\d+|model\.ckpt-\d+_temp"
     r"|checkpoint\.tmp[0-9a-f]{32}"
@@ -26,10 +26,10 @@ _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 
 
 def remove_leftovers(model_dir: str) -> None:
-    """Removes files that a killed process was writing or deleting; nobody may write there now.
+    """Removes files that a killed process was writing or deleting; errors are ignored.
 
-    A checkpoint without its index was being deleted, and its data cannot be read any more. Files of
-    checkpoints that the state file lists stay.
+    Nothing may be writing to the directory. Data of a checkpoint without its index cannot be read
+    and are removed, too, unless the state file lists the checkpoint or cannot be read itself.
     """
     with contextlib.suppress(OSError):
         listed = _listed(model_dir)
@@ -48,7 +48,7 @@ def remove_leftovers(model_dir: str) -> None:
 
 
 def _listed(model_dir: str) -> set[str] | None:
-    """Returns the checkpoints that the state file lists, by name; None where it lists none."""
+    """Returns the names of checkpoints in the state file; None where it cannot be read."""
     state = checkpoint_state(model_dir)
     if state is None:
         return None
@@ -57,7 +57,11 @@ def _listed(model_dir: str) -> set[str] | None:
 
 @contextlib.contextmanager
 def only_run_in(model_dir: str) -> Iterator[None]:
-    """Locks a directory for one run, after making it; raises a ConfigError where it cannot."""
+    """Makes a directory and locks it for one run inside the block.
+
+    Raises a ConfigError if another run has it, it cannot be written to, or its name has
+    "://" or a wildcard.
+    """
     if "://" in model_dir:
         raise ConfigError(f"--model_dir={model_dir} must be a directory of this machine")
     special = set("*?[]") & set(os.path.abspath(model_dir))
@@ -68,7 +72,7 @@ def only_run_in(model_dir: str) -> Iterator[None]:
         )
     try:
         os.makedirs(model_dir, exist_ok=True)
-        # Permissions and mounts say less than a try.
+        # Only writing shows that files can be written: permissions and mounts do not say all.
         with tempfile.TemporaryFile(dir=model_dir) as probe:
             probe.write(b"x")
             probe.flush()
@@ -85,7 +89,10 @@ def only_run_in(model_dir: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, model_dir: str) -> None:
-    """Takes the lock, which ends with the process in any case."""
+    """Locks an open directory until it is closed; the end of the process closes it, too.
+
+    Raises a ConfigError if another run has the lock; does nothing where there are no locks.
+    """
     try:
         import fcntl
     except ImportError:  # no POSIX

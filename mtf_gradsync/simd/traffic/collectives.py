@@ -30,8 +30,8 @@ def list_collectives(
       program: a `Program`, or a graph that holds TPU programs of any origin.
       mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups by mesh axes. A
         lowering and a `Program` bring their own. Without one, groups are lists of core numbers.
-      lowering: the lowering, or the spec of a model_fn, to name the variables that Mesh-TF stacked
-        one by one.
+      lowering: the lowering, or the spec of a model_fn, to give the names of variables that
+        Mesh-TF stacked, in place of the stack's name.
 
     Returns:
       The report, one row per collective in program order.
@@ -95,7 +95,10 @@ def _row(
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
-    """Returns every way to group a mesh's physical cores -> the axes' names, joined by "+"."""
+    """Returns the names of mesh axes, joined by "+", by the groups of cores along these axes.
+
+    Groups are sets of physical core numbers. All sets of axes are in it, but for axes of size 1.
+    """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
     names: dict[frozenset, str] = {}
@@ -111,7 +114,7 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Returns each variable that Mesh-TF stacked -> the variables in it, by name."""
+    """Returns the names of the variables in each variable that Mesh-TF stacked, by its name."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings
@@ -123,7 +126,7 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
 def _spell(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """Returns the names that a reader knows: unstacked, without slots of trainable variables."""
+    """Returns the names of the trainable ones of variables, or of all if none is; unstacked."""
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.
     known = [n for n in names if n in trainable or n.partition("stacked/")[2] in trainable]
@@ -133,7 +136,7 @@ def _spell(
 def _variables_reached(
     facts: GraphFacts, collectives: dict[str, Collective]
 ) -> dict[str, list[str]]:
-    """Returns collective -> variables written with its result, with no other collective between."""
+    """Returns by collective the variables that its result reaches without another collective."""
     written = variables_written(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}
@@ -145,7 +148,7 @@ def _variables_reached(
             found = reach.get(name, 0)
             if not found or name in collectives:
                 continue
-            # A predicate chooses a value; it is no part of it.
+            # The second input of a Switch is the predicate, which is no part of the value.
             count = 1 if facts.node[name].op == "Switch" else None
             for source, number in facts.inputs(name)[:count]:
                 if number >= 0 and found & ~reach.get(source, 0):

@@ -26,7 +26,7 @@ class Runner(abc.ABC):
     Attributes:
       first_step: steps made before, known once it is entered.
       is_alone: whether no other process has to take part in what this one does.
-      steps_ahead: how many steps may be dispatched before the result of the first is asked for.
+      steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
     """
 
     first_step: int = 0
@@ -57,12 +57,13 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def skip_reason(self) -> str | None:
-        """Returns why the last step was skipped, if one was since the last call, or None."""
+        """Returns a line about what steps since the last call skipped, or None for nothing."""
 
     def agreed_stop(self, received: int | None) -> int | None:
-        """Returns the signal at which all processes of the run stop before this step, or None.
+        """Returns the signal for which all processes stop before the next step, or None to go on.
 
-        `received` is the signal that this process has received, or None.
+        `received` is the signal that this process has received, or None. All processes of the run
+        call this before each step.
         """
         return received
 
@@ -87,7 +88,7 @@ def fetches_of(graph: TrainGraph) -> dict[str, Any]:
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Returns whether an optimizer of a stack skips gradients that are not finite."""
+    """Returns whether an optimizer of a stack skips or needs what is not finite."""
     return any(
         traits_of(opt).skips_not_finite or traits_of(opt).watches_not_finite or _skips_islands(opt)
         for opt in optimizers
@@ -95,10 +96,13 @@ def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
 
 
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
-    """Returns how many losses in a row may be not finite while there is no update."""
+    """Returns how many losses in a row, without an update between, may be not finite.
+
+    It is 0 if no optimizer of the stack skips gradients that are not finite.
+    """
     if not stack_skips_not_finite(optimizers):
         return 0
-    # An island's loss may be one until it is skipped, at the end of a round.
+    # An island's losses may be not finite until its outer step, which skips the island.
     rounds = [opt.inner_steps for opt in optimizers if _skips_islands(opt)]
     return max([_BAD_LOSSES, *(2 * steps for steps in rounds)])
 
@@ -115,7 +119,7 @@ class Watches:
         self._watches = [one.watch() for one in watched if one]
 
     def ask(self, session: Any) -> Any:
-        """Returns the first report in a session, as `Watch.ask`, or None."""
+        """Returns the first error or line that a watch has (`Watch.ask`), or None."""
         found = [watch.ask(session) for watch in self._watches]
         return next((one for one in found if one), None)
 
@@ -127,16 +131,16 @@ def watch_waits(optimizers: Sequence[Any]) -> Watches:
 
 
 def watch_skips(optimizers: Sequence[Any]) -> Watches:
-    """Returns watches that return a line for the log where a step was skipped."""
+    """Returns watches that report a line for the log where steps do not print it themselves."""
     reports = [opt.skip_report for opt in optimizers if isinstance(opt, ReportsSkips)]
     return Watches(one for one in reports if one and one.takes_a_hook)
 
 
 class GraphRunner(Runner):
-    """Base of the runners of a graph.
+    """A `Runner` of a training graph: the base of the runners of all runtimes.
 
     Attributes:
-      copies_slices: whether a saver has to copy slices to masters before it saves.
+      copies_slices: whether the saver has to copy slices to masters before it saves.
     """
 
     copies_slices: bool
@@ -151,7 +155,11 @@ class GraphRunner(Runner):
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
     ):
-        """Adds to the default graph what it needs; only a placement mesh has `hooks`."""
+        """Adds a saver and watches to the default graph, which has to be that of `graph`.
+
+        Checkpoints go to `model_dir`; None for `keep_checkpoint_max` keeps all. `place` makes the
+        sessions, which begin with `start`; `hooks` are for sessions of a placement mesh.
+        """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
             stack_skips_not_finite(graph.optimizers),
@@ -180,10 +188,10 @@ class GraphRunner(Runner):
 
     @abc.abstractmethod
     def _raw(self, use: Callable[[Any], Any]) -> Any:
-        """Calls a function with the session without hooks."""
+        """Returns what a function returns for the session, whose hooks do not run."""
 
     def _begin(self) -> None:
-        """Makes the batches begin at the session's step."""
+        """Sets `first_step` to the session's step, and makes the batches begin there."""
         self.first_step = int(self._session.run(self._global_step))
         self._batches.begin(self.first_step)
 

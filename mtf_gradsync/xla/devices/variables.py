@@ -27,12 +27,16 @@ class DeviceVariables:
         self._cores = cores
         self._access = VariableAccess(session.graph)
         self._on_devices: dict[tuple[str, ...], OnDevices] = {}
-        # Those whose value on the devices is newer than TensorFlow's.
+        # The keys of values on the devices that are newer than TensorFlow's.
         self._newer: set[tuple[str, ...]] = set()
+        # For each variable's name the keys that have it: a key is `ReplicaInput.sources`.
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:
-        """Gives all processes the first one's values, since initial values may be random."""
+        """Gives all processes the first process's values in TensorFlow, but for strings.
+
+        Initial values may be random, and so differ.
+        """
         if self._cores.is_alone:
             return
         values = self._access.read_all(self._session)
@@ -63,7 +67,7 @@ class DeviceVariables:
         return [self._on_devices[v.sources] for v in variables]
 
     def put(self, variable: ReplicaInput, value: OnDevices) -> None:
-        """Stores a new value that a step has left on the devices."""
+        """Takes over a variable's new value, which a step has left on the devices."""
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
 
@@ -72,7 +76,7 @@ class DeviceVariables:
         keys = self._keys_of(names) & self._newer
         if not keys:
             return
-        # One that all cores share has the same value on all.
+        # A variable that all cores share has the same value on all of them.
         shared = [key for key in keys if len(set(key)) == 1]
         values = {key[0]: np.array(self._on_devices[key].arrays[0]) for key in shared}
         sliced = sorted(keys.difference(shared))  # in one order on all processes
@@ -84,13 +88,16 @@ class DeviceVariables:
         self._newer -= keys
 
     def wait(self) -> None:
-        """Waits until all values are there."""
+        """Waits until the devices have computed all values of variables."""
         for value in self._on_devices.values():
             for array in value.arrays:
                 array.block_until_ready()
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Drops the devices' values of the named variables, or all: TensorFlow's have changed."""
+        """Drops the devices' values of the named variables, or all, even newer ones.
+
+        It is for variables that changed in TensorFlow; `take` copies them again.
+        """
         keys = self._keys_of(names)
         for key in keys:
             self._on_devices.pop(key, None)
