@@ -29,6 +29,16 @@ class Exchange(NamedTuple):
     times: int  # how often it runs in a step
 
 
+def _connected(groups: Groups) -> frozenset[frozenset[int]]:
+    """Returns groups of cores without overlaps: the pairs of a permutation are joined."""
+    joined: list[frozenset[int]] = []
+    for group in groups:
+        touching = [one for one in joined if not one.isdisjoint(group)]
+        joined = [one for one in joined if one not in touching]
+        joined.append(frozenset(group).union(*touching))
+    return frozenset(joined)
+
+
 def exchanges_of(
     compiled: Sequence[HloCollective],
     report: CommunicationReport,
@@ -46,9 +56,7 @@ def exchanges_of(
     for one in compiled:
         if not one.is_in_loop:
             groups = one.groups or everyone
-            key = frozenset(frozenset(group) for group in groups)
-            # A permutation's pairs are groups of an axis only if the axis has two cores.
-            axis = axes.get(key, _OTHER)
+            axis = axes.get(_connected(groups), _OTHER)
             found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
     by_axis = {axis: key for key, axis in axes.items()}
     for row in report.rows:

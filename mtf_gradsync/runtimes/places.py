@@ -27,7 +27,7 @@ class OnDevices:
     """
 
     program: simd.Program | None = None  # there is no SIMD program
-    # How many steps may be dispatched before the result of the first is asked for.
+    # How many more steps may be dispatched before the result of a step is asked for.
     steps_ahead = 0
 
     def __init__(self, config: tf.ConfigProto | None = None, target: str = ""):

@@ -154,11 +154,11 @@ def test_a_timeline_shows_the_devices_of_all_tasks(values, folder):
     for pid, name in names.items():
         rows = [row for (one, _), rows in found.items() if one == pid for row in rows]
         if name == "steps":
-            assert len(found[pid, 0]) == program.STEPS
+            assert len(found[pid, 1]) == program.STEPS
         else:
             assert {row["cat"] for row in rows} == {"compute", "collective"}
             # In each of the steps.
-            (steps,) = [found[one, 0] for one, of in names.items() if of == "steps"]
+            (steps,) = [found[one, 1] for one, of in names.items() if of == "steps"]
             for step in steps:
                 end = step["ts"] + step["dur"]
                 assert any(step["ts"] <= r["ts"] and r["ts"] + r["dur"] <= end for r in rows)

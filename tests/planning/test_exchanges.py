@@ -25,6 +25,7 @@ def test_groups_are_named_by_the_axes_along_which_they_lie():
         collective("all-gather", ((0, 1), (2, 3)), "branch true of c"),
         collective("all-reduce", ()),
         collective("collective-permute", ((0, 1), (1, 0))),
+        collective("collective-permute", ((0, 1), (1, 3), (3, 2), (2, 0))),
     ]
     found = exchanges_of(compiled, simd.CommunicationReport(()), axes(), 4)
     assert [(e.operation, e.axis) for e in found] == [
@@ -32,6 +33,7 @@ def test_groups_are_named_by_the_axes_along_which_they_lie():
         ("all-gather", "model"),
         ("all-reduce", "batch+model"),
         ("collective-permute", "other groups"),
+        ("collective-permute", "batch+model"),
     ]
     assert found[2].groups == ((0, 1, 2, 3),)
     assert {e.size for e in found} == {16}
