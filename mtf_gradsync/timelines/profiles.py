@@ -258,7 +258,7 @@ def _of_some_programs(
     """
     likely, taken = [], set()
     for at, one in of_operation:
-        if at and one.begin >= began.get((at[0] + 1, at[1]), one.end):
+        if at and one.begin >= began.get((at[0] + 1, at[1]), one.begin + 1):
             at = None
         execution = at[0] if at else None
         before = [p for p, begin in began.items() if begin <= one.begin]
