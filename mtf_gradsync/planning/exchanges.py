@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.simd.traffic.report import CommunicationReport
@@ -49,7 +50,8 @@ def exchanges_of(
 
     Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
     loops from `report`, which is of the program before compilation and says how often a loop turns
-    (once if not known). `axes` is what `groups_by_axes` returns; `cores` is their number.
+    (once if not known). Those of each core with itself are not listed. `axes` is what
+    `groups_by_axes` returns; `cores` is their number.
     """
     everyone = (tuple(range(cores)),)
     found = []
@@ -62,7 +64,10 @@ def exchanges_of(
     for row in report.rows:
         if row.loops:
             operation = _HLO_NAMES[row.operation]
-            groups = tuple(sorted(tuple(sorted(g)) for g in by_axis.get(row.group, everyone)))
+            axis = row.group if row.group in by_axis else _OTHER
+            # Groups that lie along no axes are named by their cores.
+            named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
+            groups = tuple(sorted(tuple(sorted(group)) for group in named))
             times = 1 if row.turns is None else row.turns
-            found.append(Exchange(operation, row.group, groups, row.bytes_per_core or 0, times))
-    return found
+            found.append(Exchange(operation, axis, groups, row.bytes_per_core or 0, times))
+    return [one for one in found if any(len(group) > 1 for group in one.groups)]

@@ -24,6 +24,8 @@ class Compiled(NamedTuple):
     bytes_accessed: float = 0.0  # by one core
     estimate_seconds: float = 0.0  # of a core's operations one after the other, without the links
     unknown: int = 0  # operations that the estimate does not count
+    unknown_names: tuple[str, ...] = ()  # what these may be
+    loops_counted_once: int = 0  # loops of which the estimate has one turn
     collectives: tuple[HloCollective, ...] = ()
     seconds: float = 0.0  # how long the compilation took
 
@@ -75,7 +77,9 @@ class TpuMachine:
             bytes_accessed=cost.bytes_accessed,
             estimate_seconds=cost.seconds,
             unknown=cost.unknown,
-            collectives=made.after,
+            unknown_names=cost.unknown_operations,
+            loops_counted_once=cost.loops_counted_once,
+            collectives=made.of_update,
             seconds=made.seconds,
         )
 

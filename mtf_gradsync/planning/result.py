@@ -58,6 +58,9 @@ class PlanRow:
       build_seconds: how long building the program took.
       compile_seconds: how long the compiler took.
       is_repeated: whether an equal program had been compiled before.
+      unknown_names: targets of the program's custom calls, which may be `unknown_operations`.
+      loops_counted_once: the number of loops of which one turn is counted, as it is not known how
+        often they turn.
     """
 
     mesh_shape: str
@@ -80,6 +83,8 @@ class PlanRow:
     build_seconds: float
     compile_seconds: float
     is_repeated: bool
+    unknown_names: tuple[str, ...] = ()
+    loops_counted_once: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +129,19 @@ class Plan:
         unknown = [row for row in self.rows if row.unknown_operations]
         if unknown:
             most = max(row.unknown_operations for row in unknown)
-            lines.append(f"Up to {most} operations of a program have no estimate.")
+            names = sorted({name for row in unknown for name in row.unknown_names})
+            lines.append(
+                f"Up to {most} operations of a program have no estimate"
+                f"{' (' + ', '.join(names) + ')' if names else ''}."
+            )
+        if any(row.loops_counted_once for row in self.rows):
+            lines.append(
+                "Programs have loops that may turn any number of times; they count as one turn."
+            )
         if self.refused:
             lines += ["", "skipped:"]
-            lines += [f"  {r.mesh_shape} on {r.machine}: {r.reason}" for r in self.refused]
+            several = len({r.layout for r in (*self.rows, *self.refused)}) > 1
+            lines += [f"  {_name(r, several)}: {r.reason}" for r in self.refused]
         if self.is_partial:
             lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
         return "\n".join(lines)
@@ -148,21 +162,25 @@ class Plan:
         # Without pyplot, so that no display and no global state is touched.
         from matplotlib.figure import Figure
 
-        names = [_name(row) for row in self.rows]
+        several = len({row.layout for row in self.rows}) > 1
+        names = [_name(row, several) for row in self.rows]
+        places = range(len(names))
         height = 1.5 + 0.4 * max(1, len(names))
         figure = Figure(figsize=(9, height), layout="constrained")
         axes = figure.subplots()
         left = [0.0] * len(names)
         for label, values in _parts(self.rows).items():
-            axes.barh(names, values, left=left, label=label)
+            axes.barh(places, values, left=left, label=label)
             left = [a + b for a, b in zip(left, values)]
         for place, row in enumerate(self.rows):
             note = "" if row.fits else " does not fit"
             axes.text(left[place], place, f" {left[place]:.3g} ms{note}", va="center")
+        axes.set_yticks(places, names)
+        axes.margins(y=0.4 / max(1, len(names)))
         axes.set_xlabel("predicted ms per step")
-        axes.set_xlim(right=1.2 * max(left, default=1.0) or 1.0)
+        axes.set_xlim(right=1.3 * max(left, default=1.0) or 1.0)
         axes.invert_yaxis()
-        axes.legend()
+        figure.legend(loc="outside upper right", ncols=3)
         figure.savefig(path, format="png", dpi=120)
 
 
@@ -171,13 +189,14 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 
     def key(row: PlanRow) -> Any:
         rate = row.tokens_per_second
-        return (not row.fits, row.step_seconds if rate is None else -rate, _name(row))
+        return (not row.fits, row.step_seconds if rate is None else -rate, _name(row, True))
 
     return tuple(sorted(rows, key=key))
 
 
-def _name(row: PlanRow) -> str:
-    return f"{row.mesh_shape} on {row.machine}"
+def _name(row: PlanRow | Refused, with_layout: bool) -> str:
+    layout = f", {row.layout}," if with_layout else ""
+    return f"{row.mesh_shape}{layout} on {row.machine}"
 
 
 def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:

@@ -224,6 +224,8 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         bytes_accessed=compiled.bytes_accessed,
         estimate_seconds=compiled.estimate_seconds,
         unknown_operations=compiled.unknown,
+        unknown_names=compiled.unknown_names,
+        loops_counted_once=compiled.loops_counted_once,
         traffic=traffic,
         link_seconds=links,
         step_seconds=step,

@@ -45,3 +45,10 @@ def test_in_loops_the_turns_are_those_of_the_program_before():
     (found,) = exchanges_of(compiled, simd.CommunicationReport(rows), axes(), 4)
     assert (found.operation, found.axis, found.size, found.times) == ("all-reduce", "model", 8, 5)
     assert found.groups == ((0, 1), (2, 3))
+
+
+def test_in_loops_other_groups_are_those_of_the_program_and_one_core_exchanges_nothing():
+    in_loop = dataclasses.replace(ROW, loops=("loop",), turns=5)
+    rows = [dataclasses.replace(in_loop, group=text) for text in ("[0],[1],[2],[3]", "[0,3],[1,2]")]
+    (found,) = exchanges_of([], simd.CommunicationReport(tuple(rows)), axes(), 4)
+    assert (found.axis, found.groups, found.times) == ("other groups", ((0, 3), (1, 2)), 5)

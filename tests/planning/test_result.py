@@ -32,7 +32,10 @@ def row(mesh_shape, step, **changes):
 
 
 PLAN = planning.Plan(
-    (row("batch:8", 0.02), row("batch:4;model:2", 0.04, unknown_operations=2)),
+    (
+        row("batch:8", 0.02),
+        row("batch:4;model:2", 0.04, unknown_operations=2, unknown_names=("X64SplitLow",)),
+    ),
     (planning.Refused("batch:2;model:4", "batch:batch", "v5e:2x4", "4 does not divide heads"),),
 )
 
@@ -47,7 +50,7 @@ def test_as_text():
         "batch:8 v5e:2x4 yes 4 (25%) 3,000 2 10 batch 5, 10 20 10 50,000 25%"
     )
     assert "  batch:2;model:4 on v5e:2x4: 4 does not divide heads" in lines
-    assert "Up to 2 operations of a program have no estimate." in lines
+    assert "Up to 2 operations of a program have no estimate (X64SplitLow)." in lines
     assert "It does not know what overlaps" in str(PLAN)
     assert "stopped" not in str(PLAN)
 
@@ -67,6 +70,22 @@ def test_as_json():
     }
     assert content["refused"][0]["reason"] == "4 does not divide heads"
     assert content["is_partial"] is False
+
+
+def test_several_layouts_are_told_apart(tmp_path, monkeypatch):
+    other = "batch:batch;heads:model"
+    rows = (row("batch:8", 0.02), row("batch:8", 0.04, layout=other, loops_counted_once=1))
+    plan = planning.Plan(rows, (planning.Refused("batch:4", other, "v5e:2x4", "none"),))
+    assert f"  batch:4, {other}, on v5e:2x4: none" in str(plan).splitlines()
+    assert "they count as one turn" in str(plan)
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure)
+    )
+    plan.plot(str(tmp_path / "plan.png"))
+    (axes,) = drawn[0].axes
+    assert len({bar.get_y() for bar in axes.patches}) == 2
+    assert f"batch:8, {other}, on v5e:2x4" in [label.get_text() for label in axes.get_yticklabels()]
 
 
 def test_as_a_picture(tmp_path):

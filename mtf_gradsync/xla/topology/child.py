@@ -61,10 +61,15 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     answer["memory"] = private.memory_bytes(executable)
     keep("after", private.compiled_hlo(executable))
     answer["cost"] = {"step": private.cost_numbers(executable)}
-    answer["memory_of"] = {}
+    answer["memory_of"], answer["not_estimated"] = {}, {}
     for name in request["estimate"]:
         with open(path(f"{name}.mlir")) as file:
-            other = compiled(file.read(), {})
+            other_text = file.read()
+        try:
+            other = compiled(other_text, {})
+        except RuntimeError as error:
+            answer["not_estimated"][name] = str(error)
+            continue
         keep(name, private.compiled_hlo(other))
         answer["cost"][name] = private.cost_numbers(other)
         answer["memory_of"][name] = private.memory_bytes(other)

@@ -69,6 +69,9 @@ class CompiledProgram:
         with the bare optimizer.
       bare_memory: bytes on one core of the program with the bare optimizer; None where that was not
         asked for.
+      of_update: collectives of the compiled program with all conditions true, as in an update step,
+        where it has conditionals; else those in `after`.
+      not_estimated: name of an estimate -> why the compiler refused the program that it would be of.
     """
 
     topology: str
@@ -82,6 +85,8 @@ class CompiledProgram:
     seconds: float
     estimates: dict[str, CostEstimate] = dataclasses.field(default_factory=dict)
     bare_memory: CoreMemory | None = None
+    of_update: tuple[HloCollective, ...] = ()
+    not_estimated: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def accepted(self) -> bool:
@@ -159,6 +164,12 @@ class CompiledProgram:
                 notes.append(
                     f"{labels[name]}: {cost.unknown} operations have no estimate ({kinds})."
                 )
+            if cost.loops_counted_once:
+                notes.append(
+                    f"{labels[name]}: {cost.loops_counted_once} loops, of unknown turns, count once."
+                )
+        for name, reason in self.not_estimated.items():
+            notes.append(f"{labels[name]}: refused: {reason}")
         step = self.estimates.get("conditions_true", self.estimates.get("step"))
         if bare and step and step.seconds > _DEARER * bare.seconds:
             more = 100 * (step.seconds / bare.seconds - 1)

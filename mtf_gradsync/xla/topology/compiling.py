@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -17,13 +18,14 @@ from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.xla.topology.estimate import read_estimate, with_conditions
+from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
+from mtf_gradsync.xla.topology.loops import OneTurnMore, turns_more
 from mtf_gradsync.xla.topology.own_process import ask
 from mtf_gradsync.xla.topology.topologies import GENERATIONS, generation_of
 
 _LONGEST_ERROR = 600
 _EXAMPLES = ", ".join(g.example for g in GENERATIONS)
-_STAGES = ("before", "after", "after_unsharded")
+_STAGES = ("before", "after", "after_unsharded", "conditions_true")
 # Estimate -> the name of its compiled program, where that is another.
 _STAGE_OF = {"step": "after"}
 
@@ -96,25 +98,31 @@ def compile_lowered(
     """Returns the TPU compiler's answer for a program of `lower`; see `compile_for_tpu`.
 
     `others` is StableHLO of further programs to estimate, by name; None estimates the program
-    itself with its conditions true and false. `begun` is called with the compiler's process once it
-    runs.
+    itself with its conditions true and false. Each is compiled once more for each of its loops.
+    `begun` is called with the compiler's process once it runs.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     if others is None:
         others = _others(lowered.module, None) if lowered.module is not None else {}
+    estimated = {**({} if lowered.module is None else {"step": lowered.module}), **others}
+    loops = {name: turns_more(module) for name, module in estimated.items()}
+    with_turns = {
+        f"{name}.loop_{i}": one.module
+        for name, (found, _) in loops.items()
+        for i, one in enumerate(found)
+    }
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
-        answer = ask(
-            folder, lowered.module, topology, num_replicas, others, update_not_split, begun
-        )
+        every = {**others, **with_turns}
+        answer = ask(folder, lowered.module, topology, num_replicas, every, update_not_split, begun)
         _check_topology(topology, answer, num_replicas)
         if "error" in answer:
             refused = f"the TPU compiler: {_short(answer['error'])}"
         found = {stage: Path(folder) / f"{stage}.hlo.pb" for stage in _STAGES}
-        before, after, unsharded = (
+        before, after, unsharded, of_update = (
             tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
             for path in found.values()
         )
-        estimates = {
+        read = {
             name: read_estimate(
                 numbers, (Path(folder) / f"{_STAGE_OF.get(name, name)}.hlo.pb").read_bytes()
             )
@@ -126,6 +134,7 @@ def compile_lowered(
                 text = Path(folder) / f"{stage}.hlo.txt"
                 if text.exists():
                     shutil.copy(text, save_hlo)
+    estimates = {name: _with_loops(name, read, *loops[name]) for name in read if name in loops}
     bare = answer.get("memory_of", {}).get("bare")
     return CompiledProgram(
         topology=topology,
@@ -139,7 +148,27 @@ def compile_lowered(
         seconds=answer.get("seconds", 0.0),
         estimates=estimates,
         bare_memory=CoreMemory(*bare) if bare else None,
+        of_update=of_update or after,
+        not_estimated={
+            name: _short(said)
+            for name, said in answer.get("not_estimated", {}).items()
+            if name in loops
+        },
     )
+
+
+def _with_loops(
+    name: str, read: Mapping[str, CostEstimate], loops: Sequence[OneTurnMore], unknown: int
+) -> CostEstimate:
+    """Returns the estimate of a program with every turn of its loops."""
+    once = total = read[name]
+    for i, one in enumerate(loops):
+        more = read.get(f"{name}.loop_{i}")
+        if more is None:  # it was refused; it may need more memory than the program
+            unknown += 1
+        else:
+            total = total.plus(one.times, once, more)
+    return dataclasses.replace(total, loops_counted_once=unknown)
 
 
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:

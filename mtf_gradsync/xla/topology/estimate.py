@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 from mtf_gradsync.xla.hlo import read_module, shape_bytes
 from mtf_gradsync.xla.lowering.operations import walk
 
 # Custom calls that take no time: they name a piece of memory.
 _FREE = frozenset({"AllocateBuffer"})
+# Custom calls that never have an estimate (libtpu 0.0.42).
+_NEVER_KNOWN = frozenset({"ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow"})
 # What TensorFlow's conditionals become; its first branch is the one for true.
 _IF, _NOT = "stablehlo.if", "stablehlo.not"
 # Marks a conditional on the opposite of another one's condition.
@@ -31,6 +33,8 @@ class CostEstimate:
       unknown_operations: targets of the program's custom calls, which may be those operations.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
         while other operations run; `bytes_accessed` counts each of them four times.
+      loops_counted_once: the number of loops of which one turn is in the numbers, because it is not
+        known how often they turn.
     """
 
     flops: float
@@ -39,6 +43,15 @@ class CostEstimate:
     unknown: int = 0
     unknown_operations: tuple[str, ...] = ()
     bytes_copied: float = 0.0
+    loops_counted_once: int = 0
+
+    def plus(self, times: int, less: CostEstimate, more: CostEstimate) -> CostEstimate:
+        """This estimate, and so many times what one of two others has more than the other."""
+        sums = {
+            name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
+            for name in ("flops", "bytes_accessed", "seconds", "bytes_copied")
+        }
+        return dataclasses.replace(self, **sums)
 
 
 def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate:
@@ -47,10 +60,13 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
     The numbers are "flops", "bytes accessed" and "optimal_seconds", a sum in which each operation
     that the compiler cannot estimate counts as -1 (libtpu 0.0.42).
     """
-    seconds, unknown = numbers["optimal_seconds"], 0
+    module = read_module(compiled)
+    instructions = [i for c in module.computations for i in c.instructions]
+    # A sum of more than a second does not show how many it lacks.
+    unknown = sum(i.custom_call_target in _NEVER_KNOWN for i in _counted(module))
+    seconds = numbers["optimal_seconds"] + unknown
     while seconds < 0:
         seconds, unknown = seconds + 1, unknown + 1
-    instructions = [i for c in read_module(compiled).computations for i in c.instructions]
     targets = {i.custom_call_target for i in instructions if i.opcode == "custom-call"}
     # The first part of a copy's result is the copy itself.
     copied = sum(
@@ -59,6 +75,17 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
     names = tuple(sorted(targets - _FREE)) if unknown else ()
     bytes_accessed = numbers["bytes accessed"]
     return CostEstimate(numbers["flops"], bytes_accessed, seconds, unknown, names, copied)
+
+
+def _counted(module: Any) -> Iterator[Any]:
+    """Yields the instructions that the estimate counts: none in a branch."""
+    computations = {c.id: c for c in module.computations}
+    waiting = [module.entry_computation_id]
+    while waiting:
+        for instruction in computations[waiting.pop()].instructions:
+            yield instruction
+            if instruction.opcode in ("while", "call"):
+                waiting += instruction.called_computation_ids
 
 
 def with_conditions(module: str, value: bool) -> str | None:

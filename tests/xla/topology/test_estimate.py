@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.jax import stablehlo_to_hlo
-from mtf_gradsync.xla.topology.estimate import read_estimate, with_conditions
+from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
 
 pytestmark = pytest.mark.xla
 
@@ -86,3 +86,33 @@ def test_operations_without_an_estimate_are_counted():
     np.testing.assert_allclose(found.seconds, 3e-6, rtol=1e-9)
     assert read_estimate({**numbers, "optimal_seconds": 3e-6}, compiled).unknown == 0
     assert found.bytes_copied == 0
+
+
+SPLIT = """
+module @step {
+  func.func @main(%a: tensor<i1>, %x: tensor<4xui32>) -> tensor<4xui32> {
+    %0 = stablehlo.custom_call @X64SplitHigh(%x) : (tensor<4xui32>) -> tensor<4xui32>
+    %1 = stablehlo.custom_call @X64Combine(%0) : (tensor<4xui32>) -> tensor<4xui32>
+    %2 = "stablehlo.if"(%a) ({
+      %3 = stablehlo.custom_call @X64SplitLow(%1) : (tensor<4xui32>) -> tensor<4xui32>
+      stablehlo.return %3 : tensor<4xui32>
+    }, {
+      stablehlo.return %1 : tensor<4xui32>
+    }) : (tensor<i1>) -> tensor<4xui32>
+    return %2 : tensor<4xui32>
+  }
+}
+"""
+
+
+def test_steps_of_seconds_do_not_hide_operations_without_an_estimate():
+    # Two outside of the branch, which the estimate leaves out.
+    numbers = {"flops": 8.0, "bytes accessed": 64.0, "optimal_seconds": 4.25 - 2.0}
+    found = read_estimate(numbers, stablehlo_to_hlo(SPLIT))
+    assert (found.seconds, found.unknown) == (4.25, 2)
+
+
+def test_turns_add_what_one_more_of_them_takes():
+    once, more = CostEstimate(10.0, 20.0, 3.0, 1, ("X",), 4.0), CostEstimate(15.0, 22.0, 4.0, 9)
+    total = once.plus(3, once, more)
+    assert total == CostEstimate(10.0 + 3 * 5, 20.0 + 3 * 2, 3.0 + 3 * 1, 1, ("X",), 4.0 - 3 * 4)
