@@ -135,9 +135,7 @@ class Plan:
                 f"{' (' + ', '.join(names) + ')' if names else ''}."
             )
         if any(row.loops_counted_once for row in self.rows):
-            lines.append(
-                "Programs have loops that may turn any number of times; they count as one turn."
-            )
+            lines.append("Of some programs' loops one turn is counted: more is not known.")
         if self.refused:
             lines += ["", "skipped:"]
             several = len({r.layout for r in (*self.rows, *self.refused)}) > 1

@@ -76,6 +76,7 @@ class CpuMachine:
             estimate_seconds=max(
                 0.0, self.calibration.seconds(work) - self._waiting * work.meetings
             ),
+            loops_counted_once=lowered.module.count("stablehlo.while"),
             collectives=tuple(find_hlo_collectives(compiled_hlo(executable))),
             seconds=time.monotonic() - start,
         )

@@ -14,6 +14,7 @@ import gin
 # Registers train.sample, which gin files bind.
 import mtf_gradsync.train.evaluation.sample  # noqa: F401
 from mtf_gradsync._configs import configs_dir
+from mtf_gradsync._private.gin import bindings
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.transformer import transformer_utils
@@ -60,6 +61,28 @@ def run_config() -> RunConfig:
     if missing:
         raise ConfigError(f"Missing in the config: {', '.join(missing)}")
     return RunConfig()
+
+
+@contextlib.contextmanager
+def on_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
+    """Gives optimizers this mesh inside, where the configuration gives them one."""
+    given = {"mesh_shape": mesh_shape, "layout": layout}
+    before = {
+        f"{scope}/{selector}.{parameter}".lstrip("/"): (value, given[parameter])
+        for (scope, selector, parameter), value in bindings().items()
+        if parameter in given and selector.startswith("mtf_gradsync.") and selector != _RUN
+    }
+
+    def bind(which: int) -> None:
+        with gin.unlock_config():
+            for key, values in before.items():
+                gin.bind_parameter(key, values[which])
+
+    bind(1)
+    try:
+        yield
+    finally:
+        bind(0)
 
 
 def explain(error: BaseException) -> str:

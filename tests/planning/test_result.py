@@ -64,6 +64,7 @@ def test_as_json():
     assert set(content) == {"rows", "refused", "is_partial", "not_reached"}
     assert content["rows"][0] == {
         **{name: getattr(PLAN.rows[0], name) for name in PLAN.rows[0].__dataclass_fields__},
+        "unknown_names": [],
         "traffic": [
             {"axis": "batch", "collectives": 3, "bytes_per_core": 5_000_000, "seconds": 0.01}
         ],
@@ -77,7 +78,7 @@ def test_several_layouts_are_told_apart(tmp_path, monkeypatch):
     rows = (row("batch:8", 0.02), row("batch:8", 0.04, layout=other, loops_counted_once=1))
     plan = planning.Plan(rows, (planning.Refused("batch:4", other, "v5e:2x4", "none"),))
     assert f"  batch:4, {other}, on v5e:2x4: none" in str(plan).splitlines()
-    assert "they count as one turn" in str(plan)
+    assert "loops one turn is counted" in str(plan)
     drawn = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure)

@@ -103,7 +103,8 @@ def plan_config(
                 config, mesh_shape=mesh_shape, layout_rules=layout, mesh_devices=None
             )
         )
-        graph, program = build_simd(job)
+        with gin_files.on_mesh(mesh_shape, layout):
+            graph, program = build_simd(job)
         return planning.Built(program, [graph.loss], job.tokens_per_step)
 
     rules = list(layouts or [_as_text(config.layout_rules)])

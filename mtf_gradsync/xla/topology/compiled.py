@@ -71,7 +71,7 @@ class CompiledProgram:
         asked for.
       of_update: collectives of the compiled program with all conditions true, as in an update step,
         where it has conditionals; else those in `after`.
-      not_estimated: name of an estimate -> why the compiler refused the program that it would be of.
+      not_estimated: name of an estimate -> why the compiler refused the program for it.
     """
 
     topology: str
@@ -166,7 +166,7 @@ class CompiledProgram:
                 )
             if cost.loops_counted_once:
                 notes.append(
-                    f"{labels[name]}: {cost.loops_counted_once} loops, of unknown turns, count once."
+                    f"{labels[name]}: of {cost.loops_counted_once} loops one turn is counted."
                 )
         for name, reason in self.not_estimated.items():
             notes.append(f"{labels[name]}: refused: {reason}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync.xla.lowering.operations import walk
-
 _WHILE = "stablehlo.while"
 # They pass a number on.
 _SAME = frozenset(("stablehlo.reshape", "stablehlo.convert"))
