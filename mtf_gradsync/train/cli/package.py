@@ -20,11 +20,11 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 def import_package(verbosity: int) -> None:
     """Imports ``mtf_gradsync``, unless the command was started with it imported.
 
-    With a verbosity below 0, and no TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++ code
-    logs fatal errors only.
+    With a verbosity below 0, and no lower TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++
+    code logs fatal errors only.
     """
     package = sys.modules["mtf_gradsync"]
-    is_quiet = verbosity < 0 and _LEVEL not in os.environ
+    is_quiet = verbosity < 0 and os.environ.get(_LEVEL, _FATAL_ALONE) == _FATAL_ALONE
     if is_quiet:
         os.environ[_LEVEL] = _FATAL_ALONE
         # Mesh-TensorFlow's imports raise this warning.

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import gin
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync._private.gin import bindings
+from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
@@ -41,6 +44,31 @@ def test_what_cannot_be_is_a_bad_config(capsys, flag, message):
 def test_without_the_compiler_the_error_says_what_to_install(capsys):
     assert cli.main(["plan", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
     assert 'pip install "mtf-gradsync[tpu]"' in capsys.readouterr().err
+
+
+def test_optimizers_that_are_given_the_mesh_get_the_one_that_is_planned():
+    shape, layout = "train.run.mesh_shape", "a/mtf_gradsync.ReplicaAxes.layout"
+    wrapper = "mtf_gradsync.SyncReplicasOptimizer.mesh_shape"
+    given = [
+        "mesh = 'batch:4;model:2'",
+        f"{shape} = %mesh",
+        f"{wrapper} = %mesh",
+        f"{layout} = 'batch:batch'",
+        "mtf_gradsync.SyncReplicasOptimizer.replicas_to_aggregate = 3",
+    ]
+    gin_files.load([], given)
+    before = bindings()
+    with gin_files.on_mesh("batch:8", "batch:batch;heads:model"):
+        assert gin.query_parameter(wrapper) == "batch:8"
+        assert gin.query_parameter(layout) == "batch:batch;heads:model"
+        # The run's own is replaced elsewhere.
+        changed = {key for key, value in bindings().items() if value is not before[key]}
+        assert {key[1:] for key in changed} == {
+            ("mtf_gradsync.SyncReplicasOptimizer", "mesh_shape"),
+            ("mtf_gradsync.ReplicaAxes", "layout"),
+        }
+    assert bindings() == before
+    gin.clear_config()
 
 
 @pytest.mark.tpu

@@ -163,3 +163,21 @@ def test_lines_of_c_are_dropped_unless_the_import_fails(fails):
     assert ("of C\n" in done.stderr) is fails
     assert done.stderr.startswith("of Python\n")
     assert ("after\n" in done.stderr) is not fails
+
+
+@pytest.mark.parametrize(("level", "is_said"), [(None, False), ("3", False), ("0", True)])
+def test_lines_before_a_log_level_is_read_are_for_those_who_ask(level, is_said):
+    # TensorFlow 2.17 and later print some whatever the level is.
+    program = (
+        "import importlib, os, sys, types\npackage = types.ModuleType('mtf_gradsync')\n"
+        "package.__path__ = ['mtf_gradsync']\nsys.modules['mtf_gradsync'] = package\n"
+        "from mtf_gradsync.train.cli.package import import_package\n"
+        "importlib.reload = lambda package: os.write(2, b'of C\\n')\n"
+        "import_package(-1)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    if level is not None:
+        environment["TF_CPP_MIN_LOG_LEVEL"] = level
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "of C\n" if is_said else "")
