@@ -138,7 +138,7 @@ class Plan:
             lines.append("Of some programs' loops one turn is counted: more is not known.")
         if self.refused:
             lines += ["", "skipped:"]
-            several = len({r.layout for r in (*self.rows, *self.refused)}) > 1
+            several = len({r.layout for r in self.rows} | {r.layout for r in self.refused}) > 1
             lines += [f"  {_name(r, several)}: {r.reason}" for r in self.refused]
         if self.is_partial:
             lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
