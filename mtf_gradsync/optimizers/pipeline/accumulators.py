@@ -10,9 +10,9 @@ from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
 from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, named_state
-from mtf_gradsync.step import Gate, WriteInPlace
+from mtf_gradsync.step import Gate, Plan, WriteInPlace
 
 
 class DirectUpdate(NamedTuple):
@@ -78,6 +78,8 @@ class Accumulators:
             slots.record([accumulator], [variable], tf.get_variable_scope().name)
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
+        keepers = Plan.of(gradients.graph).part(SlotOwners)
+        keepers.check(slots, self._variables, gradients.variables)
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
         """Adds this step's gradients, and returns the gate that all writes of the step wait for.

@@ -19,7 +19,7 @@ from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
-from mtf_gradsync.optimizers.state.slots import SlotBook
+from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
 from mtf_gradsync.step import Plan, built, gated_update, values_after
 
 
@@ -250,5 +250,7 @@ class StepBuilder(StepConditions):
         updates = built(updates)
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
+        written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
+        self.plan.part(SlotOwners).check(self._opt, written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
         return updates

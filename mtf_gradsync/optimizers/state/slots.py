@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Collection, Iterator, Sequence
+from typing import Any, Collection, Iterator, Sequence
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.step import Part, PartLowering
 
 
 class SlotBook:
@@ -28,9 +29,7 @@ class SlotBook:
             if variable in self._variables:
                 continue
             self._variables.append(variable)
-            name = variable.name
-            if scope and name.startswith(scope + "/"):
-                name = name[len(scope) + 1 :]
+            name = _without_scope(variable.name, scope)
             owner = owner_of(name, owners)
             if owner is not None:
                 slot = name[len(owner) :].lstrip("/_")
@@ -57,6 +56,47 @@ class SlotBook:
     def variables(self) -> list[mtf.Variable]:
         """Every variable that was recorded, slot or not, in the order of creation."""
         return list(self._variables)
+
+
+class SlotOwners(Part):
+    """Which optimizer or wrapper keeps each slot of a graph.
+
+    Slots are found by their names, so that two optimizers with one variable would share them.
+    """
+
+    def __init__(self) -> None:
+        self._keepers: dict[mtf.Variable, Any] = {}
+
+    def begin(self, lowering: mtf.Lowering) -> PartLowering:
+        """See `Part.begin`."""
+        del lowering
+        return PartLowering()
+
+    def check(
+        self, keeper: Any, slots: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]
+    ) -> None:
+        """Raises ValueError if another keeper has one of the slots of `variables` already.
+
+        Args:
+          keeper: the optimizer or wrapper that writes them.
+          slots: the variables that it writes besides `variables`.
+          variables: the variables that it updates.
+        """
+        owners = {v.name for v in variables}
+        scope = tf.get_variable_scope().name
+        for slot in slots:
+            owner = owner_of(_without_scope(slot.name, scope), owners)
+            if owner is not None and self._keepers.get(slot, keeper) is not keeper:
+                raise ValueError(
+                    f"Two optimizers of one graph update {owner!r} and would share its slot "
+                    f"{slot.name!r}, which is found by its name. Call apply_grads of each in a "
+                    "tf.variable_scope of its own, or use one optimizer for both."
+                )
+        self._keepers = {**dict.fromkeys(slots, keeper), **self._keepers}
+
+
+def _without_scope(name: str, scope: str) -> str:
+    return name[len(scope) + 1 :] if scope and name.startswith(scope + "/") else name
 
 
 def owner_of(name: str, owners: Collection[str]) -> str | None:

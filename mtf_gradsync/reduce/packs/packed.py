@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import summed_together
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import slicewise
@@ -37,7 +39,8 @@ def packed_all_reduce(
     """Sums values over groups in packs of one dtype, which `planner` plans and `sum_fn` sums.
 
     `turns` counts packs, to spread them over the devices. Tensors without elements, and all values
-    if groups are of one processor, are returned as they are.
+    if groups are of one processor, are returned as they are. Without a planner, the sums of a SIMD
+    mesh are marked as one group, which compilers combine.
     """
     values = list(values)
     check_values(values)
@@ -50,13 +53,16 @@ def packed_all_reduce(
         # Collectives refuse empty tensors.
         if mtf.list_product(value.slice_shape) > 0:
             by_dtype.setdefault(value.tensor_list[0].dtype.base_dtype, []).append(index)
-    for dtype, indices in by_dtype.items():
-        # Neighbours of one shape are stacked, not flattened.
-        indices.sort(key=lambda i: tuple(values[i].slice_shape))
-        packs = planner([mtf.list_product(values[i].slice_shape) for i in indices], dtype.size)
-        summed = _sum_packs(mesh_impl, [values[i] for i in indices], packs, groups, sum_fn, turns)
-        for index, value in zip(indices, summed):
-            results[index] = value
+    one_group = planner is alone and is_simd(mesh_impl)
+    with summed_together() if one_group else contextlib.nullcontext():
+        for dtype, indices in by_dtype.items():
+            # Neighbours of one shape are stacked, not flattened.
+            indices.sort(key=lambda i: tuple(values[i].slice_shape))
+            packs = planner([mtf.list_product(values[i].slice_shape) for i in indices], dtype.size)
+            given = [values[i] for i in indices]
+            summed = _sum_packs(mesh_impl, given, packs, groups, sum_fn, turns)
+            for index, value in zip(indices, summed):
+                results[index] = value
     return results
 
 

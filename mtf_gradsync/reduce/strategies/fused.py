@@ -6,7 +6,6 @@ from typing import Any, Sequence
 
 import gin
 
-from mtf_gradsync._private.tensorflow import summed_together
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.reduce.checks import check_count, check_values
@@ -64,8 +63,7 @@ class FusedAllReduce(Strategy):
         self.check(mesh_impl, groups)
         bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
         if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
-            with summed_together():
-                return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
+            return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl))
         if bucket_bytes is None:
             bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
             if packed_bytes is None and not is_simd(mesh_impl):

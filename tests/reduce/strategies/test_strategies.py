@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync import reduce
+from mtf_gradsync import reduce, simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from tests import harness
@@ -103,6 +103,22 @@ def test_dtypes_together(mesh_kind, strategy):
         if mesh_kind == "simd" and dtype == "float64":
             unit = UNIT["float32"] * 1.01
         check(mesh_kind, "rows:4;cols:2", [x], [result], groups, unit)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [reduce.CollectiveAllReduce, *map(STRATEGIES.get, ("fused", "one_device", "ring", "best"))],
+)
+def test_sums_that_nothing_packs_are_one_group_of_a_simd_mesh(make):
+    with tf.Graph().as_default():
+        with simd.tpu_program("rows:2;cols:2", "") as program:
+            impl = program.mesh_impl
+            values = [impl.LaidOutTensor([tf.zeros(shape)]) for shape in SHAPES]
+            make().all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+        rows = simd.list_collectives(program).rows
+    assert len(rows) == sum(0 not in shape for shape in SHAPES)
+    assert len({row.together for row in rows} - {""}) == 1
+    assert all(row.together for row in rows)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
