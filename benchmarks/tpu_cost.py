@@ -115,14 +115,7 @@ def measure(options: report.Options) -> report.Table:
                 if name in LMS:
                     of_model.append(_by_hand(name, topology, BY_HAND))
                 of_model += [row for s in chosen for row in _wrapper_by_hand(name, s, topology)]
-            seen = {row["step"]: row for row in of_model}
-            for row in of_model:
-                against = STEPS[row["step"]].against if row["step"] in STEPS else BARE
-                row["us/bare"] = row["us"] / seen[against]["us"]
-                row["MB/bare"] = row["MB touched"] / seen[against]["MB touched"]
-                row["core/bare"] = row["MB a core"] / seen[against]["MB a core"]
-                _compare_with_necessary(row, seen[against], seen[BARE])
-                _compare_with_hand(row, seen)
+            seen = compare(of_model)
             if not options.quick:
                 targets += _targets(f"{name} on {topology}", seen)
             rows += of_model
@@ -143,6 +136,19 @@ def measure(options: report.Options) -> report.Table:
     if not by_hand:
         notes += ("JAX by hand is not in it, for which optax and jax 0.6.1 or newer are needed.",)
     return report.Table("tpu_cost", "What the TPU compiler expects of a step", rows, notes, targets)
+
+
+def compare(rows: Sequence[report.Row]) -> dict[str, report.Row]:
+    """Adds to a model's rows for one topology how each compares; returns them by their step."""
+    seen = {row["step"]: row for row in rows}
+    for row in rows:
+        against = STEPS[row["step"]].against if row["step"] in STEPS else BARE
+        row["us/bare"] = row["us"] / seen[against]["us"]
+        row["MB/bare"] = row["MB touched"] / seen[against]["MB touched"]
+        row["core/bare"] = row["MB a core"] / seen[against]["MB a core"]
+        _compare_with_necessary(row, seen[against], seen[BARE])
+        _compare_with_hand(row, seen)
+    return seen
 
 
 def _compare_with_necessary(row: report.Row, against: report.Row, bare: report.Row) -> None:
@@ -193,8 +199,11 @@ def _model(name: str, quick: bool) -> models.Model:
 
 
 def _compiled(name: str, step: str, topology: str, options: report.Options) -> list[report.Row]:
+    return rows_of(_model(name, options.quick), name, step, topology)
+
+
+def rows_of(model: models.Model, name: str, step: str, topology: str) -> list[report.Row]:
     """The rows of a step: two where it has conditionals, with all of them true and false."""
-    model = _model(name, options.quick)
     program, fetches, sums = _program(model, STEPS[step])
     compiled = xla.compile_for_tpu(program, fetches, topology)
     if compiled.memory is None:

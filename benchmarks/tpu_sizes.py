@@ -1,0 +1,76 @@
+"""What the compiler for TPUs expects of wrappers for language models of sizes drawn by chance."""
+
+from __future__ import annotations
+
+import collections
+import random
+import statistics
+import sys
+
+from benchmarks import models, report, tpu_cost
+from mtf_gradsync import xla
+
+STEPS = (
+    tpu_cost.BARE,
+    tpu_cost.CLIPPED,
+    "CrossShard",
+    "CrossShard, reports",
+    "SyncReplicas",
+    "ShardedUpdate",
+)
+# Without an update, a step is not to be compared with the bare one.
+_SKIPPED = ", skipped"
+
+
+def measure(options: report.Options) -> report.Table:
+    """Compiles every step of every model for every topology; nothing is run."""
+    missing = xla.why_no_tpu_compiler()
+    if missing:
+        raise SystemExit(f"There is no compiler for TPUs here: {missing}")
+    chance = random.Random(options.settings["seed"])
+    ratios = collections.defaultdict(list)
+    for _ in range(1 if options.quick else options.settings["models"]):
+        size = {
+            "layers": chance.choice([1, 2, 3, 4, 5]),
+            "d_model": chance.choice([64, 96, 128, 160, 192, 256]),
+            "batch": chance.choice([8, 16, 32]),
+            "length": chance.choice([32, 48, 64, 96, 128]),
+        }
+        name = " ".join(f"{n} {k}" for k, n in size.items())
+        for topology in options.only["topologies"]:
+            made = [
+                row
+                for step in STEPS
+                for row in tpu_cost.rows_of(models.lm(**size), name, step, topology)
+            ]
+            for step, row in tpu_cost.compare(made).items():
+                if step not in STEPS[:2] and not step.endswith(_SKIPPED):
+                    ratios[step, topology].append((row["us/bare"], row["core/bare"]))
+    rows = []
+    for (step, topology), found in sorted(ratios.items()):
+        us, memory = zip(*found)
+        rows.append(
+            {
+                "step": step,
+                "topology": topology,
+                "models": len(found),
+                "us/bare, least": min(us),
+                "median": statistics.median(us),
+                "most": max(us),
+                "memory/bare, least": min(memory),
+                "median memory": statistics.median(memory),
+                "most memory": max(memory),
+            }
+        )
+    notes = (
+        "Adafactor, mesh of 4x2; 1 to 5 layers of 64 to 256, 8 to 32 sequences of 32 to 128.",
+        "The compiler's own estimate, as in tpu_cost; reports are compared with a program that "
+        "clips by hand, which makes a norm, too.",
+    )
+    return report.Table("tpu_sizes", "What the TPU compiler expects, by chance sizes", rows, notes)
+
+
+if __name__ == "__main__":
+    command = "python -m benchmarks.tpu_sizes"
+    parts = {"topologies": tpu_cost.TOPOLOGIES}
+    sys.exit(report.main([measure], command, parts, {"models": 4, "seed": 7}))
