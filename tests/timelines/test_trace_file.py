@@ -65,7 +65,7 @@ def test_a_large_trace_drops_the_shortest_first(tmp_path):
 
 
 def test_short_operations_follow_each_other(tmp_path):
-    """A thousand of some 100 ns: in a microsecond, to which chrome://tracing may round, are many."""
+    """Of some 100 ns: many are within a microsecond, to which chrome://tracing may round."""
     ends = [0, *(120 * i + i % 7 for i in range(1, 1000))]
     events = tuple(event(0, "op", a / MS, b / MS) for a, b in zip(ends, ends[1:]))
     recording = two_cores(events=events, steps=(Step(0, MS),))
