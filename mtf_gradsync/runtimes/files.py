@@ -31,6 +31,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces a file in one step; see `write_text`."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        # /dev/null and pipes stay what they are.
+        path.write_bytes(content)
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

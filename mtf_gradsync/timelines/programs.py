@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Iterable, NamedTuple, Sequence
+from typing import AbstractSet, Any, Iterable, NamedTuple, Sequence
 
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.traffic.report import CommunicationRow
@@ -41,6 +41,7 @@ def operations_of(
         module = read_module(hlo)
         exchanges = {c.name: c for c in find_hlo_collectives(hlo)}
         packs = _packs(replica)
+        nodes = {node.name for node in replica.graph_def.node}
         computations = {c.id: c for c in module.computations}
         inner = {c.id: {i.name for i in c.instructions} for c in module.computations}
         roots = {
@@ -57,16 +58,15 @@ def operations_of(
                 root = roots[called[0]] if called else None
                 if not name and root is not None:
                     name = root.metadata.op_name
-                shown = _name(name) or instruction.name
+                shown = _name(name, nodes) or instruction.name
                 found.name[instruction.name] = shown
                 kind = re.sub("-(start|done|update)$", "", instruction.opcode)
                 if kind in COLLECTIVES:
                     found.collective.add(instruction.name)
                     # What begins and ends apart has its bytes where it begins.
                     if instruction.name in exchanges or shown not in found.facts:
-                        found.facts[shown] = _facts(
-                            name, exchanges.get(instruction.name), packs, by_name
-                        )
+                        exchange = exchanges.get(instruction.name)
+                        found.facts[shown] = _facts(_parts(name, nodes), exchange, packs, by_name)
                 if instruction.opcode in _AROUND_OTHERS:
                     found.inside.setdefault(instruction.name, set()).update(
                         *(inner[c] for c in called)
@@ -74,15 +74,24 @@ def operations_of(
     return found
 
 
-def _name(name: str) -> str:
+def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
     """A name as the model's graph has it."""
-    names = [_unpacked(part) for part in _parts(name)]
+    names = [_unpacked(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _parts(name: str) -> list[str]:
+def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
     match = _MERGED.match(name)
-    return [match[1] + part for part in match[2].split(":")] if match else [name]
+    parts = [match[1] + part for part in match[2].split(":")] if match else [name]
+    return [_node(part, nodes) for part in parts]
+
+
+def _node(name: str, nodes: AbstractSet[str]) -> str:
+    """The node of a name, which begins with the branches and loops around it: cond/cond_1/node."""
+    rest = name
+    while rest and rest not in nodes:
+        rest = rest.partition("/")[2]
+    return rest or name
 
 
 def _unpacked(name: str) -> str:
@@ -102,9 +111,12 @@ def _packs(replica: ReplicaProgram) -> dict[str, list[str]]:
 
 
 def _facts(
-    name: str, exchange: HloCollective | None, packs: dict[str, list[str]], rows: dict[str, Any]
+    parts: Sequence[str],
+    exchange: HloCollective | None,
+    packs: dict[str, list[str]],
+    rows: dict[str, Any],
 ) -> Collective:
-    sums = [sum_ for part in _parts(name) for sum_ in packs.get(_unpacked(part), [part])]
+    sums = [sum_ for part in parts for sum_ in packs.get(_unpacked(part), [part])]
     known = [rows[sum_] for sum_ in sums if sum_ in rows]
     variables = None
     if known and all(row.variables is not None for row in known):

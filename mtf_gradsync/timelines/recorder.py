@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import time
-from typing import Any, Callable, Iterable, Mapping
+from typing import AbstractSet, Any, Callable, Iterable, Mapping
 
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.timelines.events import Call, Collective, Event, Recording, Step
 
 
@@ -52,21 +53,37 @@ def steps_until(
     begin: int,
     ends: Iterable[int],
     events: Iterable[Event],
-    collectives: Mapping[str, Collective],
+    of_updates: AbstractSet[str],
 ) -> tuple[Step, ...]:
     """Steps, from when the first one began and each of them ended.
 
-    A step updated the variables if it ran a collective of a branch whose result becomes part of
-    them. Where no collective is of that kind it is not known.
+    A step updated the variables if it ran one of `of_updates`. Without any it is not known.
     """
     moments = [begin, *sorted(ends)]
-    of_updates = {name for name, c in collectives.items() if c.is_conditional and c.variables != ()}
     at = sorted(e.begin for e in events if e.name in of_updates)
 
     def is_update(first: int, last: int) -> bool | None:
         return any(first <= moment < last for moment in at) if of_updates else None
 
     return tuple(Step(a, b, is_update(a, b)) for a, b in zip(moments, moments[1:]))
+
+
+def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
+    """The collectives in branches whose results become part of what the program trains.
+
+    A wrapper's own values are not that: it may sum some in the steps that make no update.
+    """
+    collections = ("GLOBAL_VARIABLES", "LOCAL_VARIABLES", "TRAINABLE_VARIABLES")
+    everywhere, here, trained = (
+        {v.op.name for v in graph.get_collection(getattr(tf.GraphKeys, name))}
+        for name in collections
+    )
+    others = (everywhere | here) - trained
+    return {
+        name
+        for name, one in collectives.items()
+        if one.is_conditional and set(one.variables or ()) - others
+    }
 
 
 def timed(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:

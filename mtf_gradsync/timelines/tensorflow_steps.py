@@ -19,7 +19,14 @@ from mtf_gradsync.timelines.events import (
     check_recorded,
     model_name,
 )
-from mtf_gradsync.timelines.recorder import Recorder, Replaced, now, steps_until, timed
+from mtf_gradsync.timelines.recorder import (
+    Recorder,
+    Replaced,
+    now,
+    steps_until,
+    sums_of_updates,
+    timed,
+)
 
 # On a placement mesh: how values of several cores are put together.
 _JOINS = frozenset(["Add", "AddN", "AddV2", "Concat", "ConcatV2", "Maximum", "Minimum", "Pack"])
@@ -42,9 +49,12 @@ class _Run(NamedTuple):
 class TensorFlowRecorder(Recorder):
     """Has a ``tf.Session`` trace each call of its ``run``."""
 
-    def __init__(self, session: Any, is_remote: bool = False):
-        """Takes a session, whose ``run`` makes steps, on a ``tf.train.Server`` if `is_remote`."""
-        self._session, self._is_remote = session, is_remote
+    def __init__(self, session: Any, graph: tf.Graph, is_remote: bool = False):
+        """Takes a session, whose ``run`` makes steps, on a ``tf.train.Server`` if `is_remote`.
+
+        `graph` is the user's.
+        """
+        self._session, self._graph, self._is_remote = session, graph, is_remote
         self._runs: list[_Run] = []
         self._calls: list[Call] = []
         self._begin = 0
@@ -100,7 +110,8 @@ class TensorFlowRecorder(Recorder):
         # Other calls, of a counter or of an evaluation, belong to the host's time.
         ends = [run.end for run, found in zip(self._runs, events) if found]
         flat = tuple(event for found in events for event in found)
-        steps = steps_until(self._begin, ends, flat, collectives)
+        of_updates = sums_of_updates(collectives, self._graph)
+        steps = steps_until(self._begin, ends, flat, of_updates)
         return Recording(runtime, 0, cores, steps, flat, collectives, tuple(self._calls))
 
 
@@ -109,12 +120,11 @@ class ReplicasRecorder(TensorFlowRecorder):
 
     def __init__(self, session: CpuReplicaSession, lowering: Any = None):
         """Takes the session, and the lowering to name variables by."""
-        super().__init__(session.tf_session)
-        self._emulated = session.emulated
-        self._source, self._lowering = session.source, lowering
+        super().__init__(session.tf_session, session.source)
+        self._emulated, self._lowering = session.emulated, lowering
 
     def _recording(self) -> Recording:
-        rows = list_collectives(self._source, lowering=self._lowering).rows
+        rows = list_collectives(self._graph, lowering=self._lowering).rows
         sums = self._emulated.groups_of_sums()
         collectives = {
             row.name: Collective(row.bytes_per_core, row.variables, row.is_conditional)
@@ -148,7 +158,7 @@ class MeshRecorder(TensorFlowRecorder):
     """Records steps of a placement mesh, whose cores are the devices that its operations name."""
 
     def _recording(self) -> Recording:
-        graph = self._session.graph
+        graph = self._graph
         operations = {op.name: op for op in graph.get_operations()}
         named = {op.device for op in operations.values() if op.device}
         places = sorted({place_of(device) for device in named}, key=repr)

@@ -175,4 +175,4 @@ def _recorder_of(session: Any, lowering: Any) -> Recorder:
     if not hasattr(session, "run") or not hasattr(session, "graph"):
         raise TypeError(f"gs.timeline needs a session, got {session!r}.")
     # The address of a tf.train.Server, where one runs the steps.
-    return MeshRecorder(session, is_remote=bool(getattr(inner, "sess_str", "")))
+    return MeshRecorder(session, session.graph, is_remote=bool(getattr(inner, "sess_str", "")))

@@ -57,7 +57,8 @@ def write_trace(
 
 
 def _content(fixed: Sequence[dict[str, Any]], rows: Sequence[str], dropped: int) -> bytes:
-    head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped_events": dropped}})
+    # With "ms", chrome://tracing rounds to microseconds, and what follows within one looks nested.
+    head = json.dumps({"displayTimeUnit": "ns", "otherData": {"dropped_events": dropped}})
     lines = ",\n".join([*map(json.dumps, fixed), *rows])
     return f'{head[:-1]}, "traceEvents": [\n{lines}\n]}}\n'.encode()
 
@@ -70,7 +71,7 @@ def _fixed(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
         found += _named(pid, f"steps{several}", -1)
-        found += [_thread(pid, _STEPS, "steps"), _thread(pid, _HOST, "host")]
+        found += [*_thread(pid, _STEPS, "steps"), *_thread(pid, _HOST, "host")]
         for number, step in enumerate(recording.steps):
             kind = {True: " (update)", False: " (no update)", None: ""}[step.is_update]
             found.append(_slice(pid, _STEPS, f"step {number}{kind}", step.begin, step.end, first))
@@ -105,7 +106,7 @@ def _timed(
             name = "collectives" if kind == "collective" else "operations"
             for lane in range(len(ends)):
                 beside = f" {lane + 1}" if lane else ""
-                tracks.append(_thread(_core_pid(recording, core), _tid(kind, lane), name + beside))
+                tracks += _thread(_core_pid(recording, core), _tid(kind, lane), name + beside)
     return found, tracks
 
 
@@ -154,5 +155,15 @@ def _named(pid: int, name: str, order: int) -> list[dict[str, Any]]:
     ]
 
 
-def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _thread(pid: int, tid: int, name: str) -> list[dict[str, Any]]:
+    return [
+        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}},
+        # Without it chrome://tracing sorts by name.
+        {
+            "name": "thread_sort_index",
+            "ph": "M",
+            "pid": pid,
+            "tid": tid,
+            "args": {"sort_index": tid},
+        },
+    ]

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
+from mtf_gradsync.runtimes.errors import first_line
 from mtf_gradsync.simd.traffic.collectives import list_collectives
 from mtf_gradsync.timelines.errors import TimelineError
 from mtf_gradsync.timelines.events import Call, Event, Recording, check_recorded
 from mtf_gradsync.timelines.profiles import read_profile
 from mtf_gradsync.timelines.programs import operations_of
-from mtf_gradsync.timelines.recorder import Recorder, Replaced, now, steps_until, timed
+from mtf_gradsync.timelines.recorder import (
+    Recorder,
+    Replaced,
+    now,
+    steps_until,
+    sums_of_updates,
+    timed,
+)
 from mtf_gradsync.timelines.runs import leaves, until_used
 from mtf_gradsync.xla.devices.session import Dispatched, XlaSession
 
@@ -51,14 +61,20 @@ class XlaRecorder(Recorder):
     def cancel(self) -> None:
         """See `Recorder`."""
         self._replaced.put_back()
-        self._profiler.stop()
+        # What ends the block is worth more than what the profiler says.
+        with contextlib.suppress(RuntimeError):
+            self._profiler.stop()
 
     def stop(self) -> list[Recording]:
         """See `Recorder`."""
         self._replaced.put_back()
         self._session.wait()
         self._ends += [now()] * len(self._pending)
-        space = profile_space(self._profiler.stop())
+        try:
+            profile = self._profiler.stop()
+        except RuntimeError as error:  # jax 0.4 tells only now that another profiler runs
+            raise TimelineError(f"jax has no profile: {first_line(error)}. {_ADVICE}") from error
+        space = profile_space(profile)
         cores = self._session.cores
         recording = self._recording(space)
         if cores.is_alone:
@@ -109,8 +125,17 @@ class XlaRecorder(Recorder):
         for one in ran:
             last[one.execution] = max(last.get(one.execution, 0), one.end)
         # The devices know when a step ended. Without them it is when its result was there.
-        ends = sorted(last.values()) if len(last) == len(self._ends) else self._ends
-        steps = steps_until(self._begin, ends, events, operations.facts)
+        ends, marks = self._ends, events
+        if len(last) == len(self._ends):
+            ends = sorted(last.values())
+            # A core may be in the next step before another one has ended this one.
+            marks = tuple(
+                dataclasses.replace(event, begin=last[one.execution] - 1)
+                for event, one in zip(events, ran)
+                if event.kind == "collective"
+            )
+        of_updates = sums_of_updates(operations.facts, session.program.graph)
+        steps = steps_until(self._begin, ends, marks, of_updates)
         process = cores.local_devices[0].process_index
         names = {core: f"core {core}" for core in cores.local}
         calls = tuple(self._calls)

@@ -176,3 +176,32 @@ def test_steps_that_update_are_told_by_their_sums(runtime):
                 session.run(fetches, {model.feeds[0]: x, model.feeds[1]: y})
     assert [s.is_update for s in timeline.recordings[0].steps] == [False, True, False, True]
     assert timeline.table().update_steps == 2
+    sums = {row.name: row.variables for row in timeline.table().collectives if row.runs == 0.5}
+    assert sums == {"conditional/cond/sum_gradients/CrossReplicaSum": ("w",)}
+
+
+@pytest.mark.parametrize("runtime", ["replicas", "xla"])
+def test_sums_of_skips_are_no_updates(runtime):
+    """A step that LossScaleOptimizer skips sums what was not finite; others are the updates."""
+    model = Regression(lambda: gs.LossScaleOptimizer(SGD(2.0**-9)), steps=2)
+    model.placeholders()
+    with simd.tpu_program("all:2", "batch:all") as program:
+        lowering, *fetches = model.build(program.mesh_impl)
+    make = xla.session if runtime == "xla" else type(program).session
+    with make(program, lowering) as session:
+        with gs.timeline(session, lowering=lowering) as timeline:
+            for x in (model.x[0], np.full_like(model.x[0], np.inf)):
+                session.run(fetches, {model.feeds[0]: x, model.feeds[1]: model.y[0]})
+    assert [s.is_update for s in timeline.recordings[0].steps] == [None, None]
+
+
+def test_a_second_profiler_is_an_error():
+    """And the first one goes on; what ends a block otherwise is what the program sees."""
+    with running("xla") as (pattern, session):
+        with gs.timeline(session) as timeline:
+            with pytest.raises(TimelineError, match="another profiler"), gs.timeline(session):
+                session.run(pattern.fetches, pattern.feed)
+            with pytest.raises(KeyboardInterrupt), gs.timeline(session):
+                raise KeyboardInterrupt
+            session.run(pattern.fetches, pattern.feed)
+    assert timeline.table().steps == 2

@@ -18,3 +18,19 @@ from mtf_gradsync.timelines.programs import _name, _parts
 def test_names_that_the_graph_has(given, parts, shown):
     assert _parts(given) == parts
     assert _name(given) == shown
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("cond/cond_1/conditional/cond/sum", "conditional/cond/sum"),
+        ("cond/(conditional/cond/sum:b)", "conditional/cond/sum and 1 more"),
+        ("cond/parallel_0/b", "b"),
+        ("cond/sums/pack_0/x", "sums/pack_0"),
+        ("cond/other", "cond/other"),
+        ("cond", "cond"),
+    ],
+)
+def test_names_in_branches(given, shown):
+    nodes = {"conditional/cond/sum", "b", "parallel_0/b", "sums/pack_0/x"}
+    assert _name(given, nodes) == shown

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from mtf_gradsync.timelines import Recording, Step, Table, Timeline, TimelineError
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.timelines import Collective, Recording, Step, Table, Timeline, TimelineError
 from mtf_gradsync.timelines.events import check_recorded
-from mtf_gradsync.timelines.recorder import steps_until
+from mtf_gradsync.timelines.recorder import steps_until, sums_of_updates
 from mtf_gradsync.timelines.table import tabulate_times
 from tests.timelines.recordings import MS, event, two_cores
 
@@ -106,10 +107,26 @@ def test_nothing_recorded_is_an_error():
 def test_updates_are_steps_with_the_sums_of_an_update():
     recording = two_cores()
     late = [e for e in recording.events if e.name == "product" or e.begin > 10 * MS]
-    steps = steps_until(0, [30 * MS, 10 * MS], late, recording.collectives)
-    assert steps == recording.steps
-    always = {"sum": dataclasses.replace(recording.collectives["sum"], is_conditional=False)}
-    assert {s.is_update for s in steps_until(0, [MS], late, always)} == {None}
+    assert steps_until(0, [30 * MS, 10 * MS], late, {"sum"}) == recording.steps
+    assert {s.is_update for s in steps_until(0, [MS], late, set())} == {None}
+
+
+def test_sums_of_updates_are_for_what_is_trained():
+    with tf.Graph().as_default() as graph:
+        tf.get_variable("w", [])
+        tf.get_variable("state", [], trainable=False)
+        tf.get_variable("report", [], trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES])
+        found = {
+            "both": Collective(4, ("state", "w"), True),
+            "always": Collective(4, ("w",), False),
+            "state": Collective(4, ("state",), True),
+            "report": Collective(4, ("report",), True),
+            # Of w, which Mesh-TF keeps in a variable of several.
+            "stacked": Collective(4, ("v",), True),
+            "nothing": Collective(4, (), True),
+            "unknown": Collective(4, None, True),
+        }
+        assert sums_of_updates(found, graph) == {"both", "stacked"}
 
 
 def test_updates_that_the_program_counts():

@@ -64,6 +64,17 @@ def test_a_large_trace_drops_the_shortest_first(tmp_path):
         assert any(r["name"] == "step 0 (update)" for r in slices(trace))
 
 
+def test_short_operations_follow_each_other(tmp_path):
+    """Of some 100 ns: many are within a microsecond, to which chrome://tracing may round."""
+    ends = [0, *(120 * i + i % 7 for i in range(1, 1000))]
+    events = tuple(event(0, "op", a / MS, b / MS) for a, b in zip(ends, ends[1:]))
+    recording = two_cores(events=events, steps=(Step(0, MS),))
+    trace = read(write_trace([recording], tmp_path / "trace.json").path)
+    check(trace)
+    with pytest.raises(AssertionError):
+        check({**trace, "displayTimeUnit": "ms"})
+
+
 def test_operations_at_any_times_are_slices_that_do_not_overlap(tmp_path):
     """Of equal, nested, crossing and empty times, and names that JSON has to escape."""
     times = [(0, 9), (0, 9), (1, 1), (1, 4), (2, 3), (3, 12), (9, 9), (8.9999, 9.0001), (12, 12)]

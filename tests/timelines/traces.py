@@ -3,14 +3,18 @@
 import collections
 import gzip
 import json
+import math
 import numbers
 
+# To how many parts of a millisecond chrome://tracing rounds, by the unit that a trace names.
+ROUNDED = {"ms": 1000, "ns": 1_000_000}
 # Kinds of rows: complete events, and metadata.
 NEEDED = {"X": {"name", "ph", "ts", "dur", "pid", "tid"}, "M": {"name", "ph", "pid", "args"}}
 METADATA = {
     "process_name": ("name", str),
     "process_sort_index": ("sort_index", int),
     "thread_name": ("name", str),
+    "thread_sort_index": ("sort_index", int),
 }
 
 
@@ -46,10 +50,10 @@ def check(trace):
 
     Raises:
       AssertionError: a row lacks a field or has one of another type, a time is no number or before
-        the first step, slices of a track overlap without one inside the other, or a track has no
-        name.
+        the first step, slices of a track overlap without one inside the other, chrome://tracing
+        takes one that follows another for a part of it, or a track has no name.
     """
-    assert trace["displayTimeUnit"] in ("ms", "ns")
+    parts = ROUNDED[trace["displayTimeUnit"]]
     named = set()
     for row in trace["traceEvents"]:
         assert NEEDED[row["ph"]] <= set(row), row
@@ -78,6 +82,20 @@ def check(trace):
     assert {pid for pid, _ in found} <= set(process_names(trace))
     for rows in found.values():
         _check_nested(rows)
+        _check_not_rounded_into_another(rows, parts)
+
+
+def _check_not_rounded_into_another(rows, parts):
+    """A slice is a part of another for chrome://tracing if its rounded times lie within."""
+
+    def rounded(milliseconds):
+        return math.floor(milliseconds * parts + 0.5)  # as Math.round does
+
+    # What takes no time may stand at another's end.
+    spans = [(r["ts"] / 1000, r["ts"] / 1000 + r["dur"] / 1000, r) for r in rows if r["dur"]]
+    for (begin, end, row), (next_begin, next_end, _) in zip(spans, spans[1:]):
+        inside = rounded(begin) <= rounded(next_begin) and rounded(next_end) <= rounded(end)
+        assert not inside or next_begin < end, row
 
 
 def _check_nested(rows):
