@@ -94,7 +94,12 @@ def train_loop(
             begin = runner.first_step + _STEPS_BEFORE_TIMELINE
             end = begin + settings.timeline_steps
             stopped_by = None
-            if begin < end <= settings.train_steps:
+            if begin < end and settings.train_steps < end:
+                loop.progress.message(
+                    f"no timeline: it would be of steps {begin + 1} to {end}, and the run ends at "
+                    f"step {settings.train_steps}"
+                )
+            elif begin < end:
                 stopped_by = train_to(begin)
                 if stopped_by is None:
                     stopped_by = loop.recorded(lambda: train_to(end), on_timeline)

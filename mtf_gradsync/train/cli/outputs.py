@@ -1,11 +1,13 @@
-"""Checks files that a command is to write."""
+"""Checks and reports files that a command is to write."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Iterator
 
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
@@ -18,3 +20,13 @@ def output_path(flag: str, name: str | None) -> Path | None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{flag}={name} cannot be written: permission denied")
     return path
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Turns an OSError of the block, of a full disk say, into a TrainingError with the flag."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise TrainingError(f"{flag}={path} cannot be written: {reason}") from error

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtf_gradsync.runtimes.files import write_text
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     process_of_flags,
@@ -18,7 +19,7 @@ from mtf_gradsync.train.cli.gin_arguments import (
     loaded_config,
     positive_count,
 )
-from mtf_gradsync.train.cli.outputs import output_path
+from mtf_gradsync.train.cli.outputs import output_path, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -92,14 +93,17 @@ def main(args: argparse.Namespace) -> int:
         table = timeline.table()
         print(table)
         if trace:
-            written = timeline.save(trace)
+            with writing("--trace", trace):
+                written = timeline.save(trace)
             dropped = f", without the {written.dropped:,} shortest" if written.dropped else ""
             print(f"\ntrace of {written.events:,} operations{dropped}: {trace}")
         if json_file:
-            json_file.write_text(table.to_json() + "\n", encoding="utf-8")
+            with writing("--json", json_file):
+                write_text(json_file, table.to_json() + "\n")
     if part_file:
         mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
-        part_file.write_text(mine.to_json(), encoding="utf-8")
+        with writing("--part", part_file):
+            write_text(part_file, mine.to_json())
     return 0
 
 

@@ -88,6 +88,28 @@ def test_bad_arguments(arguments, said, capsys, monkeypatch, tmp_path):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["trace", "json", "part"])
+def test_a_file_that_cannot_be_written(flag, capsys, monkeypatch, tmp_path):
+    part = tmp_path / "0.part"
+    part.write_text(two_cores().to_json())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    file = tmp_path / "file"
+    assert main(["timeline", f"--merge={part}", "--trace=", f"--{flag}={file}"]) == 1
+    assert f"--{flag}={file} cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_a_run_too_short_for_its_timeline(train, capsys):
+    _, directory, _said = train(
+        NO_EVAL, "train.run.timeline_steps = 3", "train.run.train_steps = 7"
+    )
+    assert "no timeline: it would be of steps 6 to 8" in capsys.readouterr().err
+    assert not (directory / "timeline.json").exists()
+
+
 def test_a_bad_number_of_steps(train):
     with pytest.raises(ValueError, match="timeline_steps must be a whole number from 0"):
         train("train.run.timeline_steps = -1")
