@@ -46,8 +46,9 @@ def log_savings(
         _logger.info(
             "%s saves %d bytes of slots a core, and gathers %d bytes of new values: with this "
             "optimizer it can save time but hardly memory, and a program for a TPU can take more "
-            "memory than without the wrapper. `mtf-gradsync compile --compare_with_bare` shows "
-            "the time and the memory that the compiler for TPUs expects of both.",
+            "memory, and on some generations more time, than without the wrapper. `mtf-gradsync "
+            "compile --compare_with_bare` shows the time and the memory that the compiler for TPUs "
+            "expects of both.",
             name,
             unsharded - held,
             gathered,

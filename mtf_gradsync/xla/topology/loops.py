@@ -141,7 +141,9 @@ def _step(place: _Place, body: Any, number: int, functions: dict[str, Any]) -> i
 
 
 def _origin(place: _Place, functions: dict[str, Any]) -> _Place:
-    """Follows a value through reshapes, and into and out of calls."""
+    """Follows a value through reshapes, and into and out of calls and tuples."""
+    from jaxlib.mlir import ir
+
     while True:
         made_by = _operation(place)
         value, calls = place
@@ -157,6 +159,14 @@ def _origin(place: _Place, functions: dict[str, Any]) -> _Place:
             number = list(made_by.results).index(value)
             block = functions[_callee(made_by)].regions[0].blocks[0]
             place = _Place(_results(block)[number], (*calls, made_by))
+        elif made_by is not None and made_by.name == "stablehlo.get_tuple_element":
+            # TensorFlow 2.15 calls functions with tuples.
+            whole = _origin(_Place(made_by.operands[0], calls), functions)
+            tuple_op = _operation(whole)
+            if tuple_op is None or tuple_op.name != "stablehlo.tuple":
+                return place
+            index = ir.IntegerAttr(made_by.attributes["index"]).value
+            place = _Place(tuple_op.operands[index], whole.calls)
         else:
             return place
 
