@@ -21,6 +21,7 @@ ORDER = (
     "runtimes",
     "simd_collectives",
     "tpu_cost",
+    "tpu_sizes",
     "plan",
     "accumulation",
     "sync_replicas",
