@@ -201,7 +201,8 @@ def test_a_second_profiler_is_an_error():
         with gs.timeline(session) as timeline:
             with pytest.raises(TimelineError, match="another profiler"), gs.timeline(session):
                 session.run(pattern.fetches, pattern.feed)
-            with pytest.raises(KeyboardInterrupt), gs.timeline(session):
+            # Newer versions of jax refuse where the block begins.
+            with pytest.raises((KeyboardInterrupt, TimelineError)), gs.timeline(session):
                 raise KeyboardInterrupt
             session.run(pattern.fetches, pattern.feed)
     assert timeline.table().steps == 2
