@@ -1,4 +1,4 @@
-"""What the compiler for TPUs expects of wrappers for language models of sizes drawn by chance."""
+"""What the compiler for TPUs expects of wrappers around language models of random sizes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def measure(options: report.Options) -> report.Table:
     missing = xla.why_no_tpu_compiler()
     if missing:
         raise SystemExit(f"There is no compiler for TPUs here: {missing}")
-    chance = random.Random(options.settings["seed"])
+    generator = random.Random(options.settings["seed"])
     ratios = collections.defaultdict(list)
     for _ in range(1 if options.quick else options.settings["models"]):
         size = {
-            "layers": chance.choice([1, 2, 3, 4, 5]),
-            "d_model": chance.choice([64, 96, 128, 160, 192, 256]),
-            "batch": chance.choice([8, 16, 32]),
-            "length": chance.choice([32, 48, 64, 96, 128]),
+            "layers": generator.choice([1, 2, 3, 4, 5]),
+            "d_model": generator.choice([64, 96, 128, 160, 192, 256]),
+            "batch": generator.choice([8, 16, 32]),
+            "length": generator.choice([32, 48, 64, 96, 128]),
         }
         name = " ".join(f"{n} {k}" for k, n in size.items())
         for topology in options.only["topologies"]:
@@ -66,8 +66,10 @@ def measure(options: report.Options) -> report.Table:
         "Adafactor, mesh of 4x2; 1 to 5 layers of 64 to 256, 8 to 32 sequences of 32 to 128.",
         "The compiler's own estimate, as in tpu_cost; reports are compared with a program that "
         "clips by hand, which makes a norm, too.",
+        "Memory of SyncReplicas is that of the program with both branches, as in tpu_cost.",
     )
-    return report.Table("tpu_sizes", "What the TPU compiler expects, by chance sizes", rows, notes)
+    title = "Wrappers on a TPU, the compiler's estimate for language models of random sizes"
+    return report.Table("tpu_sizes", title, rows, notes)
 
 
 if __name__ == "__main__":
