@@ -63,6 +63,30 @@ def test_a_turn_stands_before_the_loop():
     assert counts(one.module) == (2, 1)
 
 
+def test_conditions_that_are_functions_of_tuples():
+    """As TensorFlow 2.15 has them."""
+    given = "tuple<tensor<i32>, tensor<4xf32>>"
+    module = ONE.replace(
+        "@less(%i: tensor<i32>, %y: tensor<4xf32>) -> tensor<i1> {",
+        f"@less(%all: {given}) -> tuple<tensor<i1>> {{\n"
+        f"    %i = stablehlo.get_tuple_element %all[0] : ({given}) -> tensor<i32>",
+    )
+    module = module.replace(
+        "return %0 : tensor<i1>\n  }\n  func.func @main",
+        "%1 = stablehlo.tuple %0 : tuple<tensor<i1>>\n    return %1 : tuple<tensor<i1>>\n  }\n"
+        "  func.func @main",
+    )
+    module = module.replace(
+        "%1 = func.call @less(%i, %y) : (tensor<i32>, tensor<4xf32>) -> tensor<i1>",
+        f"%all = stablehlo.tuple %i, %y : {given}\n"
+        f"      %one = func.call @less(%all) : ({given}) -> tuple<tensor<i1>>\n"
+        "      %1 = stablehlo.get_tuple_element %one[0] : (tuple<tensor<i1>>) -> tensor<i1>",
+    )
+    (one,), unknown = turns_more(module)
+    assert module.count("tuple") > 8
+    assert (one.times, unknown) == (3, 0)
+
+
 def test_loops_in_loops_turn_as_often_as_both():
     (outer, inner), unknown = turns_more(NESTED)
     # What an inner turn has more is in 4 * 3 turns, 4 of which are in the outer ones.
