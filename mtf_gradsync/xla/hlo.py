@@ -87,6 +87,17 @@ def shape_bytes(shape: Any) -> int:
     return math.prod(shape.dimensions) * _BITS[name] // 8
 
 
+def stored_bytes(shape: Any) -> int:
+    """Returns the bytes that an array takes in a device's memory, with the padding of its tiles."""
+    layout = shape.layout
+    stored = [shape.dimensions[i] for i in reversed(layout.minor_to_major)]
+    for tile in layout.tiles[:1]:
+        # The last dimensions of an array make the tiles.
+        for i, size in zip(reversed(range(len(stored))), reversed(tile.dimensions)):
+            stored[i] = math.ceil(stored[i] / size) * size
+    return math.prod(stored) * _BITS[_type_name(shape)] // 8
+
+
 def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of cores that exchange data in a collective; empty for one group of all.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Iterator, Mapping
 
-from mtf_gradsync.xla.hlo import read_module, shape_bytes
+from mtf_gradsync.xla.hlo import read_module, stored_bytes
 from mtf_gradsync.xla.lowering.operations import walk
 
 # Custom calls that take no time: they name a piece of memory.
@@ -32,7 +32,8 @@ class CostEstimate:
       unknown: the number of operations that it cannot estimate.
       unknown_operations: targets of the program's custom calls, which may be those operations.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
-        while other operations run; `bytes_accessed` counts each of them four times.
+        while other operations run, padding included; `bytes_accessed` counts each of them four
+        times.
       loops_counted_once: the number of loops of which one turn is in the numbers, because it is not
         known how often they turn.
     """
@@ -70,7 +71,7 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes) -> CostEstimate
     targets = {i.custom_call_target for i in instructions if i.opcode == "custom-call"}
     # The first part of a copy's result is the copy itself.
     copied = sum(
-        shape_bytes(i.shape.tuple_shapes[0]) for i in instructions if i.opcode == "copy-start"
+        stored_bytes(i.shape.tuple_shapes[0]) for i in instructions if i.opcode == "copy-start"
     )
     names = tuple(sorted(targets - _FREE)) if unknown else ()
     bytes_accessed = numbers["bytes accessed"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync._private.jax import stablehlo_to_hlo
+from mtf_gradsync._private.jax import hlo_from_text, stablehlo_to_hlo
 from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
 
 pytestmark = pytest.mark.xla
@@ -86,6 +86,36 @@ def test_operations_without_an_estimate_are_counted():
     np.testing.assert_allclose(found.seconds, 3e-6, rtol=1e-9)
     assert read_estimate({**numbers, "optimal_seconds": 3e-6}, compiled).unknown == 0
     assert found.bytes_copied == 0
+
+
+COPY = """
+HloModule step, is_scheduled=true
+ENTRY %step (x: SHAPE) -> SHAPE {
+  %x = SHAPE{LAYOUT} parameter(0)
+  %begun = (SHAPE{FAST}, SHAPE{LAYOUT}, u32[]{:S(2)}) copy-start(%x)
+  ROOT %done = SHAPE{FAST} copy-done(%begun)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "tiles", "bytes_"),
+    [
+        ("f32[5,64]", "1,0", "T(8,128)", 8 * 128 * 4),
+        ("f32[5,200]", "0,1", "T(8,128)", 200 * 128 * 4),
+        # The second part of a tile orders its numbers.
+        ("bf16[4,60,2,32]", "1,3,2,0", "T(8,128)(2,1)", 4 * 2 * 32 * 128 * 2),
+        ("s32[130]", "0", "T(128)", 2 * 128 * 4),
+        ("f32[3]", "0", "", 3 * 4),
+        ("f32[]", "", "T(128)", 4),
+    ],
+)
+def test_copies_count_with_the_padding_of_tiles(shape, order, tiles, bytes_):
+    layout, fast = (f"{{{order}:{tiles}{space}}}" for space in ("", "S(1)"))
+    text = COPY.replace("{LAYOUT}", layout.replace(":}", "}")).replace("{FAST}", fast)
+    numbers = {"flops": 0.0, "bytes accessed": 0.0, "optimal_seconds": 0.0}
+    found = read_estimate(numbers, hlo_from_text(text.replace("SHAPE", shape)))
+    assert found.bytes_copied == bytes_
 
 
 SPLIT = """
