@@ -73,7 +73,8 @@ class FusedAllReduce(Strategy):
             num_bytes = [size * itemsize for size in sizes]
             return packs_of_groups(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
 
-        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl), buckets)
+        sum_fn = all_reduce_fn(mesh_impl, one_group=False)
+        return packed_all_reduce(mesh_impl, values, groups, sum_fn, buckets)
 
     def reduce_scatter(
         self,

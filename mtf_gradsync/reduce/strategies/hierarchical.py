@@ -161,12 +161,14 @@ class HierarchicalAllReduce(Strategy):
     def _sum_fn(self, mesh_impl: Any, entry: AllReduceSpec) -> SumFn:
         names = entry.algorithm.split("/")
         if is_simd(mesh_impl):
+            one_group = not self.packer.packs
             for name in names:
                 if name != "add_n":
                     warn_algorithm_on_simd(name)
             if len(names) == 1:
-                return all_reduce_fn(mesh_impl)
-            return simd_two_levels(mesh_impl, self.outer_axes, scatter=entry.shards > 1)
+                return all_reduce_fn(mesh_impl, one_group=one_group)
+            scatter = entry.shards > 1
+            return simd_two_levels(mesh_impl, self.outer_axes, scatter, one_group)
         algorithms = [ALGORITHMS[name] for name in names]
         if len(names) == 1:
             return all_reduce_fn(mesh_impl, *algorithms)
