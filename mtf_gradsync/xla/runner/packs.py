@@ -131,24 +131,23 @@ def _pack_group(block: Any, key: tuple[str, ...]) -> bool:
             for member in members:
                 member.op.erase()
         done = len(pack) > 1
-        pack.clear(), dependents.clear(), results.clear()
+        for each in (pack, dependents, results):
+            each.clear()
         return done
 
     for position, op in enumerate(operations):
         depends = bool(results) and any(value in results for value in _operands(op))
-        if _key(op) != key:
-            if depends:
-                dependents.append(position)
-                results.update(op.results)
-            continue
-        mine = _bytes(op)
-        if depends or size + mine > _PACK_BYTES:
-            packed |= finish()
-            size = 0
-        if mine <= _PACK_BYTES:
+        if _key(op) == key and _bytes(op) <= _PACK_BYTES:
+            if depends or size + _bytes(op) > _PACK_BYTES:
+                packed |= finish()
+                size = 0
             pack.append(position)
-            results.update(op.results)
-            size += mine
+            size += _bytes(op)
+        elif depends:
+            dependents.append(position)
+        else:
+            continue
+        results.update(op.results)
     return finish() or packed
 
 

@@ -134,7 +134,7 @@ class Step:
         try:
             program: bytes | str = (folder / PROGRAM).read_bytes()
             if self.devices[0].platform == "cpu":
-                program = packed_for_cpus(program, self.manifest["together"])
+                program = packed_for_cpus(program, self.manifest.get("together", ()))
             executable = compiled(program, self.devices)
         except RefusedError as error:
             raise StepError(
