@@ -30,7 +30,8 @@ class AllReduce(Strategy):
 
     On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
     it; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce of
-    its compiler, with packs; a warning says so if an algorithm was given.
+    its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning says
+    so if an algorithm was given.
 
     One pack is TensorFlow 1's default, and the fastest where messages are slow. With "add_n" one
     device then does all the work: as many packs as processors spread it evenly.

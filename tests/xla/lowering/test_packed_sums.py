@@ -80,6 +80,29 @@ def test_each_level_of_hierarchical_sums_is_one_sum(shards, levels):
                 np.testing.assert_array_equal(found, value.sum(0))
 
 
+def test_sums_of_parts_over_other_axes_are_a_group():
+    """Each column of cores cuts its sums, and parts are then summed over the rows."""
+    shapes = [(8, 600), (8, 3), (4, 600)]
+    rng = np.random.RandomState(0)
+    # Whole numbers: exact in any order.
+    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    with tf.Graph().as_default():
+        with simd.tpu_program("rows:4;cols:2", "batch:rows") as program:
+            impl = program.mesh_impl
+            core = impl.laid_out_pnum().tensor_list[0]
+            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            groups = ProcessorGroups.along(impl, [0, 1])
+            parts = reduce_scatter(impl, given, groups, [[Cut(0, 0)]] * len(shapes), 0)
+            fetches = [x.tensor_list[0] for x in parts]
+        rows = simd.list_collectives(program).rows
+        assert len({row.together for row in rows} - {""}) == 2
+        found = counts(program, fetches, "reduce_scatter", "all_reduce")
+        assert found == [[len(shapes)] * 2, [1, 1]]
+        with xla.session(program) as session:
+            for part, value in zip(session.run(fetches), values):
+                np.testing.assert_array_equal(part, np.split(value.sum(0), 4)[0])
+
+
 def test_parts_of_a_group_are_scattered_and_gathered_at_once():
     """Cut along other axes of other shapes, on some of the cores, in the order of the group."""
     shapes, axes = [(8, 600), (1100, 8), (4, 600), (8, 3)], [0, 1, 0, 0]
