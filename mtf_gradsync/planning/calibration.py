@@ -19,7 +19,6 @@ from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.session import session
 from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
@@ -158,7 +157,7 @@ def measure(devices: tuple[Any, ...]) -> Calibration:
         for mesh, size in tqdm(chosen, "steps to measure with", leave=False, disable=None):
             step = small_steps.build(mesh, size)
             with step.loss.graph.as_default():
-                replica = with_packed_sums(replica_program(step.program, [step.loss]))
+                replica = replica_program(step.program, [step.loss])
                 program = Lowered(lowered(replica, cache).module, 0, (), False)
             mine = devices[: mesh[0] * mesh[1]]
             begun.append((step, mine, compiler.submit(loaded, program, mine, cache)))

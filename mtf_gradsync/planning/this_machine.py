@@ -14,7 +14,6 @@ from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered as DeviceLowered
 from mtf_gradsync.xla.devices.executable import loaded, lowered
-from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 from mtf_gradsync.xla.topology.compiled import CoreMemory
@@ -49,8 +48,8 @@ class CpuMachine:
         self.calibration: Calibration = measure(tuple(devices))
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
-        """See `Machine`. Sums that go together are packed, as sessions do it on CPU devices."""
-        replica = with_packed_sums(replica_program(program, fetches))
+        """See `Machine`."""
+        replica = replica_program(program, fetches)
         try:
             made = lowered(replica, self._cache)
         except UnsupportedProgramError as error:

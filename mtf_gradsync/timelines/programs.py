@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import AbstractSet, Any, Iterable, NamedTuple, Sequence
 
-from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.traffic.report import CommunicationRow
 from mtf_gradsync.timelines.events import Collective, model_name
 from mtf_gradsync.xla.hlo import read_module
@@ -13,9 +12,8 @@ from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.topology.collectives import COLLECTIVES, HloCollective, find_hlo_collectives
 
 _AROUND_OTHERS = ("while", "conditional", "call")
-# "x/(a:b)" is what a compiler makes of x/a and x/b.
+# "x/(a:b)" is what a compiler makes of x/a and x/b, and "(a:b)" what packs a and b.
 _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
-_PACK = re.compile(r"^(.*/pack_\d+)/[^/]+$")
 
 
 class Operations(NamedTuple):
@@ -40,7 +38,6 @@ def operations_of(
     for hlo, replica in programs:
         module = read_module(hlo)
         exchanges = {c.name: c for c in find_hlo_collectives(hlo)}
-        packs = _packs(replica)
         nodes = {node.name for node in replica.graph_def.node}
         computations = {c.id: c for c in module.computations}
         inner = {c.id: {i.name for i in c.instructions} for c in module.computations}
@@ -66,7 +63,7 @@ def operations_of(
                     # What begins and ends apart has its bytes where it begins.
                     if instruction.name in exchanges or shown not in found.facts:
                         exchange = exchanges.get(instruction.name)
-                        found.facts[shown] = _facts(_parts(name, nodes), exchange, packs, by_name)
+                        found.facts[shown] = _facts(_parts(name, nodes), exchange, by_name)
                 if instruction.opcode in _AROUND_OTHERS:
                     found.inside.setdefault(instruction.name, set()).update(
                         *(inner[c] for c in called)
@@ -76,7 +73,7 @@ def operations_of(
 
 def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
     """A name as the model's graph has it."""
-    names = [_unpacked(part) for part in _parts(name, nodes)]
+    names = [model_name(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -94,30 +91,10 @@ def _node(name: str, nodes: AbstractSet[str]) -> str:
     return rest or name
 
 
-def _unpacked(name: str) -> str:
-    match = _PACK.match(name)
-    return match[1] if match else model_name(name)
-
-
-def _packs(replica: ReplicaProgram) -> dict[str, list[str]]:
-    """The sums in each pack, by the pack's name scope."""
-    found: dict[str, list[str]] = {}
-    for node in replica.graph_def.node:
-        if node.op == "Identity" and node.input:
-            match = _PACK.match(split_input(node.input[0])[0])
-            if match:
-                found.setdefault(match[1], []).append(node.name)
-    return found
-
-
 def _facts(
-    parts: Sequence[str],
-    exchange: HloCollective | None,
-    packs: dict[str, list[str]],
-    rows: dict[str, Any],
+    parts: Sequence[str], exchange: HloCollective | None, rows: dict[str, Any]
 ) -> Collective:
-    sums = [sum_ for part in parts for sum_ in packs.get(_unpacked(part), [part])]
-    known = [rows[sum_] for sum_ in sums if sum_ in rows]
+    known = [rows[part] for part in parts if part in rows]
     variables = None
     if known and all(row.variables is not None for row in known):
         variables = tuple(dict.fromkeys(v for row in known for v in row.variables))

@@ -10,7 +10,6 @@ from mtf_gradsync.timelines.programs import _name, _parts
     [
         ("a/b", ["a/b"], "a/b"),
         ("a/parallel_0_1/b", ["a/parallel_0_1/b"], "a/b"),
-        ("sums/pack_0/Placeholder_2", ["sums/pack_0/Placeholder_2"], "sums/pack_0"),
         ("(a:b/c)", ["a", "b/c"], "a and 1 more"),
         ("x/(a:b:c)", ["x/a", "x/b", "x/c"], "x/a and 2 more"),
     ],
@@ -26,11 +25,11 @@ def test_names_that_the_graph_has(given, parts, shown):
         ("cond/cond_1/conditional/cond/sum", "conditional/cond/sum"),
         ("cond/(conditional/cond/sum:b)", "conditional/cond/sum and 1 more"),
         ("cond/parallel_0/b", "b"),
-        ("cond/sums/pack_0/x", "sums/pack_0"),
+        ("(cond/sums/x:cond/parallel_0/b)", "sums/x and 1 more"),
         ("cond/other", "cond/other"),
         ("cond", "cond"),
     ],
 )
 def test_names_in_branches(given, shown):
-    nodes = {"conditional/cond/sum", "b", "parallel_0/b", "sums/pack_0/x"}
+    nodes = {"conditional/cond/sum", "b", "parallel_0/b", "sums/x"}
     assert _name(given, nodes) == shown

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import summed_together
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import slicewise
@@ -38,32 +36,29 @@ def packed_all_reduce(
 ) -> list[Any]:
     """Sums values over groups in packs of one dtype, which `planner` plans and `sum_fn` sums.
 
-    `turns` counts packs, to spread them over the devices. Tensors without elements, and all values
-    if groups are of one processor, are returned as they are. Without a planner, the sums of a SIMD
-    mesh are marked as one group, which compilers combine.
+    All packs are summed by one call. `turns` counts them, to spread them over the devices. Tensors
+    without elements, and all values if groups are of one processor, are returned as they are.
     """
     values = list(values)
     check_values(values)
     if groups.group_size == 1:
         return values
     turns = turns or itertools.count()
-    results = list(values)
     by_dtype: dict[tf.DType, list[int]] = collections.OrderedDict()
     for index, value in enumerate(values):
         # Collectives refuse empty tensors.
         if mtf.list_product(value.slice_shape) > 0:
             by_dtype.setdefault(value.tensor_list[0].dtype.base_dtype, []).append(index)
-    one_group = planner is alone and is_simd(mesh_impl)
-    with summed_together() if one_group else contextlib.nullcontext():
-        for dtype, indices in by_dtype.items():
-            # Neighbours of one shape are stacked, not flattened.
-            indices.sort(key=lambda i: tuple(values[i].slice_shape))
-            packs = planner([mtf.list_product(values[i].slice_shape) for i in indices], dtype.size)
-            given = [values[i] for i in indices]
-            summed = _sum_packs(mesh_impl, given, packs, groups, sum_fn, turns)
-            for index, value in zip(indices, summed):
-                results[index] = value
-    return results
+    packs: Packs = []
+    for dtype, indices in by_dtype.items():
+        # Neighbours of one shape are stacked, not flattened.
+        indices.sort(key=lambda i: tuple(values[i].slice_shape))
+        sizes = [mtf.list_product(values[i].slice_shape) for i in indices]
+        packs += [
+            [piece._replace(tensor=indices[piece.tensor]) for piece in pack]
+            for pack in planner(sizes, dtype.size)
+        ]
+    return _sum_packs(mesh_impl, values, packs, groups, sum_fn, turns) if packs else values
 
 
 def _sum_packs(
@@ -74,31 +69,34 @@ def _sum_packs(
     sum_fn: SumFn,
     turns: Iterator[int],
 ) -> list[Any]:
-    """Sums values of one dtype in the packs of a plan."""
+    """Sums values in packs of one dtype; returns those that are in no pack as they are."""
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):
         pieces[piece.tensor].append(piece)
     parts: dict[Piece, Any] = {}
-    for index, value in enumerate(values):
-        parts.update(zip(pieces[index], _cut(mesh_impl, value, pieces[index])))
-    for pack in packs:
-        summed = _sum_pack(mesh_impl, [parts[p] for p in pack], groups, sum_fn, next(turns))
-        parts.update(zip(pack, summed))
-    return [
-        _join(mesh_impl, [parts[p] for p in pieces[index]], value.slice_shape)
-        for index, value in enumerate(values)
-    ]
+    for index, some in pieces.items():
+        parts.update(zip(some, _cut(mesh_impl, values[index], some)))
+    packed = [_pack(mesh_impl, [parts[p] for p in pack]) for pack in packs]
+    for pack, total in zip(packs, sum_fn(packed, groups, [next(turns) for _ in packs])):
+        shapes = [parts[p].slice_shape for p in pack]
+        parts.update(zip(pack, _unpack(mesh_impl, total, shapes)))
+    results = list(values)
+    for index, some in pieces.items():
+        shape = values[index].slice_shape
+        results[index] = _join(mesh_impl, [parts[p] for p in some], shape)
+    return results
 
 
-def _sum_pack(
-    mesh_impl: Any, members: Sequence[Any], groups: ProcessorGroups, sum_fn: SumFn, turn: int
-) -> Sequence[Any]:
+def _pack(mesh_impl: Any, members: Sequence[Any]) -> Any:
     if len(members) == 1:
-        return [sum_fn(members[0], groups, turn)]
-    shapes = [x.slice_shape for x in members]
-    packed = mesh_impl.slicewise(lambda *slices: packing.pack(slices), *members)
-    total = sum_fn(packed, groups, turn)
-    return _on_sums(mesh_impl, lambda x: packing.unpack(x, shapes), [total], len(members))
+        return members[0]
+    return mesh_impl.slicewise(lambda *slices: packing.pack(slices), *members)
+
+
+def _unpack(mesh_impl: Any, total: Any, shapes: Sequence[Sequence[int]]) -> Sequence[Any]:
+    if len(shapes) == 1:
+        return [total]
+    return _on_sums(mesh_impl, lambda x: packing.unpack(x, shapes), [total], len(shapes))
 
 
 def _cut(mesh_impl: Any, value: Any, pieces: Sequence[Piece]) -> Sequence[Any]:

@@ -26,6 +26,11 @@ class Packer:
             "agg_small_grads_max_group", agg_small_grads_max_group, "a number of tensors"
         )
 
+    @property
+    def packs(self) -> bool:
+        """Whether it packs any tensors; otherwise each is alone."""
+        return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
+
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
         """Makes the plan for tensors of `sizes` elements of `itemsize` bytes."""
         if self.num_packs > 0:

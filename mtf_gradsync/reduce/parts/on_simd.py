@@ -19,8 +19,12 @@ from mtf_gradsync._private.tensorflow import (
 )
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.reduce.parts import by_part
-from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, part_shape
-from mtf_gradsync.reduce.sums.one_level import physical_groups, simd_wire_dtype
+from mtf_gradsync.reduce.parts.cuts import Cuts, groups_of, mesh_axes_of, part_shape
+from mtf_gradsync.reduce.sums.one_level import (
+    physical_groups,
+    simd_all_reduce,
+    simd_wire_dtype,
+)
 
 # A tile of a TPU's memory: 8 sublanes of 128 lanes. Smaller parts share an all-gather.
 _TILE = 8 * 128
@@ -38,13 +42,32 @@ def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
     """Returns each core's part of sums, see `Strategy.reduce_scatter`."""
-    results: list[Any] = [None] * len(values)
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
+    sharing = _sharing(values, shapes, cuts, _SCATTERED_ALONE)
     with summed_together():
-        for members in _sharing(values, shapes, cuts, _SCATTERED_ALONE):
-            parts = _scattered(mesh_impl, [values[i] for i in members], groups, cuts[members[0]])
-            for index, part in zip(members, parts):
-                results[index] = part
+        scattered = [
+            _scattered(mesh_impl, [values[i] for i in members], cuts[members[0]])
+            for members in sharing
+        ]
+    assert groups.mesh_axes is not None  # the groups run along axes
+    # A part is summed over the axes along which its tensor is not cut.
+    by_rest: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+    for number, members in enumerate(sharing):
+        cut = mesh_axes_of(cuts[members[0]])
+        by_rest[tuple(axis for axis in groups.mesh_axes if axis not in cut)].append(number)
+    for rest, numbers in by_rest.items():
+        if rest:
+            along = ProcessorGroups.along(mesh_impl, rest)
+            sums = simd_all_reduce(mesh_impl, [scattered[n] for n in numbers], along)
+            for number, total in zip(numbers, sums):
+                scattered[number] = total
+    results: list[Any] = [None] * len(values)
+    for members, parts in zip(sharing, scattered):
+        first = members[0]
+        shape = values[first].slice_shape
+        unpacked = _parts_of(mesh_impl, parts, len(members), shape, cuts[first])
+        for index, part in zip(members, unpacked):
+            results[index] = part
     return results
 
 
@@ -74,11 +97,10 @@ def _sharing(
     return list(sharing.values())
 
 
-def _scattered(
-    mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Cuts
-) -> Sequence[Any]:
+def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
+    """Returns each core's part of the sums of values of one shape, in one tensor."""
     along = groups_of(mesh_impl, cuts)
-    dtype, shape = values[0].tensor_list[0].dtype, values[0].slice_shape
+    dtype = values[0].tensor_list[0].dtype
     wire = simd_wire_dtype(mesh_impl, dtype, along)
     by_rows = len(cuts) > 1
 
@@ -91,20 +113,21 @@ def _scattered(
         total = cross_replica_scatter(sent, physical_groups(mesh_impl, along), axis)
         return total if wire == dtype else tf.cast(total, dtype)
 
-    mine = mesh_impl.slicewise(scatter, *values)
-    assert groups.mesh_axes is not None  # the groups run along axes
-    assert along.mesh_axes is not None
-    rest = [axis for axis in groups.mesh_axes if axis not in along.mesh_axes]
-    if rest:
-        mine = mesh_impl.allreduce(mine, rest, "SUM")
+    return mesh_impl.slicewise(scatter, *values)
+
+
+def _parts_of(
+    mesh_impl: Any, scattered: Any, count: int, shape: Sequence[int], cuts: Cuts
+) -> list[Any]:
+    """Returns the parts of `count` values of a shape that `_scattered` made one tensor of."""
 
     def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        pieces = tf.unstack(x) if len(values) > 1 else [x]
-        if by_rows:
+        pieces = tf.unstack(x) if count > 1 else [x]
+        if len(cuts) > 1:
             pieces = [by_part.part_of_row(mesh_impl, p, shape, cuts) for p in pieces]
         return tuple(pieces)
 
-    return list(mesh_impl.slicewise(unpacked, mine))
+    return list(mesh_impl.slicewise(unpacked, scattered))
 
 
 def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:

@@ -30,7 +30,8 @@ class AllReduce(Strategy):
 
     On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
     it; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce of
-    its compiler, with packs; a warning says so if an algorithm was given.
+    its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning says
+    so if an algorithm was given.
 
     One pack is TensorFlow 1's default, and the fastest where messages are slow. With "add_n" one
     device then does all the work: as many packs as processors spread it evenly.
@@ -70,7 +71,7 @@ class AllReduce(Strategy):
         self.check(mesh_impl, groups)
         if self.algorithm is not None and is_simd(mesh_impl):
             warn_algorithm_on_simd(self.algorithm)
-        sum_fn = all_reduce_fn(mesh_impl, self._group_sum)
+        sum_fn = all_reduce_fn(mesh_impl, self._group_sum, one_group=not self.packer.packs)
         return packed_all_reduce(mesh_impl, values, groups, sum_fn, self.packer)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:

@@ -29,7 +29,7 @@ class FusedAllReduce(Strategy):
 
     On a SIMD mesh each tensor has a CrossReplicaSum of its own, and those of one call are marked as
     one group. The compilers of TPUs and GPUs combine them without copies; for CPUs the package
-    packs them when it lowers the program. With a size given, and on placement meshes, tensors of
+    packs them when it compiles the program. With a size given, and on placement meshes, tensors of
     one dtype are packed into buckets: on a SIMD mesh each bucket is one CrossReplicaSum, on a
     placement mesh one device adds it up, the devices taking turns.
     """
@@ -73,7 +73,8 @@ class FusedAllReduce(Strategy):
             num_bytes = [size * itemsize for size in sizes]
             return packs_of_groups(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
 
-        return packed_all_reduce(mesh_impl, values, groups, all_reduce_fn(mesh_impl), buckets)
+        sum_fn = all_reduce_fn(mesh_impl, one_group=False)
+        return packed_all_reduce(mesh_impl, values, groups, sum_fn, buckets)
 
     def reduce_scatter(
         self,

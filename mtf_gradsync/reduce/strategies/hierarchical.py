@@ -66,7 +66,9 @@ class HierarchicalAllReduce(Strategy):
     otherwise those that differ only along the inner mesh axes. On a placement mesh only one member
     of each inner group sends and receives over the slow links; the others read its sum.
 
-    A SIMD mesh has one algorithm, and all its cores take part in the outer sum. With shards > 1
+    A SIMD mesh has one algorithm, and all its cores take part in the outer sum. All tensors of a
+    range of sizes are summed at one level before the next begins; the sums of a level are one group
+    (see `FusedAllReduce`), unless packs are asked for. With shards > 1
     each core of an inner group sums a part of the tensor over the outer axes; that takes another
     sum along the inner axes, and pays where the outer axes are slower. The number of parts is then
     that of the cores, whatever shards is.
@@ -161,15 +163,17 @@ class HierarchicalAllReduce(Strategy):
     def _sum_fn(self, mesh_impl: Any, entry: AllReduceSpec) -> SumFn:
         names = entry.algorithm.split("/")
         if is_simd(mesh_impl):
+            one_group = not self.packer.packs
             for name in names:
                 if name != "add_n":
                     warn_algorithm_on_simd(name)
             if len(names) == 1:
-                return all_reduce_fn(mesh_impl)
-            return simd_two_levels(mesh_impl, self.outer_axes, scatter=entry.shards > 1)
+                return all_reduce_fn(mesh_impl, one_group=one_group)
+            scatter = entry.shards > 1
+            return simd_two_levels(mesh_impl, self.outer_axes, scatter, one_group)
         algorithms = [ALGORITHMS[name] for name in names]
         if len(names) == 1:
-            return all_reduce_fn(mesh_impl, *algorithms)
+            return all_reduce_fn(mesh_impl, algorithms[0])
         return placement_two_levels(mesh_impl, algorithms[0], algorithms[1], self.outer_axes)
 
     def _plan(self, sizes: Sequence[int], itemsize: int, shards: int) -> Packs:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
+from mtf_gradsync._private.tensorflow import summed_together
 from mtf_gradsync.mesh.groups import ProcessorGroups
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.mesh.shared_copies import first_alike
 from mtf_gradsync.reduce.sums.algorithms import GroupSum, add_n
 
-#: Sums a value over groups: (`LaidOutTensor`, groups, turn) -> `LaidOutTensor`. Different turns
-#: spread the work over the devices.
-SumFn = Callable[[Any, ProcessorGroups, int], Any]
+#: Sums values over groups: (`LaidOutTensor`s, groups, turns) -> `LaidOutTensor`s. Each value has a
+#: turn; different turns spread the work over the devices.
+SumFn = Callable[[Sequence[Any], ProcessorGroups, Sequence[int]], Sequence[Any]]
 
 
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
@@ -27,17 +29,24 @@ def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) ->
     return tf.bfloat16 if groups.group_size <= bfloat16_group_size(mesh_impl) else tf.float32
 
 
-def simd_all_reduce(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Sums over groups by one CrossReplicaSum, in `simd_wire_dtype`."""
-    if groups.mesh_axes is not None:
-        return mesh_impl.allreduce(value, list(groups.mesh_axes), "SUM")
-    physical = physical_groups(mesh_impl, groups)
+def simd_all_reduce(
+    mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, one_group: bool = True
+) -> list[Any]:
+    """Sums each value over groups by a CrossReplicaSum of its own, in `simd_wire_dtype`.
+
+    With `one_group` these sums are marked as one group, which compilers combine: none of the values
+    may depend on the sum of another.
+    """
 
     def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
         wire = x if x.dtype == tf.float32 else tf.cast(x, tf.float32)
         return tf.cast(tf.tpu.cross_replica_sum(wire, physical), x.dtype)
 
-    return mesh_impl.slicewise(cross_replica_sum, value)
+    with summed_together() if one_group else contextlib.nullcontext():
+        if groups.mesh_axes is not None:
+            return [mesh_impl.allreduce(x, list(groups.mesh_axes), "SUM") for x in values]
+        physical = physical_groups(mesh_impl, groups)
+        return [mesh_impl.slicewise(cross_replica_sum, x) for x in values]
 
 
 def placement_all_reduce(
@@ -92,10 +101,14 @@ def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
     return mesh_impl.slicewise(lambda p: tf.gather(at, p), mesh_impl.laid_out_pnum())
 
 
-def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n) -> SumFn:
-    """Returns the function that sums on a mesh; a SIMD mesh has one algorithm only."""
+def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool = True) -> SumFn:
+    """Returns the function that sums on a mesh.
+
+    A SIMD mesh has one algorithm only, and `one_group` is as for `simd_all_reduce`.
+    """
     if is_simd(mesh_impl):
-        return lambda value, groups, turn: simd_all_reduce(mesh_impl, value, groups)
-    return lambda value, groups, turn: placement_all_reduce(
-        mesh_impl, value, groups, turn, group_sum
-    )
+        return lambda values, groups, turns: simd_all_reduce(mesh_impl, values, groups, one_group)
+    return lambda values, groups, turns: [
+        placement_all_reduce(mesh_impl, x, groups, turn, group_sum)
+        for x, turn in zip(values, turns)
+    ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
@@ -21,7 +20,7 @@ def placement_two_levels(
     Only one member of each inner group takes part in the outer sum; the others read its result.
     """
 
-    def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
+    def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
         def sums_of(number: int, group: list[int]) -> list[Any]:
             inners = inner_groups(mesh_impl, group, outer_axes)
             start = turn + number
@@ -44,7 +43,9 @@ def placement_two_levels(
 
         return in_groups(mesh_impl, value, groups, sums_of)
 
-    return sum_fn
+    return lambda values, groups, turns: [
+        sum_one(x, groups, turn) for x, turn in zip(values, turns)
+    ]
 
 
 def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
@@ -55,15 +56,18 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
     return [total] * size
 
 
-def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool) -> SumFn:
+def simd_two_levels(
+    mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool, one_group: bool
+) -> SumFn:
     """Makes a function that sums along the inner axes, then along the outer ones, on all cores.
 
-    With `scatter` each core sends only a part of the tensor over the outer axes, and a third sum,
+    Each level sums all values before the next one begins, with `one_group` in a group of its own.
+    With `scatter` each core sends only a part of a tensor over the outer axes, and a third sum,
     along the inner axes, joins the parts.
     """
 
-    def sum_fn(value: Any, groups: ProcessorGroups, turn: int) -> Any:
-        del turn
+    def sum_fn(values: Sequence[Any], groups: ProcessorGroups, turns: Sequence[int]) -> list[Any]:
+        del turns
         levels = level_groups(mesh_impl, groups, outer_axes)
         if levels is None:
             warn_once(
@@ -72,39 +76,53 @@ def simd_two_levels(mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: 
                 "they are summed in one level.",
                 groups.groups,
             )
-            return simd_all_reduce(mesh_impl, value, groups)
+        if levels is None or any(level.group_size == 1 for level in levels):
+            return simd_all_reduce(mesh_impl, values, groups, one_group)
         inner, outer = levels
-        if inner.group_size == 1 or outer.group_size == 1:
-            return simd_all_reduce(mesh_impl, value, groups)
-        value = simd_all_reduce(mesh_impl, value, inner)
-        outer_sum = functools.partial(simd_all_reduce, mesh_impl, groups=outer)
-        if scatter and mtf.list_product(value.slice_shape) >= inner.group_size:
-            return _share_out(mesh_impl, value, inner, outer_sum)
-        return outer_sum(value)
+        sums = simd_all_reduce(mesh_impl, values, inner, one_group)
+        shapes = [x.slice_shape for x in sums]
+        cut = [
+            i
+            for i, shape in enumerate(shapes)
+            if scatter and mtf.list_product(shape) >= inner.group_size
+        ]
+        at = positions(mesh_impl, inner) if cut else None
+        for i in cut:
+            sums[i] = _part(mesh_impl, sums[i], inner.group_size, at)
+        sums = simd_all_reduce(mesh_impl, sums, outer, one_group)
+        alone = [_among_zeros(mesh_impl, sums[i], inner.group_size, at) for i in cut]
+        for i, x in zip(cut, simd_all_reduce(mesh_impl, alone, inner, one_group)):
+            sums[i] = _joined(mesh_impl, x, shapes[i])
+        return sums
 
     return sum_fn
 
 
-def _share_out(
-    mesh_impl: Any, value: Any, inner: ProcessorGroups, outer_sum: Callable[[Any], Any]
-) -> Any:
-    """Applies outer_sum to parts of a value that is the same within each inner group."""
-    shape = value.slice_shape
-    size, parts = mtf.list_product(shape), inner.group_size
+def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
+    """Returns each core's part of a value: the one at its position in its group."""
+    size = mtf.list_product(value.slice_shape)
     part = -(-size // parts)
-    mine = positions(mesh_impl, inner)
 
     def take(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
         padded = tf.pad(tf.reshape(x, [-1]), [[0, part * parts - size]])
         return tf.slice(padded, [position * part], [part])
 
+    return mesh_impl.slicewise(take, value, at)
+
+
+def _among_zeros(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
+    """Returns each core's part in its row of a matrix that is 0 elsewhere."""
+
     def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
         # tf.where and not a product, as an infinity times zero would be NaN in the other parts.
         here = tf.expand_dims(tf.equal(tf.range(parts), position), 1)
-        return tf.where_v2(here, tf.expand_dims(x, 0), tf.zeros([parts, part], x.dtype))
+        return tf.where_v2(here, tf.expand_dims(x, 0), tf.zeros([parts, *x.shape], x.dtype))
 
-    summed = mesh_impl.slicewise(put, outer_sum(mesh_impl.slicewise(take, value, mine)), mine)
-    together = simd_all_reduce(mesh_impl, summed, inner)
+    return mesh_impl.slicewise(put, value, at)
+
+
+def _joined(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
+    size = mtf.list_product(shape)
     return mesh_impl.slicewise(
-        lambda x: tf.reshape(tf.slice(tf.reshape(x, [-1]), [0], [size]), shape), together
+        lambda x: tf.reshape(tf.slice(tf.reshape(x, [-1]), [0], [size]), shape), value
     )

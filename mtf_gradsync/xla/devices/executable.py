@@ -14,9 +14,9 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.xla.devices.cache import Cache, key_of
 from mtf_gradsync.xla.lowering.bridge import to_hlo
-from mtf_gradsync.xla.lowering.packs import with_packs_by_piece
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo, without_overwriting
+from mtf_gradsync.xla.runner.packs import packed_for_cpus
 from mtf_gradsync.xla.runner.program import (
     LoadedProgram,
     RefusedError,
@@ -26,8 +26,8 @@ from mtf_gradsync.xla.runner.program import (
 )
 
 # To be increased when the same program is lowered, or compiled, in another way.
-_LOWERING_VERSION = 3
-_COMPILING_VERSION = 1
+_LOWERING_VERSION = 4
+_COMPILING_VERSION = 2
 
 
 class Lowered(NamedTuple):
@@ -72,10 +72,10 @@ def loaded(program: Lowered, devices: Sequence[Any], cache: Cache) -> LoadedProg
             return LoadedProgram(loaded_executable(kept, devices), devices)
         except RuntimeError:
             pass  # written by another build with the same version: compile
-    if devices[0].platform == "cpu":
-        module = with_packs_by_piece(module)
     try:
-        executable = compiled(module, devices)
+        executable = compiled(
+            packed_for_cpus(module) if devices[0].platform == "cpu" else module, devices
+        )
     except RefusedError as error:
         raise UnsupportedProgramError(str(error)) from error
     with contextlib.suppress(RuntimeError):  # not every platform can

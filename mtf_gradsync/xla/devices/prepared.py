@@ -14,7 +14,6 @@ from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.outside import Outside
-from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, ReplicaProgram, replica_program
 from mtf_gradsync.xla.processes.cores import Cores
 from mtf_gradsync.xla.runner.program import LoadedProgram
@@ -78,8 +77,6 @@ class PreparedProgram:
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)
-            if self._cores.devices[0].platform == "cpu":
-                replica = with_packed_sums(replica)
             with beats_go_on():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
             self._cores.check_same("the programs", module.module.encode())

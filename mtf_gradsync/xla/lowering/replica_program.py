@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import TOGETHER_ATTR
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.attributes import untie
 from mtf_gradsync.simd.graph.collective_ops import find_collectives
@@ -73,8 +72,6 @@ class _Cut:
                 made.append(tf.NodeDef())
                 made[-1].CopyFrom(facts.node[name])
                 _for_xla(made[-1])
-                if TOGETHER_ATTR in made[-1].attr:
-                    self._note_shapes(made[-1])
                 del made[-1].input[:]
                 made[-1].input.extend(self._node_inputs(name))
         inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
@@ -88,11 +85,6 @@ class _Cut:
             tuple(effects),
             self._program.num_replicas,
         )
-
-    def _note_shapes(self, node: tf.NodeDef) -> None:
-        operation = self._program.graph.get_operation_by_name(node.name)
-        shapes = [tensor.shape.as_proto() for tensor in operation.outputs]
-        node.attr["_output_shapes"].list.shape.extend(shapes)
 
     def _after(self, name: str) -> set[str]:
         """Returns the nodes that have to run before a node because both use a variable."""

@@ -10,8 +10,9 @@ import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
-from mtf_gradsync.xla.lowering.operations import fill_with_sum, text_of, walk
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
+from mtf_gradsync.xla.runner.operations import create, fill_with_sum, text_of, walk
+from mtf_gradsync.xla.runner.packs import TOGETHER
 
 _STABLEHLO = {
     "AllGather": "stablehlo.all_gather",
@@ -70,20 +71,17 @@ def _put_collective(op: Any) -> None:
     name = _STABLEHLO[collective]
     who = "source_target_pairs" if collective == "CollectivePermute" else "replica_groups"
     attributes: dict[str, Any] = {who: _matrix(settings.pop("groups"))}
+    group = settings.pop("together", None)
+    if group is not None:
+        attributes[TOGETHER] = ir.StringAttr.get(group)
     int64 = ir.IntegerType.get_signless(64)
     attributes.update((key, ir.IntegerAttr.get(int64, n)) for key, n in settings.items())
     regions = 1 if collective in ("CrossReplicaSum", "XlaReduceScatter") else 0
     with ir.InsertionPoint(op), op.location:
-        made = ir.Operation.create(
-            name,
-            results=[op.results[0].type],
-            operands=[op.operands[0]],
-            attributes=attributes,
-            regions=regions,
-        )
+        made = create(name, op.results[0].type, [op.operands[0]], attributes, regions)
     if regions:
-        fill_with_sum(made.regions[0], op.operands[0])
-    op.results[0].replace_all_uses_with(made.results[0])
+        fill_with_sum(made.owner.regions[0], op.operands[0])
+    op.results[0].replace_all_uses_with(made)
     op.erase()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import GATHERS, xla_custom_call
+from mtf_gradsync._private.tensorflow import GATHERS, TOGETHER_ATTR, xla_custom_call
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
 from mtf_gradsync.simd.graph.functional import StandIn
@@ -46,8 +46,10 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
-    # Names other than "groups" are those of StableHLO's attributes.
+    # Names other than "groups" and "together" are those of StableHLO's attributes.
     settings: dict[str, Any] = {"groups": tf.get_static_value(groups).tolist()}
+    if TOGETHER_ATTR in node.attr:
+        settings["together"] = node.attr[TOGETHER_ATTR].s.decode()
     op = node.op
     if op == "AllToAll" and node.attr[GATHERS].b:
         # All rows are the same: one is sent to all.

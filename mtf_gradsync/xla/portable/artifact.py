@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 
-def to_artifact(module: str) -> tuple[bytes, str]:
-    """Returns StableHLO as a portable artifact, and the oldest version that reads it.
+from mtf_gradsync.xla.runner.packs import groups_of
+
+
+class Artifact(NamedTuple):
+    """StableHLO as a portable artifact."""
+
+    content: bytes
+    version: str  # the oldest that reads it; "text" for text
+    # Each collective's group, in order. The oldest versions have no room for such attributes.
+    groups: list[str | None]
+
+
+def to_artifact(module: str) -> Artifact:
+    """Returns StableHLO as a portable artifact for the oldest version that reads it.
 
     A program with operations that artifacts lack is returned as text.
     """
@@ -14,9 +27,11 @@ def to_artifact(module: str) -> tuple[bytes, str]:
 
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
+        groups = groups_of(parsed)
         for version in (stablehlo.get_minimum_version(), stablehlo.get_current_version()):
             try:
-                return stablehlo.serialize_portable_artifact(parsed, version), version
+                content = stablehlo.serialize_portable_artifact(parsed, version)
+                return Artifact(content, version, groups)
             except ValueError:
                 continue
-    return module.encode(), "text"
+    return Artifact(module.encode(), "text", groups)

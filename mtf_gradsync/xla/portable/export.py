@@ -97,7 +97,7 @@ def export(
     replica = replica_program(program, tensors)
     called = entries.input_names(replica.inputs, inputs)
     made = lowered(replica, Cache(default_cache_dir() if cache_dir == "default" else cache_dir))
-    artifact, version = to_artifact(made.module)
+    artifact = to_artifact(made.module)
     variables = [i for i in replica.inputs if i.is_variable]
     contents = _Contents()
     with host.session(checkpoint) as opened:
@@ -133,7 +133,7 @@ def export(
     positions = {name: tensors.index(tensor) for name, tensor in names.items()}
     manifest = {
         "format": FORMAT,
-        "made_by": {**entries.made_by(), "stablehlo": version},
+        "made_by": {**entries.made_by(), "stablehlo": artifact.version},
         "cores": replica.num_replicas,
         "mesh": ";".join(f"{d.name}:{d.size}" for d in program.mesh_impl.shape.dims),
         "steps": 0,
@@ -145,8 +145,9 @@ def export(
             replica, made, contents.parameters, positions, program.graph
         ),
         "others": {name: values[name].dtype.name for name in others},
+        "together": artifact.groups,
     }
-    files = {PROGRAM: artifact, "README.txt": _readme(manifest), **_runner()}
+    files = {PROGRAM: artifact.content, "README.txt": _readme(manifest), **_runner()}
 
     def write() -> None:
         if not isinstance(session, XlaSession) or session.cores.is_first:

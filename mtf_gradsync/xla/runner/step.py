@@ -25,6 +25,7 @@ from .files import (
     with_dtype,
     write_folder,
 )
+from .packs import packed_for_cpus
 from .program import LoadedProgram, RefusedError, compiled
 from .turns import wait_for_turn
 
@@ -131,7 +132,10 @@ class Step:
         self._given = {p["name"]: p for p in parameters if p["kind"] == "input"}
         self.inputs = inputs_of(self.manifest)
         try:
-            executable = compiled((folder / PROGRAM).read_bytes(), self.devices)
+            program: bytes | str = (folder / PROGRAM).read_bytes()
+            if self.devices[0].platform == "cpu":
+                program = packed_for_cpus(program, self.manifest.get("together", ()))
+            executable = compiled(program, self.devices)
         except RefusedError as error:
             raise StepError(
                 f"{error} It was made beside jax {self.manifest['made_by']['jax']}: install that "

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Iterator, Mapping
 
 from mtf_gradsync.xla.hlo import read_module, stored_bytes
-from mtf_gradsync.xla.lowering.operations import walk
+from mtf_gradsync.xla.runner.operations import walk
 
 # Custom calls that take no time: they name a piece of memory.
 _FREE = frozenset({"AllocateBuffer"})

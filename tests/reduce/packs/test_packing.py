@@ -61,9 +61,9 @@ def test_packs_that_are_not_summed_come_back_to_the_bit(shapes, dtypes, name, nu
     packs = []
 
     def make(impl, values):
-        def keep(value, groups, turn):
-            packs.append(value)
-            return value
+        def keep(values, groups, turns):
+            packs.extend(values)
+            return values
 
         groups = reduce.ProcessorGroups.along(impl, [0])
         return packed.packed_all_reduce(impl, values, groups, keep, PLANNERS[name](number))

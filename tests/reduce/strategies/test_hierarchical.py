@@ -1,6 +1,7 @@
 """HierarchicalAllReduce: what crosses the slow links, by which algorithm, in how many parts."""
 
 import collections
+import itertools
 
 import numpy as np
 import pytest
@@ -180,6 +181,41 @@ def test_simd_sums_inner_axes_first_and_shares_the_outer_sum_where_asked():
     assert simd_sums(("add_n/add_n", 2), [9]) == [(9, 2), (5, 4), (10, 2)]
     assert simd_sums(("add_n/add_n", 7), [9]) == [(9, 2), (5, 4), (10, 2)]
     assert simd_sums(("add_n/add_n", 2), []) == [(1, 2), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ({"spec": "add_n/add_n"}, [(2, 4), (4, 4)]),
+        # A scalar is not cut.
+        ({"spec": ("add_n/add_n", 2)}, [(2, 4), (4, 4), (2, 3)]),
+        ({"spec": [("add_n", 1, 12), ("add_n/add_n", 1)]}, [(8, 2), (2, 2), (4, 2)]),
+        # Packs that were asked for stay as they are.
+        ({"num_packs": 1}, []),
+    ],
+)
+def test_each_level_is_a_group_of_simd_sums_that_are_neighbours(settings, groups):
+    """Pairs of how many cores sum and how many sums, in order."""
+    with tf.Graph().as_default():
+        with simd.tpu_program("rows:4;cols:2", "") as program:
+            impl = program.mesh_impl
+            shapes = [
+                ((), tf.float32),
+                ((9,), tf.bfloat16),
+                ((3,), tf.float32),
+                ((9, 2), tf.float32),
+            ]
+            values = [impl.LaidOutTensor([tf.zeros(*one)]) for one in shapes]
+            strategy = reduce.HierarchicalAllReduce(**settings)
+            strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0, 1]))
+        rows = [r for r in simd.list_collectives(program).rows if r.together]
+    size = {"rows": 4, "cols": 2, "rows+cols": 8}
+    found = [
+        (size[group], len(list(some)))
+        for (_, group), some in itertools.groupby(rows, lambda r: (r.together, str(r.group)))
+    ]
+    assert found == groups
+    assert len({r.together for r in rows}) == len(groups)
 
 
 @pytest.mark.parametrize("order", [None, harness.SHUFFLED])

@@ -107,7 +107,11 @@ def test_dtypes_together(mesh_kind, strategy):
 
 @pytest.mark.parametrize(
     "make",
-    [reduce.CollectiveAllReduce, *map(STRATEGIES.get, ("fused", "one_device", "ring", "best"))],
+    [
+        reduce.CollectiveAllReduce,
+        lambda: reduce.AllReduce(num_packs=0),
+        *map(STRATEGIES.get, ("fused", "one_device", "ring", "best", "levels")),
+    ],
 )
 def test_sums_that_nothing_packs_are_one_group_of_a_simd_mesh(make):
     with tf.Graph().as_default():

@@ -1,24 +1,33 @@
 """Groups of sums are packed for XLA's CPU devices, and are what they were."""
 
+import re
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd, xla
+from mtf_gradsync import reduce, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import ProcessorGroups
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut
 from mtf_gradsync.reduce.parts.reduce_scatter import reduce_scatter
-from mtf_gradsync.xla.lowering.packed_sums import with_packed_sums
+from mtf_gradsync.xla.devices.cache import Cache
+from mtf_gradsync.xla.devices.executable import lowered
 from mtf_gradsync.xla.lowering.replica_program import replica_program
+from mtf_gradsync.xla.runner.packs import packed_for_cpus
 
 pytestmark = pytest.mark.xla
 SIZES = (3, 3, 5)
 
 
-def count(replica, operation="CrossReplicaSum"):
-    return sum(node.op == operation for node in replica.graph_def.node)
+def counts(program, fetches, *operations):
+    """How many of some collectives a program has, and how many when it is packed."""
+    module = lowered(replica_program(program, fetches), Cache(None)).module
+    return [
+        [len(re.findall(rf'"stablehlo\.{operation}"', text)) for operation in operations]
+        for text in (module, packed_for_cpus(module))
+    ]
 
 
 @pytest.mark.parametrize(("bucket_bytes", "packed"), [(None, 1), (0, len(SIZES))])
@@ -39,12 +48,59 @@ def test_a_group_is_one_sum_and_single_sums_stay(bucket_bytes, packed):
             sums = gs.sum_shards(grads, reducer=gs.FusedAllReduce(bucket_bytes))
             lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
             fetches = [lowering.export_to_tf_tensor(s) for s in sums]
-        replica = replica_program(program, fetches)
-        assert count(replica) == len(SIZES)
-        assert count(with_packed_sums(replica)) == packed
+        assert counts(program, fetches, "all_reduce") == [[len(SIZES)], [packed]]
         with xla.session(program, lowering) as session:
             for found, value in zip(session.run(fetches), values):
                 np.testing.assert_array_equal(found, value.sum(0))
+
+
+@pytest.mark.parametrize(("shards", "levels"), [(1, 2), (2, 3)])
+def test_each_level_of_hierarchical_sums_is_one_sum(shards, levels):
+    """The third level has the cores of the first, and depends on it."""
+    rng = np.random.RandomState(0)
+    shapes = [(), (3,), (5, 7), (3,), (64, 4)]
+    # Whole numbers: exact in any order.
+    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    with tf.Graph().as_default():
+        with simd.tpu_program("rows:4;cols:2", "") as program:
+            impl = program.mesh_impl
+            core = impl.laid_out_pnum().tensor_list[0]
+            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            strategy = reduce.HierarchicalAllReduce(("add_n/add_n", shards))
+            sums = strategy.all_reduce(impl, given, ProcessorGroups.along(impl, [0, 1]))
+            fetches = [x.tensor_list[0] for x in sums]
+        rows = simd.list_collectives(program).rows
+        # A scalar is not cut.
+        separate = 2 * len(shapes) + (levels - 2) * (len(shapes) - 1)
+        assert len(rows) == separate
+        assert len({row.together for row in rows} - {""}) == levels
+        assert counts(program, fetches, "all_reduce") == [[separate], [levels]]
+        with xla.session(program) as session:
+            for found, value in zip(session.run(fetches), values):
+                np.testing.assert_array_equal(found, value.sum(0))
+
+
+def test_sums_of_parts_over_other_axes_are_a_group():
+    """Each column of cores cuts its sums, and parts are then summed over the rows."""
+    shapes = [(8, 600), (8, 3), (4, 600)]
+    rng = np.random.RandomState(0)
+    # Whole numbers: exact in any order.
+    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    with tf.Graph().as_default():
+        with simd.tpu_program("rows:4;cols:2", "batch:rows") as program:
+            impl = program.mesh_impl
+            core = impl.laid_out_pnum().tensor_list[0]
+            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            groups = ProcessorGroups.along(impl, [0, 1])
+            parts = reduce_scatter(impl, given, groups, [[Cut(0, 0)]] * len(shapes), 0)
+            fetches = [x.tensor_list[0] for x in parts]
+        rows = simd.list_collectives(program).rows
+        assert len({row.together for row in rows} - {""}) == 2
+        found = counts(program, fetches, "reduce_scatter", "all_reduce")
+        assert found == [[len(shapes)] * 2, [1, 1]]
+        with xla.session(program) as session:
+            for part, value in zip(session.run(fetches), values):
+                np.testing.assert_array_equal(part, np.split(value.sum(0), 4)[0])
 
 
 def test_parts_of_a_group_are_scattered_and_gathered_at_once():
@@ -63,10 +119,8 @@ def test_parts_of_a_group_are_scattered_and_gathered_at_once():
             parts = reduce_scatter(impl, given, groups, cuts, 0)
             wholes = all_gather(impl, parts, cuts, 0)
             fetches = [x.tensor_list[0] for x in [*parts, *wholes]]
-        replica = replica_program(program, fetches)
-        for operation in ("XlaReduceScatter", "AllToAll"):
-            assert count(replica, operation) == len(shapes)
-            assert count(with_packed_sums(replica), operation) == 1
+        found = counts(program, fetches, "reduce_scatter", "all_gather")
+        assert found == [[len(shapes)] * 2, [1, 1]]
         with xla.session(program) as session:
             found = session.run(fetches)
         # What is fetched is that of core 0, which sums with those of its column.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla.lowering.packs import with_packs_by_piece
 from mtf_gradsync.xla.runner.devices import put
+from mtf_gradsync.xla.runner.packs import packed_for_cpus
 from mtf_gradsync.xla.runner.program import LoadedProgram, compiled
 
 pytestmark = pytest.mark.skipif(bool(xla.why_no_xla()), reason=xla.why_no_xla())
@@ -68,7 +68,7 @@ def test_bits_stay(shapes, axis, between, scatters, dtype):
     import jax.numpy as jnp
 
     text = module(shapes, dtype, axis, between, scatters)
-    changed = with_packs_by_piece(text)
+    changed = packed_for_cpus(text)
     assert "concatenate" not in changed
     assert len(re.findall("dynamic_update_slice", changed)) == len(shapes)
     # Scattered as packed, where that has the same rows.
@@ -98,11 +98,57 @@ def test_bits_stay(shapes, axis, between, scatters, dtype):
 )
 def test_small_packs_stay_as_they_are(shapes):
     text = module(shapes, "f32", 0, None, False)
-    assert with_packs_by_piece(text) == text
+    assert packed_for_cpus(text) == text
 
 
 def test_what_is_not_summed_stays_as_it_is():
     text = module([(900,)] * 9, "f32", 0, None, False)
     text = re.sub(r"%r = .*?\n    : .*?\n", "", text, flags=re.S).replace("return %r", "return %g")
     assert "all_reduce" not in text
-    assert with_packs_by_piece(text) == text
+    assert packed_for_cpus(text) == text
+
+
+def sums(groups):
+    """A program of sums: x; x + 1 of the first; x and what depends on no sum, by their groups."""
+    names = [f'{{mtf_gradsync.together = "{g}"}}' if g else "" for g in groups]
+    given = ["%x", "%after", "%x", "%other"]
+    lines = [
+        f"""  %s{i} = "stablehlo.all_reduce"({x}) <{{replica_groups = dense<[[0, 1]]> :
+    tensor<1x2xi64>}}> {SUM.replace("TYPE", "f32")} {name} : (tensor<3xf32>) -> tensor<3xf32>"""
+        for i, (x, name) in enumerate(zip(given, names))
+    ]
+    lines.insert(1, "  %after = stablehlo.add %s0, %x : tensor<3xf32>")
+    lines.insert(3, "  %other = stablehlo.add %x, %x : tensor<3xf32>")
+    four = ", ".join(["tensor<3xf32>"] * 4)
+    return f"""
+func.func public @main(%x: tensor<3xf32>) -> ({four}) {{
+{chr(10).join(lines)}
+  return %s0, %s1, %s2, %s3 : {four}
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "left"),
+    [
+        (["a", None, "a", "a"], 2),
+        # The result of the first is used before the last member of its group.
+        (["a", "b", "a", "b"], 2),
+        # A group whose second sum takes the first one's result, as in a function called twice.
+        (["a", "a", "a", "a"], 2),
+        (["a", "b", "c", "d"], 4),
+        ([None] * 4, 4),
+    ],
+)
+def test_sums_of_a_group_are_packed_where_none_depends_on_another(groups, left):
+    import jax
+
+    text = sums(groups)
+    changed = packed_for_cpus(text)
+    assert changed.count("stablehlo.all_reduce") == left
+    devices = jax.devices("cpu")[:CORES]
+    program = LoadedProgram(compiled(changed, devices), devices)
+    x = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
+    first, *others = [r.arrays[1] for r in program.run([put(list(x), devices)])]
+    total = x.sum(0)
+    np.testing.assert_array_equal(first, total)
+    np.testing.assert_array_equal(others, [3 * total, total, 2 * total])

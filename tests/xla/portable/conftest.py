@@ -49,6 +49,7 @@ def exported(tmp_path_factory):
             halfway = session.save(str(place / "halfway"))
             rest = model.run(session, range(2, models.STEPS))
             variables = session.variables()
+            (compiled,) = {id(p.program): p.program for p in session.compiled}.values()
     return SimpleNamespace(
         step=place / "step",
         half=place / "half",
@@ -56,4 +57,5 @@ def exported(tmp_path_factory):
         halfway=halfway,
         fetches={name: np.concatenate([first[name], rest[name]]) for name in first},
         variables=variables,
+        collectives=models.collectives(compiled),
     )

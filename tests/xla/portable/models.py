@@ -1,5 +1,6 @@
 """A model with a bit of everything that an exported step has to carry along, and ways to run it."""
 
+import collections
 import contextlib
 import os
 import subprocess
@@ -9,7 +10,9 @@ import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
+from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 from tests import grappler
 
 STEPS, BATCH, WIDTH = 5, 8, 4
@@ -112,6 +115,12 @@ class Model:
             feed.update(zip(self.gains, given["gain"][i]))
             found.append(session.run([self.fetches, self.step], feed)[0])
         return {name: np.stack([f[name] for f in found]) for name in self.fetches}
+
+
+def collectives(program):
+    """The collectives of a `LoadedProgram`, as its compiler made them, by kind."""
+    found = find_hlo_collectives(compiled_hlo(program.executable))
+    return collections.Counter(c.operation for c in found)
 
 
 def batches():

@@ -9,6 +9,7 @@ import pytest
 
 from mtf_gradsync.xla.runner import Step
 from mtf_gradsync.xla.runner.command import main
+from mtf_gradsync.xla.runner.program import LoadedProgram, compiled
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla
@@ -41,6 +42,18 @@ def test_the_command_does_what_a_session_does(exported, tmp_path):
     assert found["seen"] == (1 << 40) + models.batches()["words"].sum()
     found["table"] = found["table"].astype(np.float32)
     models.assert_same_bits(found, without_counter(exported.variables))
+
+
+def test_sums_are_packed_where_a_step_runs_and_not_in_its_folder(exported):
+    step = Step.load(str(exported.step))
+    program = (exported.step / "program.stablehlo").read_bytes()
+    as_exported = LoadedProgram(compiled(program, step.devices), step.devices)
+    (group,) = {name for name in step.manifest["together"] if name is not None}
+    size = step.manifest["together"].count(group)
+    assert size > 1
+    found = models.collectives(step._program)
+    assert found == exported.collectives
+    assert models.collectives(as_exported) == {"all-reduce": found["all-reduce"] + size - 1}
 
 
 def test_a_saved_folder_goes_on(exported, tmp_path):

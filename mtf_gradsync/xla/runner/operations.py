@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping, Sequence
 
 
 def walk(operation: Any) -> Iterator[Any]:
@@ -30,3 +30,23 @@ def fill_with_sum(region: Any, operand: Any) -> None:
             "stablehlo.add", results=[element], operands=list(block.arguments)
         )
         ir.Operation.create("stablehlo.return", operands=[total.results[0]])
+
+
+def create(
+    name: str,
+    result: Any,
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any] | None = None,
+    regions: int = 0,
+) -> Any:
+    """Makes an operation with one result, of a type, where the context says; returns the result."""
+    from jaxlib.mlir import ir
+
+    made = ir.Operation.create(
+        name,
+        results=[result],
+        operands=list(operands),
+        attributes=dict(attributes or {}),
+        regions=regions,
+    )
+    return made.results[0]

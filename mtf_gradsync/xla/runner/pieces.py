@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mtf_gradsync.xla.lowering.operations import fill_with_sum, text_of, walk
+from .operations import create, fill_with_sum, walk
 
 # For smaller packs, the loop takes no longer than starting as many copies.
 _FEWEST_TENSORS = 8
@@ -20,22 +20,16 @@ _ELEMENTS_A_TENSOR = 512
 _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
-def with_packs_by_piece(module: str) -> str:
-    """Returns a module that computes the same bits, but writes large packs piece by piece."""
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-
-    with mlir.make_ir_context(), ir.Location.unknown():
-        parsed = ir.Module.parse(module)
-        operations = list(walk(parsed.operation))
-        packs = [op for op in operations if _is_large_pack(op)]
-        if not packs:
-            return module
+def write_by_piece(module: Any) -> bool:
+    """Makes a module write large packs piece by piece; returns whether there are any."""
+    operations = list(walk(module.operation))
+    packs = [op for op in operations if _is_large_pack(op)]
+    if packs:
         for op in [op for op in operations if op.name == "stablehlo.reduce_scatter"]:
             _scatter_as_packed(op)
-        for op in packs:
-            _by_piece(op)
-        return text_of(parsed, with_names=True)
+    for op in packs:
+        _by_piece(op)
+    return bool(packs)
 
 
 def _is_large_pack(op: Any) -> bool:
@@ -79,16 +73,10 @@ def _scatter_as_packed(op: Any) -> None:
     # Versions of jaxlib iterate over attributes with names, or over names.
     names = [getattr(one, "name", one) for one in op.attributes]
     with ir.InsertionPoint(op), op.location:
-        made = ir.Operation.create(
-            op.name,
-            results=[part],
-            operands=[packed],
-            attributes={name: op.attributes[name] for name in names},
-            regions=1,
-        )
-        back = ir.Operation.create("stablehlo.reshape", results=[result], operands=made.results)
-    fill_with_sum(made.regions[0], packed)
-    op.results[0].replace_all_uses_with(back.results[0])
+        made = create(op.name, part, [packed], {name: op.attributes[name] for name in names}, 1)
+        back = create("stablehlo.reshape", result, [made])
+    fill_with_sum(made.owner.regions[0], packed)
+    op.results[0].replace_all_uses_with(back)
     op.erase()
 
 
@@ -104,9 +92,7 @@ def _by_piece(op: Any) -> None:
         for piece in op.operands:
             where = [first] * kind.rank
             where[axis] = _number(begin)
-            pack = ir.Operation.create(
-                "stablehlo.dynamic_update_slice", results=[kind], operands=[pack, piece, *where]
-            ).results[0]
+            pack = create("stablehlo.dynamic_update_slice", kind, [pack, piece, *where])
             begin += ir.RankedTensorType(piece.type).shape[axis]
     op.results[0].replace_all_uses_with(pack)
     op.erase()
@@ -119,8 +105,4 @@ def _number(value: int) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    from jaxlib.mlir import ir
-
-    return ir.Operation.create(
-        "stablehlo.constant", results=[value.type], attributes={"value": value}
-    ).results[0]
+    return create("stablehlo.constant", value.type, [], {"value": value})

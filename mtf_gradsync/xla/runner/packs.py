@@ -1,0 +1,291 @@
+"""Packs the collectives of a group into few, where a compiler does not combine them itself.
+
+The compilers of TPUs and GPUs make one collective of many sums. XLA on CPUs does not, and each of
+its collectives makes all cores wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Iterator, NamedTuple, Sequence
+
+from .operations import create, fill_with_sum, text_of, walk
+from .pieces import write_by_piece
+
+#: The attribute of a collective that names its group.
+TOGETHER = "mtf_gradsync.together"
+# It bounds the extra memory.
+_PACK_BYTES = 32 * 1024 * 1024
+_ALL_REDUCE, _SCATTER, _GATHER = (
+    f"stablehlo.{name}" for name in ("all_reduce", "reduce_scatter", "all_gather")
+)
+_AXIS = {_SCATTER: "scatter_dimension", _GATHER: "all_gather_dim"}
+_ARTIFACT = b"ML\xefR"  # how MLIR's bytecode begins
+_NAME = re.compile(r'loc\("([^"\\]*)"')
+
+
+def groups_of(module: Any) -> list[str | None]:
+    """Returns the group of each collective of a module, in order; None for those in no group."""
+    return [_group(op) for op in _collectives(module)]
+
+
+def packed_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
+    """Returns a program that computes the same bits, with few collectives in place of each group.
+
+    `program` is StableHLO as text with the groups as attributes, or a portable artifact, which may
+    lack them; `groups` are then those that `groups_of` returned. What this jax cannot read is
+    returned as it is.
+    """
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    with mlir.make_ir_context() as context, ir.Location.unknown():
+        try:
+            if program[:4] == _ARTIFACT:
+                module = stablehlo.deserialize_portable_artifact(context, program)
+            else:
+                module = ir.Module.parse(program)
+        except (ir.MLIRError, SystemError, ValueError):
+            return program  # the compiler says what is wrong
+        for op, group in zip(_collectives(module), groups):
+            if group is not None:
+                op.attributes[TOGETHER] = ir.StringAttr.get(group)
+        packs = [_pack_block(block) for block in list(_blocks(module.operation))]
+        pieces = write_by_piece(module)
+        return text_of(module, with_names=True) if any(packs) or pieces else program
+
+
+class _Member(NamedTuple):
+    """One collective of a pack."""
+
+    op: Any
+    given: tuple[int, ...]  # the shape of its operand
+    result: tuple[int, ...]
+    axis: int  # along which a result is cut or joined
+    cores: int  # how many meet
+
+    @property
+    def part(self) -> int:
+        """How many elements a core has of what is gathered or scattered; else of a sum."""
+        return math.prod(self.given if self.op.name == _GATHER else self.result)
+
+
+def _collectives(module: Any) -> Iterator[Any]:
+    return (op for op in walk(module.operation) if op.name in (_ALL_REDUCE, *_AXIS))
+
+
+def _group(op: Any) -> str | None:
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(op.attributes[TOGETHER]).value if TOGETHER in op.attributes else None
+
+
+def _blocks(operation: Any) -> Iterator[Any]:
+    """Yields all blocks inside an operation, inner ones first: packing erases what holds some."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from _blocks(inner.operation)
+            yield block
+
+
+def _pack_block(block: Any) -> bool:
+    """Packs the groups of a block; returns whether there was any to pack."""
+    keys = [_key(op.operation) for op in block]
+    several = [key for key in dict.fromkeys(keys) if key is not None and keys.count(key) > 1]
+    return any([_pack_group(block, key) for key in several])
+
+
+def _key(op: Any) -> tuple[str, ...] | None:
+    """What collectives of one pack have in common."""
+    from jaxlib.mlir import ir
+
+    if op.name not in (_ALL_REDUCE, *_AXIS):
+        return None
+    group = _group(op)
+    if group is None:
+        return None
+    element = ir.RankedTensorType(op.results[0].type).element_type
+    return group, op.name, str(element), str(op.attributes["replica_groups"])
+
+
+def _pack_group(block: Any, key: tuple[str, ...]) -> bool:
+    """Packs the collectives of a key that do not depend on each other."""
+    operations = [op.operation for op in block]
+    pack: list[int] = []  # the positions of a pack's members
+    dependents: list[int] = []  # what takes their results
+    results: set[Any] = set()  # of both
+    size, packed = 0, False
+
+    def finish() -> bool:
+        if len(pack) > 1:
+            after = operations[pack[-1] + 1]
+            members = [_member(operations[i]) for i in pack]
+            # Neighbours of one shape are packed without being flattened.
+            _pack(sorted(members, key=lambda m: m.result), after)
+            for i in dependents:
+                if i < pack[-1]:
+                    operations[i].move_before(after)
+            for member in members:
+                member.op.erase()
+        done = len(pack) > 1
+        for each in (pack, dependents, results):
+            each.clear()
+        return done
+
+    for position, op in enumerate(operations):
+        depends = bool(results) and any(value in results for value in _operands(op))
+        if _key(op) == key and _bytes(op) <= _PACK_BYTES:
+            if depends or size + _bytes(op) > _PACK_BYTES:
+                packed |= finish()
+                size = 0
+            pack.append(position)
+            size += _bytes(op)
+        elif depends:
+            dependents.append(position)
+        else:
+            continue
+        results.update(op.results)
+    return finish() or packed
+
+
+def _operands(operation: Any) -> Iterator[Any]:
+    """Yields all values that an operation takes, also inside its regions."""
+    yield from operation.operands
+    for inner in walk(operation):
+        yield from inner.operands
+
+
+def _bytes(op: Any) -> int:
+    from jaxlib.mlir import ir
+
+    kind = ir.RankedTensorType(op.results[0].type)
+    (bits,) = re.findall(r"\d+", str(kind.element_type))[:1] or ["64"]
+    return math.prod(kind.shape) * max(8, int(bits)) // 8
+
+
+def _member(op: Any) -> _Member:
+    from jaxlib.mlir import ir
+
+    groups = ir.DenseElementsAttr(op.attributes["replica_groups"]).type
+    axis = ir.IntegerAttr(op.attributes[_AXIS[op.name]]).value if op.name in _AXIS else 0
+    given, result = (
+        tuple(ir.RankedTensorType(x.type).shape) for x in (op.operands[0], op.results[0])
+    )
+    return _Member(op, given, result, axis, ir.RankedTensorType(groups).shape[1])
+
+
+def _pack(members: Sequence[_Member], after: Any) -> None:
+    """Makes one collective of many before an operation, and gives its results to their users."""
+    from jaxlib.mlir import ir
+
+    first, cores = members[0].op, members[0].cores
+    names = [_NAME.match(str(m.op.location)) for m in members]
+    # As compilers name what they make of several operations.
+    merged = f"({':'.join(name[1] if name else '?' for name in names)})"
+    location = ir.Location.name(merged) if all(names) else first.location
+    stacks = first.name == _ALL_REDUCE and len({m.result for m in members}) == 1
+    sizes = [1] * len(members) if stacks else [m.part for m in members]
+    with ir.InsertionPoint(after):
+        given = []
+        for member in members:
+            with member.op.location:
+                given.append(_sent(member, stacks))
+        with location:
+            axis = 0 if first.name == _ALL_REDUCE else 1
+            packed = _concatenate(given, axis)
+            shape = list(ir.RankedTensorType(packed.type).shape)
+            if first.name == _SCATTER:
+                shape[0] = 1
+            elif first.name == _GATHER:
+                shape[0] = cores
+            attributes = {"replica_groups": first.attributes["replica_groups"]}
+            if first.name in _AXIS:
+                int64 = ir.IntegerType.get_signless(64)
+                attributes[_AXIS[first.name]] = ir.IntegerAttr.get(int64, 0)
+            regions = 0 if first.name == _GATHER else 1
+            made = create(first.name, _like(packed, shape), [packed], attributes, regions)
+            if regions:
+                fill_with_sum(made.owner.regions[0], packed)
+        begin = 0
+        for member, size in zip(members, sizes):
+            with member.op.location:
+                piece = _slice(made, axis, begin, begin + size)
+                member.op.results[0].replace_all_uses_with(_received(member, piece))
+            begin += size
+
+
+def _sent(member: _Member, stacks: bool) -> Any:
+    """Returns what a member sends in the shape of the pack."""
+    x, shape, axis = member.op.operands[0], list(member.given), member.axis
+    if stacks:
+        return _reshape(x, [1, *shape])
+    if member.op.name == _ALL_REDUCE:
+        return _reshape(x, [math.prod(shape)])
+    if member.op.name == _GATHER:
+        return _reshape(x, [1, math.prod(shape)])
+    # A row for each core.
+    x = _reshape(x, [*shape[:axis], member.cores, shape[axis] // member.cores, *shape[axis + 1 :]])
+    rest = [i for i in range(len(shape) + 1) if i != axis]
+    return _reshape(_transpose(x, [axis, *rest]), [member.cores, member.part])
+
+
+def _received(member: _Member, piece: Any) -> Any:
+    """Returns a member's result, of its piece of the pack's."""
+    if member.op.name == _GATHER:
+        axis, count = member.axis, len(member.given)
+        x = _reshape(piece, [member.cores, *member.given])
+        piece = _transpose(x, [*range(1, axis + 1), 0, *range(axis + 1, count + 1)])
+    return _reshape(piece, list(member.result))
+
+
+def _like(value: Any, shape: Sequence[int]) -> Any:
+    from jaxlib.mlir import ir
+
+    return ir.RankedTensorType.get(shape, ir.RankedTensorType(value.type).element_type)
+
+
+def _shape(value: Any) -> list[int]:
+    from jaxlib.mlir import ir
+
+    return list(ir.RankedTensorType(value.type).shape)
+
+
+def _reshape(x: Any, shape: Sequence[int]) -> Any:
+    if _shape(x) == list(shape):
+        return x
+    return create("stablehlo.reshape", _like(x, shape), [x])
+
+
+def _transpose(x: Any, order: list[int]) -> Any:
+    from jaxlib.mlir import ir
+
+    if order == sorted(order):
+        return x
+    shape = _shape(x)
+    permutation = {"permutation": ir.DenseI64ArrayAttr.get(order)}
+    return create("stablehlo.transpose", _like(x, [shape[i] for i in order]), [x], permutation)
+
+
+def _concatenate(values: Sequence[Any], axis: int) -> Any:
+    from jaxlib.mlir import ir
+
+    shape = _shape(values[0])
+    shape[axis] = sum(_shape(x)[axis] for x in values)
+    dimension = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), axis)
+    return create(
+        "stablehlo.concatenate", _like(values[0], shape), values, {"dimension": dimension}
+    )
+
+
+def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
+    from jaxlib.mlir import ir
+
+    shape = _shape(x)
+    starts, limits = [0] * len(shape), list(shape)
+    starts[axis], limits[axis], shape[axis] = begin, end, end - begin
+    numbers = {"start_indices": starts, "limit_indices": limits, "strides": [1] * len(shape)}
+    attributes = {name: ir.DenseI64ArrayAttr.get(n) for name, n in numbers.items()}
+    return create("stablehlo.slice", _like(x, shape), [x], attributes)
