@@ -85,7 +85,9 @@ def test_what_a_small_trace_drops_is_said(tmp_path, capsys, monkeypatch):
     assert trace.stat().st_size <= 2200
     shown = sum(row.get("cat") is not None for row in json.loads(trace.read_text())["traceEvents"])
     assert 0 < shown < 8
-    assert f"trace of {shown} operations, without the {8 - shown} shortest operations: {trace}" in said
+    assert (
+        f"trace of {shown} operations, without the {8 - shown} shortest operations: {trace}" in said
+    )
 
 
 @pytest.mark.parametrize(
