@@ -191,8 +191,10 @@ class Profiler:
         if hasattr(jax.profiler, "ProfileOptions"):  # from 0.5 on
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
-            self._folder = tempfile.TemporaryDirectory(prefix="mtf_gradsync_")
-            jax.profiler.start_trace(self._folder.name, profiler_options=options)
+            folder = tempfile.TemporaryDirectory(prefix="mtf_gradsync_")
+            jax.profiler.start_trace(folder.name, profiler_options=options)
+            # Only now: what did not begin must not end another profiler.
+            self._folder = folder
             return
         from jaxlib import xla_client
 
@@ -202,12 +204,19 @@ class Profiler:
         self._session = xla_client.profiler.ProfilerSession(options)
 
     def stop(self) -> bytes:
-        """Ends, and returns a serialized ``XSpace``; an empty one where jax wrote none."""
+        """Ends, and returns a serialized ``XSpace``; an empty one where jax wrote none.
+
+        Raises RuntimeError when it has not begun.
+        """
         import jax
 
-        if self._folder is None:
-            return self._session.stop()
-        with self._folder as folder:
+        folder, session = self._folder, self._session
+        self._folder = self._session = None
+        if session is not None:
+            return session.stop()
+        if folder is None:
+            raise RuntimeError("no profile was begun")
+        with folder:
             jax.profiler.stop_trace()
-            files = sorted(Path(folder).rglob("*.xplane.pb"))
+            files = sorted(Path(folder.name).rglob("*.xplane.pb"))
             return files[0].read_bytes() if files else b""

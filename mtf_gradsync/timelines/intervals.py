@@ -20,14 +20,8 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Sequence[Interval]) -> int:
-    """How long merged intervals are together, in nanoseconds."""
+    """The sum of how long intervals are, in nanoseconds."""
     return sum(end - begin for begin, end in intervals)
-
-
-def within(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """The part of merged intervals that lies between two moments."""
-    cut = ((max(a, begin), min(b, end)) for a, b in intervals)
-    return [(a, b) for a, b in cut if a < b]
 
 
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
@@ -46,3 +40,8 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
         if at < end:
             found.append((at, end))
     return found
+
+
+def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
+    """How long merged intervals and others, merged too, are at the same time, in nanoseconds."""
+    return length(intervals) - length(minus(intervals, others))

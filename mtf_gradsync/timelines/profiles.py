@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import itertools
 import re
@@ -257,13 +258,15 @@ def _of_some_programs(
     before it; if that is not known, or tasks are not trusted, of the last program that has begun.
     """
     likely, taken = [], set()
+    in_order = sorted(began, key=began.__getitem__)
+    begins = [began[place] for place in in_order]
     for at, one in of_operation:
         if at and one.begin >= began.get((at[0] + 1, at[1]), one.begin + 1):
             at = None
         execution = at[0] if at else None
-        before = [p for p, begin in began.items() if begin <= one.begin]
+        before = bisect.bisect_right(begins, one.begin)
         if before and not (at and trusts_tasks):
-            execution = max(before, key=began.__getitem__)[0]
+            execution = in_order[before - 1][0]
         if execution is not None:
             taken.add(execution)
         likely.append((at if at and at[0] == execution else None, one))

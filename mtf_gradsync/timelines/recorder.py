@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import bisect
 import time
 from typing import AbstractSet, Any, Callable, Iterable, Mapping
 
@@ -63,7 +64,8 @@ def steps_until(
     at = sorted(e.begin for e in events if e.name in of_updates)
 
     def is_update(first: int, last: int) -> bool | None:
-        return any(first <= moment < last for moment in at) if of_updates else None
+        ran = bisect.bisect_left(at, first) < bisect.bisect_left(at, last)
+        return ran if of_updates else None
 
     return tuple(Step(a, b, is_update(a, b)) for a, b in zip(moments, moments[1:]))
 

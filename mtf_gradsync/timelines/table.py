@@ -10,7 +10,7 @@ from typing import Sequence
 from mtf_gradsync._names import some_of
 from mtf_gradsync.timelines.errors import TimelineError
 from mtf_gradsync.timelines.events import Event, Kind, Recording, Step
-from mtf_gradsync.timelines.intervals import Interval, length, merged, minus, within
+from mtf_gradsync.timelines.intervals import Interval, length, merged, minus, shared
 
 _SHOWN = 10
 _MS = 1e-6
@@ -178,12 +178,13 @@ class _Spent:
 
     def _times_of(self, steps: Sequence[Step], core: int) -> CoreTimes:
         exposed = minus(self._collectives[core], self.compute[core])
+        # Steps do not overlap.
+        times = merged((s.begin, s.end) for s in steps)
 
         def mean(intervals: Sequence[Interval]) -> float:
-            covered = sum(length(within(intervals, s.begin, s.end)) for s in steps)
-            return covered * _MS / len(steps)
+            return shared(intervals, times) * _MS / len(steps)
 
-        step = sum(s.end - s.begin for s in steps) * _MS / len(steps)
+        step = length(times) * _MS / len(steps)
         return CoreTimes(
             core=self.recording.cores[core],
             step=step,
@@ -232,36 +233,38 @@ def _longest(recordings: Sequence[Recording]) -> tuple[OperationTimes, ...]:
 def _largest(spent: Sequence[_Spent]) -> tuple[CollectiveTimes, ...]:
     recordings = [one.recording for one in spent]
     facts = {name: c for r in recordings for name, c in r.collectives.items()}
-    found: dict[str, list[tuple[_Spent, Event]]] = collections.defaultdict(list)
-    for one in spent:
-        for event in _in_steps(one.recording):
+    # Name -> place in `spent`, and core -> when it ran.
+    found: dict[str, dict[tuple[int, int], list[Interval]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    for place, recording in enumerate(recordings):
+        for event in _in_steps(recording):
             if event.kind == "collective":
-                found[event.name].append((one, event))
+                found[event.name][place, event.core].append((event.begin, event.end))
+    runs = {name: [i for one in found[name].values() for i in one] for name in found}
     names = sorted(
         found,
         key=lambda name: (
             -((facts[name].bytes_per_core or 0) if name in facts else 0),
-            -sum(e.end - e.begin for _, e in found[name]),
+            -length(runs[name]),
         ),
     )
     count = _core_steps(recordings)
     rows = []
     for name in names[:_SHOWN]:
-        events = found[name]
-        exposed = 0
-        for one in spent:
-            for core in one.recording.cores:
-                mine = merged((e.begin, e.end) for o, e in events if o is one and e.core == core)
-                exposed += length(minus(mine, one.compute[core]))
+        exposed = sum(
+            length(minus(merged(mine), spent[place].compute[core]))
+            for (place, core), mine in found[name].items()
+        )
         known = facts.get(name)
         rows.append(
             CollectiveTimes(
                 name=name,
                 bytes_per_core=known.bytes_per_core if known else None,
                 variables=known.variables if known else None,
-                milliseconds=sum(e.end - e.begin for _, e in events) * _MS / count,
+                milliseconds=length(runs[name]) * _MS / count,
                 exposed=exposed * _MS / count,
-                runs=len(events) / count,
+                runs=len(runs[name]) / count,
             )
         )
     return tuple(rows)

@@ -142,13 +142,15 @@ class Timeline:
 
         Args:
           path: the file; compressed where it ends in ".gz".
-          most_bytes: how large it may be; the shortest operations are dropped for it.
+          most_bytes: how large it may be. The shortest operations are dropped for it; where that is
+            not enough, the shortest calls of the host, then marks of steps in the middle.
 
         Returns:
-          The path, how many operations it shows, and how many were dropped.
+          The path, how many operations it shows, and how much was dropped; ``print`` says it.
 
         Raises:
           TimelineError: before the end of the block.
+          ValueError: when most_bytes are fewer than those of an empty trace.
         """
         self.written = write_trace(self.recordings, path, most_bytes)
         return self.written

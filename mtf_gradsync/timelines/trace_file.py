@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import gzip
+import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.files import write_bytes
 from mtf_gradsync.timelines.events import Event, Recording
@@ -15,6 +17,7 @@ MOST_BYTES = 20_000_000
 # Tracks of a process and of a core, from 1 on: Perfetto takes 0 for the track of the pid's number.
 _STEPS, _HOST = 1, 2
 _COMPUTE, _COLLECTIVES = 1, 1001
+_BETWEEN = ",\n"
 
 
 class Written(NamedTuple):
@@ -24,11 +27,25 @@ class Written(NamedTuple):
       path: the file.
       events: how many runs of operations it shows.
       dropped: how many of the shortest it does not, so that it is not too large.
+      dropped_calls: likewise, how many calls of hosts.
+      dropped_steps: likewise, how many marks of steps, from the middle of the recording.
     """
 
     path: Path
     events: int
     dropped: int
+    dropped_calls: int = 0
+    dropped_steps: int = 0
+
+    def __str__(self) -> str:
+        counts = (
+            (self.dropped, "shortest operations"),
+            (self.dropped_calls, "shortest calls of the host"),
+            (self.dropped_steps, "marks of steps in the middle"),
+        )
+        missing = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        without = f", without the {missing}" if missing else ""
+        return f"trace of {self.events:,} operations{without}: {self.path}"
 
 
 def write_trace(
@@ -39,54 +56,83 @@ def write_trace(
     Every core is a group of tracks: operations, those that run at the same time beside each other,
     and collectives. A track of each process shows the steps, another what its host did. See
     `Timeline.save` for the file.
+
+    Raises:
+      ValueError: when `most_bytes` are fewer than those of an empty trace.
     """
     path = Path(path)
     timed, tracks = _timed(recordings)
-    fixed = [*_fixed(recordings), *tracks]
-    timed.sort(key=lambda pair: -pair[0])
-    rows = [json.dumps(row, separators=(",", ":")) for _, row in timed]
+    # The most important rows come first.
+    parts = [[*_names(recordings), *tracks], _steps(recordings), _calls(recordings), timed]
+    rows = [json.dumps(row, separators=(",", ":")) for part in parts for row in part]
+    sizes = list(itertools.accumulate(len(row) + len(_BETWEEN) for row in rows))
     kept = len(rows)
     while True:
-        content = _content(fixed, rows[:kept], len(rows) - kept)
+        left, shown = kept, []
+        for part in parts:
+            shown.append(min(left, len(part)))
+            left -= shown[-1]
+        dropped = [len(part) - count for part, count in zip(parts, shown)]
+        content = _content(rows[:kept], dropped)
         data = gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content
-        if len(data) <= most_bytes or not kept:
+        if len(data) <= most_bytes:
             break
-        kept = min(kept - 1, int(kept * most_bytes / len(data) * 0.97))
+        if not kept:
+            raise ValueError(
+                f"A trace cannot have {most_bytes} bytes; an empty one has {len(data)}."
+            )
+        fits = bisect.bisect_right(sizes, int(sizes[kept - 1] * most_bytes / len(data) * 0.97))
+        kept = min(kept - 1, fits)
     write_bytes(path, data)
-    return Written(path, kept, len(rows) - kept)
+    return Written(path, shown[3], dropped[3], dropped[2], dropped[1])
 
 
-def _content(fixed: Sequence[dict[str, Any]], rows: Sequence[str], dropped: int) -> bytes:
+def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
+    _, steps, calls, events = dropped
+    counts = {"dropped_events": events, "dropped_calls": calls, "dropped_steps": steps}
     # With "ms", chrome://tracing rounds to microseconds, and what follows within one looks nested.
-    head = json.dumps({"displayTimeUnit": "ns", "otherData": {"dropped_events": dropped}})
-    lines = ",\n".join([*map(json.dumps, fixed), *rows])
-    return f'{head[:-1]}, "traceEvents": [\n{lines}\n]}}\n'.encode()
+    head = json.dumps({"displayTimeUnit": "ns", "otherData": counts})
+    return f'{head[:-1]}, "traceEvents": [\n{_BETWEEN.join(rows)}\n]}}\n'.encode()
 
 
-def _fixed(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Names of the tracks, steps, and what hosts did."""
-    found: list[dict[str, Any]] = []
-    first = _first(recordings)
+def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
+    """Names of the tracks of processes, and of the groups of tracks of cores."""
     for recording in recordings:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
-        found += _named(pid, f"steps{several}", -1)
-        found += [*_thread(pid, _STEPS, "steps"), *_thread(pid, _HOST, "host")]
+        yield from _named(pid, f"steps{several}", -1)
+        yield from [*_thread(pid, _STEPS, "steps"), *_thread(pid, _HOST, "host")]
+        for core, name in recording.cores.items():
+            yield from _named(_core_pid(recording, core), name, _core_pid(recording, core))
+
+
+def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """Marks of steps, those in the middle of the recording last."""
+    found = []
+    first = _first(recordings)
+    for recording in recordings:
+        pid, count = _host_pid(recording), len(recording.steps)
         for number, step in enumerate(recording.steps):
             kind = {True: " (update)", False: " (no update)", None: ""}[step.is_update]
-            found.append(_slice(pid, _STEPS, f"step {number}{kind}", step.begin, step.end, first))
-        for call in recording.calls:
-            found.append(_slice(pid, _HOST, call.name, call.begin, call.end, first))
-        for core, name in recording.cores.items():
-            found += _named(_core_pid(recording, core), name, _core_pid(recording, core))
-    return found
+            row = _slice(pid, _STEPS, f"step {number}{kind}", step.begin, step.end, first)
+            found.append((min(number, count - 1 - number), row))
+    return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+
+
+def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """What hosts did, the shortest last."""
+    first = _first(recordings)
+    found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
+    found.sort(key=lambda pair: pair[1].begin - pair[1].end)
+    return [_slice(pid, _HOST, c.name, c.begin, c.end, first) for pid, c in found]
 
 
 def _timed(
     recordings: Sequence[Recording],
-) -> tuple[list[tuple[int, dict[str, Any]]], list[dict[str, Any]]]:
-    """Runs of operations, each with how long it took, and the names of their tracks."""
-    found, tracks = [], []
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Runs of operations, the shortest last, and the names of their tracks."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    tracks: list[dict[str, Any]] = []
     first = _first(recordings)
     for recording in recordings:
         lanes: dict[tuple[int, str], list[int]] = {}
@@ -107,7 +153,8 @@ def _timed(
             for lane in range(len(ends)):
                 beside = f" {lane + 1}" if lane else ""
                 tracks += _thread(_core_pid(recording, core), _tid(kind, lane), name + beside)
-    return found, tracks
+    found.sort(key=lambda pair: -pair[0])
+    return [row for _, row in found], tracks
 
 
 def _lane(ends: list[int], event: Event) -> int:

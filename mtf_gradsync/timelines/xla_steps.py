@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, Callable, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
@@ -26,6 +27,9 @@ from mtf_gradsync.timelines.recorder import (
 )
 from mtf_gradsync.timelines.runs import leaves, until_used
 from mtf_gradsync.xla.devices.session import Dispatched, XlaSession
+from mtf_gradsync.xla.processes.errors import OtherProcessError
+
+_Result = TypeVar("_Result")
 
 # What `to_stablehlo` calls every program.
 _MODULE = "step"
@@ -52,35 +56,63 @@ class XlaRecorder(Recorder):
         """See `Recorder`."""
         self._session.wait()
         try:
-            self._profiler.start()
-        except RuntimeError as error:
-            raise TimelineError(f"jax cannot begin a profile: {error}. {_ADVICE}") from error
+            self._everywhere(self._start_profiler)
+        except BaseException:
+            self._drop_profile()
+            raise
         self._begin = now()
         self._replaced = Replaced(self._session, "dispatch", self._noted)
 
     def cancel(self) -> None:
         """See `Recorder`."""
         self._replaced.put_back()
-        # What ends the block is worth more than what the profiler says.
-        with contextlib.suppress(RuntimeError):
-            self._profiler.stop()
+        self._drop_profile()
 
     def stop(self) -> list[Recording]:
         """See `Recorder`."""
         self._replaced.put_back()
-        self._session.wait()
+        try:
+            self._session.wait()
+        except BaseException:
+            self._drop_profile()
+            raise
         self._ends += [now()] * len(self._pending)
+        recording = self._everywhere(self._recording)
+        if self._session.cores.is_alone:
+            return [recording]
+        return _gathered(self._session, recording)
+
+    def _everywhere(self, work: Callable[[], _Result]) -> _Result:
+        """Returns what a function returns; an error of one process is one of all."""
+        try:
+            return self._session.cores.together(work)
+        except OtherProcessError as error:
+            raise TimelineError(f"No process has a timeline. {error}") from error
+
+    def _start_profiler(self) -> None:
+        try:
+            self._profiler.start()
+        except RuntimeError as error:
+            raise TimelineError(f"jax cannot begin a profile: {error}. {_ADVICE}") from error
+
+    def _drop_profile(self) -> None:
+        # What ends the block is worth more than what the profiler says.
+        with contextlib.suppress(RuntimeError):
+            self._profiler.stop()
+
+    def _recording(self) -> Recording:
         try:
             profile = self._profiler.stop()
         except RuntimeError as error:  # jax 0.4 tells only now that another profiler runs
             raise TimelineError(f"jax has no profile: {first_line(error)}. {_ADVICE}") from error
-        space = profile_space(profile)
-        cores = self._session.cores
-        recording = self._recording(space)
-        if cores.is_alone:
-            return [check_recorded(recording, _ADVICE)]
-        recordings = _gathered(self._session, recording)
-        return [check_recorded(one, _ADVICE) for one in recordings]
+        try:
+            space = profile_space(profile)
+        except DecodeError as error:
+            raise TimelineError(
+                f"The profile of jax, of {len(profile):,} bytes, cannot be read: "
+                f"{first_line(error)}. Perhaps it was cut off: record fewer steps."
+            ) from error
+        return check_recorded(self._recorded(space), _ADVICE)
 
     def _noted(self, dispatch: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Dispatched:
@@ -101,7 +133,7 @@ class XlaRecorder(Recorder):
             self._ends.append(now())
         return value
 
-    def _recording(self, space: Any) -> Recording:
+    def _recorded(self, space: Any) -> Recording:
         session = self._session
         cores = session.cores
         rows = list_collectives(session.program, lowering=self._lowering).rows

@@ -271,7 +271,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                 recorder.flush()
 
             def on_timeline(timeline: Timeline) -> None:
-                timeline.save(directory / TRACE_FILE)
+                say(str(timeline.save(directory / TRACE_FILE)))
                 write_text(directory / TIMELINE_FILE, timeline.table().to_json() + "\n")
 
             return train_loop(

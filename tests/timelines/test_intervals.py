@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.timelines.intervals import length, merged, minus, within
+from mtf_gradsync.timelines.intervals import length, merged, minus, shared
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_what_nothing_hides(given, others, expected):
     assert minus(given, others) == expected
 
 
-def test_the_part_between_two_moments():
-    assert within([(0, 4), (6, 10)], 3, 7) == [(3, 4), (6, 7)]
-    assert within([(0, 4)], 4, 9) == []
+def test_how_long_two_are_at_the_same_time():
+    assert shared([(0, 4), (6, 10)], [(3, 7)]) == 2
+    assert shared([(0, 4)], [(4, 9)]) == 0
 
 
 def test_as_counting_moments_one_by_one():
@@ -54,3 +54,4 @@ def test_as_counting_moments_one_by_one():
         moments = [{t for begin, end in one for t in range(begin, end)} for one in (a, b)]
         assert length(merged(a)) == len(moments[0])
         assert length(minus(merged(a), merged(b))) == len(moments[0] - moments[1])
+        assert shared(merged(a), merged(b)) == len(moments[0] & moments[1])

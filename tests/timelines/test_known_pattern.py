@@ -71,14 +71,16 @@ def running(runtime):
 @pytest.mark.parametrize("runtime", ["placement", "replicas", "xla"])
 def test_the_table_says_where_the_time_went(runtime, tmp_path):
     with running(runtime) as (pattern, session):
-        run = session.run
+        run, own = session.run, dict(vars(session))
         began = time.perf_counter()
         with gs.timeline(session, tmp_path / "trace.json", lowering=pattern.lowering) as timeline:
             for _ in range(STEPS):
                 time.sleep(SLEEP)
                 found = session.run(pattern.fetches, pattern.feed)[1]
         took = (time.perf_counter() - began) * 1e3 / STEPS
-        assert session.run == run  # as it was
+        # As it was: what is not recorded runs nothing of a timeline.
+        assert session.run == run
+        assert vars(session).keys() == own.keys()
     assert np.max(found) == 2 * SIZE
     table = timeline.table()
     assert table.steps == STEPS

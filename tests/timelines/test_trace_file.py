@@ -1,10 +1,12 @@
 """Traces, as their readers want them."""
 
+import collections
 import copy
 
 import pytest
 
-from mtf_gradsync.timelines import Step
+from mtf_gradsync.timelines import Call, Step
+from mtf_gradsync.timelines.table import tabulate_times
 from mtf_gradsync.timelines.trace_file import write_trace
 from tests.timelines.recordings import MS, event, two_cores
 from tests.timelines.traces import check, process_names, read, slices, tracks
@@ -62,6 +64,55 @@ def test_a_large_trace_drops_the_shortest_first(tmp_path):
         shortest = sorted(lengths)[written.dropped]
         assert min(r["dur"] for r in kept) / 1000 >= shortest - 1e-6
         assert any(r["name"] == "step 0 (update)" for r in slices(trace))
+        assert (written.dropped_calls, written.dropped_steps) == (0, 0)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("most", [30_000, 8_000, 2_500])
+def test_a_long_recording_keeps_to_the_limit(tmp_path, suffix, most):
+    """Of 2,000 steps: calls of the host and marks of steps are more than the file may hold."""
+    count = 2000
+    recordings = [
+        two_cores(
+            process,
+            steps=tuple(Step(i * MS, (i + 1) * MS, i % 2 == 1) for i in range(count)),
+            events=tuple(event(2 * process, "op", i, i + 0.5) for i in range(count)),
+            calls=tuple(Call("run", i * MS, i * MS + 300 + 7 * i) for i in range(count)),
+        )
+        for process in (0, 1)
+    ]
+    whole = write_trace(recordings, tmp_path / f"whole.json{suffix}")
+    assert (whole.events, *whole[2:]) == (2 * count, 0, 0, 0)
+    assert "without" not in str(whole)
+    written = write_trace(recordings, tmp_path / f"trace.json{suffix}", most_bytes=most)
+    assert written.path.stat().st_size <= most
+    trace = read(written.path)
+    check(trace)
+    rows = collections.Counter(r["name"].partition(" ")[0] for r in slices(trace))
+    assert rows["op"] == written.events == 2 * count - written.dropped
+    assert rows["run"] == 2 * count - written.dropped_calls
+    assert rows["step"] == 2 * count - written.dropped_steps
+    # Steps stay as long as anything else is there, and calls as long as operations are.
+    assert not rows["op"] or rows["run"] == 2 * count
+    assert not rows["run"] or rows["step"] == 2 * count
+    if written.dropped_steps:
+        # The first and last ones of both processes are left.
+        shown = [r["name"] for r in slices(trace)]
+        assert shown[:4] == ["step 0 (no update)", f"step {count - 1} (update)"] * 2
+        assert f"{written.dropped_steps:,} marks of steps in the middle" in str(written)
+    others = trace["otherData"]
+    assert others["dropped_events"] == written.dropped
+    assert others["dropped_calls"] == written.dropped_calls
+    assert others["dropped_steps"] == written.dropped_steps
+    # The table counts what the trace does not show.
+    total = tabulate_times(recordings).total
+    assert (total.step, total.compute) == pytest.approx((1.0, 0.25))
+
+
+def test_a_limit_below_an_empty_trace_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="cannot have 50 bytes"):
+        write_trace([two_cores()], tmp_path / "trace.json", most_bytes=50)
+    assert not any(tmp_path.iterdir())
 
 
 def test_short_operations_follow_each_other(tmp_path):

@@ -95,8 +95,7 @@ def main(args: argparse.Namespace) -> int:
         if trace:
             with writing("--trace", trace):
                 written = timeline.save(trace)
-            dropped = f", without the {written.dropped:,} shortest" if written.dropped else ""
-            print(f"\ntrace of {written.events:,} operations{dropped}: {trace}")
+            print(f"\n{written}")
         if json_file:
             with writing("--json", json_file):
                 write_text(json_file, table.to_json() + "\n")

@@ -1,11 +1,12 @@
 """``mtf-gradsync timeline``, and ``train.run.timeline_steps``."""
 
+import functools
 import gzip
 import json
 
 import pytest
 
-from mtf_gradsync.timelines import Table
+from mtf_gradsync.timelines import Table, Timeline
 from mtf_gradsync.train.cli.main import main
 from tests.timelines.recordings import two_cores
 from tests.train.conftest import NO_EVAL, QUICK, TINY
@@ -72,6 +73,21 @@ def test_merging_processes(tmp_path, capsys):
     parts[1].write_text("{}")
     assert main(["timeline", *merges, f"--trace={trace}"]) == 2
     assert "no part of a timeline" in capsys.readouterr().err
+
+
+def test_what_a_small_trace_drops_is_said(tmp_path, capsys, monkeypatch):
+    part = tmp_path / "0.part"
+    part.write_text(two_cores().to_json())
+    trace = tmp_path / "trace.json"
+    monkeypatch.setattr(Timeline, "save", functools.partialmethod(Timeline.save, most_bytes=2200))
+    assert main(["timeline", f"--merge={part}", f"--trace={trace}"]) == 0
+    said = capsys.readouterr().out
+    assert trace.stat().st_size <= 2200
+    shown = sum(row.get("cat") is not None for row in json.loads(trace.read_text())["traceEvents"])
+    assert 0 < shown < 8
+    assert (
+        f"trace of {shown} operations, without the {8 - shown} shortest operations: {trace}" in said
+    )
 
 
 @pytest.mark.parametrize(

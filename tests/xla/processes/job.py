@@ -5,6 +5,7 @@ Its batch comes in parts: each process feeds what its own cores use, and has not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -12,12 +13,14 @@ import pathlib
 import sys
 import threading
 import time
+import unittest.mock
 
 import absl.flags
 import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
+from mtf_gradsync._private.jax import Profiler
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.processes.watchdog import beats_go_on
 
@@ -190,6 +193,8 @@ class Run:
                     path = os.path.join(plan.folder, f"trace_{plan.index}.json")
                     with gs.timeline(session, path, lowering=model.lowering):
                         self.train(session, model, plan.steps, plan.steps + plan.recorded, False)
+                    for name in ("start", "stop"):
+                        self.fail_to_record(session, model, name)
             if plan.again_from and plan.count == 1 and not model.islands:
                 with model.program.session(model.lowering) as session:
                     session.restore(plan.again_from)
@@ -218,6 +223,27 @@ class Run:
             say(f"step {step + 1}")
         variables = {f"variable/{k}": v for k, v in session.variables().items()}
         return {"losses": np.array(losses), **variables}
+
+    def fail_to_record(self, session, model, name):
+        """Records a step while the profiler of process 1 fails, and makes another step."""
+
+        def start(profiler):
+            raise RuntimeError("another one runs")
+
+        def stop(profiler, stop=Profiler.stop):
+            return stop(profiler)[:-1]  # cut off
+
+        with contextlib.ExitStack() as stack:
+            if self.plan.index == 1:
+                broken = {"start": start, "stop": stop}[name]
+                stack.enter_context(unittest.mock.patch.object(Profiler, name, broken))
+            try:
+                with gs.timeline(session):
+                    self.train(session, model, 0, 1, save=False)
+            except gs.TimelineError as error:
+                say(f"{name}: {error}")
+        self.train(session, model, 0, 1, save=False)
+        say(f"made steps after {name}")
 
     def odd(self, session, model, processes):
         """What fails on purpose."""

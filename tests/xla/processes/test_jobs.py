@@ -134,3 +134,17 @@ def test_a_timeline_shows_the_cores_of_all_processes(of_two):
             assert len(found[pid, 1]) == RECORDED
         else:
             assert {row["cat"] for row in rows} == {"compute", "collective"}
+
+
+def test_a_profile_that_one_process_cannot_read_is_an_error_of_all(of_two):
+    """And all can go on."""
+    first, second = of_two.members
+    whose = "No process has a timeline. On process 1: TimelineError: "
+    begun = "jax cannot begin a profile: another one runs. Perhaps another profiler"
+    cut = "The profile of jax, of "
+    for name, text in (("start", begun), ("stop", cut)):
+        assert f"{name}: {text}" in second.output()
+        assert f"{name}: {whose}{text}" in first.output()
+        for member in of_two.members:
+            assert f"made steps after {name}" in member.output()
+    assert "Perhaps it was cut off: record fewer steps." in first.output()
