@@ -23,6 +23,7 @@ ORDER = (
     "tpu_cost",
     "tpu_sizes",
     "plan",
+    "scale",
     "accumulation",
     "sync_replicas",
     "sharded_updates",

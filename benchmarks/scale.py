@@ -39,8 +39,8 @@ class _Size(NamedTuple):
 
 def measure(options: report.Options) -> report.Table:
     """The small transformer, each size in a process of its own for the memory's sake."""
-    cores = CORES[:2] if options.quick else CORES
-    layers = LAYERS[:2] if options.quick else LAYERS
+    cores = CORES[:2] if options.quick else options.only.get("cores", CORES)
+    layers = LAYERS[:2] if options.quick else options.only.get("layers", LAYERS)
     sizes = [_Size(n, 4, kind) for n in cores for kind in (FULL, ONLY)]
     sizes += [_Size(8, n, ONLY) for n in layers if n != 4]
     context = multiprocessing.get_context("spawn")
@@ -56,7 +56,7 @@ def measure(options: report.Options) -> report.Table:
         targets.append(report.Target(what, ratio, GROWTH))
     return report.Table(
         name="scale",
-        title="Building, listing, lowering and compiling by cores and layers, processor seconds",
+        title="Growth with cores and layers, processor seconds",
         rows=rows,
         notes=(
             "Two sequences of 64 tokens a core, layers of 128; batch split over half of the cores.",
@@ -137,4 +137,5 @@ def _plot(axes: Any, rows: list[report.Row]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(report.main([measure], "python -m benchmarks.scale"))
+    PARTS = {"cores": CORES, "layers": LAYERS}
+    sys.exit(report.main([measure], "python -m benchmarks.scale", PARTS))

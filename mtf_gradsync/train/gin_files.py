@@ -11,7 +11,9 @@ from typing import Any, Callable, Iterator, Sequence
 
 import gin
 
-# Registers train.sample, which gin files bind.
+# All of `train` that gin files bind: nothing can be registered once a configuration is read.
+import mtf_gradsync.train.data.datasets
+import mtf_gradsync.train.data.vocabulary
 import mtf_gradsync.train.evaluation.sample  # noqa: F401
 from mtf_gradsync._configs import configs_dir
 from mtf_gradsync._private.gin import bindings

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
-from mtf_gradsync.train.cli.outputs import output_path
+from mtf_gradsync.train.cli.outputs import make_output_folder, output_path, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 HELP = "compile what gin files describe for a TPU, without a TPU"
@@ -57,13 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     json_file = output_path("--json", args.json)
+    make_output_folder("--save_hlo", args.save_hlo)
     with loaded_config(args):
         compiled = compile_config(
             args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
         )
     print(compiled)
     if json_file:
-        json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
+        with writing("--json", json_file):
+            json_file.write_text(compiled.to_json() + "\n", encoding="utf-8")
     return 0 if compiled.accepted else 1
 
 

@@ -22,6 +22,18 @@ def output_path(flag: str, name: str | None) -> Path | None:
     return path
 
 
+def make_output_folder(flag: str, name: str | None) -> None:
+    """Makes a folder to write files to, unless no name is given; raises if it cannot be made."""
+    if not name:
+        return
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}={name} cannot be made: {error.strerror or error}") from error
+    if not os.access(name, os.W_OK):
+        raise ConfigError(f"{flag}={name} cannot be written to: permission denied")
+
+
 @contextlib.contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
     """Turns an OSError of the block, of a full disk say, into a TrainingError with the flag."""

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Sequence
 
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
-from mtf_gradsync.train.cli.outputs import output_path
+from mtf_gradsync.train.cli.outputs import output_path, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 HELP = "predict what a training costs on TPUs for each mesh shape, without a TPU"
@@ -70,9 +70,11 @@ def main(args: argparse.Namespace) -> int:
         plan = plan_config(args.topologies, args.mesh_shape, args.layout, args.jobs)
     print(plan)
     if json_file:
-        json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
+        with writing("--json", json_file):
+            json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
     if png_file:
-        plan.plot(str(png_file))
+        with writing("--png", png_file):
+            plan.plot(str(png_file))
     # As a shell says it of what was interrupted.
     return 130 if plan.is_partial else 0 if plan.rows else 1
 

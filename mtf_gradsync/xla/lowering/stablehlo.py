@@ -11,7 +11,13 @@ import numpy as np
 from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
-from mtf_gradsync.xla.runner.operations import create, fill_with_sum, text_of, walk
+from mtf_gradsync.xla.runner.operations import (
+    create,
+    fill_with_sum,
+    share_constants,
+    text_of,
+    walk,
+)
 from mtf_gradsync.xla.runner.packs import TOGETHER
 
 _STABLEHLO = {
@@ -45,6 +51,7 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
         main = next(op for op in module.body.operations if _name(op) == "main")
         _return_separately(main)
         _mark_updates(main, hlo)
+        share_constants(module.operation)
         # The rest of HLO's header needs a dialect that other versions do not have.
         for name in [getattr(a, "name", a) for a in module.operation.attributes]:
             if name.startswith("mhlo."):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.train.cli import compile_command
 from mtf_gradsync.train.cli import main as cli
 from tests.train.conftest import NO_ATTENTION
 
@@ -34,6 +35,23 @@ def test_a_file_that_cannot_be_written_is_reported_first(capsys):
     name = "/no/such/directory/compiled.json"
     assert cli.main(["compile", f"--gin_file={TINY}", f"--json={name}"]) == cli.EXIT_BAD_CONFIG
     assert f"--json={name} cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_reported_first(capsys, tmp_path):
+    name = tmp_path / "file" / "folder"
+    name.parent.write_text("")
+    assert cli.main(["compile", f"--gin_file={TINY}", f"--save_hlo={name}"]) == cli.EXIT_BAD_CONFIG
+    assert f"--save_hlo={name} cannot be made: Not a directory" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_of_one_line_below_the_result(capsys, monkeypatch):
+    answer = xla.CompiledProgram("v3:2x2", "TPU v3", 8, "no", (), (), (), None, 0.0)
+    monkeypatch.setattr(compile_command, "compile_config", lambda *unused: answer)
+    status = cli.main(["compile", f"--gin_file={TINY}", "--json=/dev/full"])
+    printed = capsys.readouterr()
+    assert status == cli.EXIT_FAILED
+    assert "refused: no" in printed.out
+    assert "--json=/dev/full cannot be written: No space left on device" in printed.err
 
 
 @pytest.mark.tpu

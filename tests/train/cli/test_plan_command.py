@@ -6,10 +6,11 @@ from pathlib import Path
 import gin
 import pytest
 
-from mtf_gradsync import xla
+from mtf_gradsync import planning, xla
 from mtf_gradsync._private.gin import bindings
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
+from mtf_gradsync.train.cli import plan_command
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
 
@@ -38,6 +39,16 @@ def test_help_names_every_flag(capsys):
 def test_what_cannot_be_is_a_bad_config(capsys, flag, message):
     assert cli.main(["plan", f"--gin_file={TINY}", flag]) == cli.EXIT_BAD_CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--png"])
+def test_a_full_disk_is_an_error_of_one_line_below_the_plan(capsys, monkeypatch, flag):
+    monkeypatch.setattr(plan_command, "plan_config", lambda *unused: planning.Plan(()))
+    status = cli.main(["plan", f"--gin_file={TINY}", f"{flag}=/dev/full"])
+    printed = capsys.readouterr()
+    assert status == cli.EXIT_FAILED
+    assert "no mesh can be planned" in printed.out
+    assert f"{flag}=/dev/full cannot be written: No space left on device" in printed.err
 
 
 @pytest.mark.skipif(not missing, reason="the TPU compiler is installed")

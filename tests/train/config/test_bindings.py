@@ -3,14 +3,17 @@
 import dataclasses
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import gin
 import pytest
 
+import mtf_gradsync
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.errors import ConfigError
+from tests.cluster.processes import Processes
 from tests.train.conftest import TINY
 
 GUIDE = Path(__file__).parents[3] / "docs" / "training.md"
@@ -62,3 +65,24 @@ def test_parameters_of_t5_mean_the_same():
     gin_files.load([TINY], ["utils.run.keep_checkpoint_max = 3", "utils.run.train_steps = 999"])
     config = gin_files.run_config()
     assert (config.keep_checkpoint_max, config.train_steps) == (3, 12)
+
+
+def test_nothing_is_left_to_register_once_a_config_is_read():
+    """gin refuses that, so a config with data of its own would fail where ours are first used."""
+    package = Path(mtf_gradsync.__file__).parent
+    named = [
+        ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for path in sorted((package / "train").rglob("*.py"))
+        if "@gin.configurable" in path.read_text("utf-8")
+    ]
+    assert "mtf_gradsync.train.data.datasets" in named
+    program = f"""
+        import importlib
+        from mtf_gradsync.train import gin_files
+        gin_files.load([], [])
+        for name in {named}:
+            importlib.import_module(name)
+        print("all")
+    """
+    with Processes() as processes:
+        assert processes.wait(processes.fork("-c", textwrap.dedent(program))).endswith("all\n")

@@ -101,3 +101,10 @@ def test_a_step_that_is_dearer_than_the_bare_one_is_said_to_be(estimates, line):
     text = str(compiled(estimates=costs))
     assert ("A step with an update takes" in text) is (line is not None)
     assert line is None or line in text
+
+
+def test_an_estimate_that_the_compiler_refused_is_named_with_the_reason():
+    costs = {"step": CostEstimate(1.0, 1.0, 1.0)}
+    refused = compiled(estimates=costs, not_estimated={"bare": "needs 20 GB of 16"})
+    assert str(refused).splitlines()[-1] == "bare optimizer: refused: needs 20 GB of 16"
+    assert json.loads(refused.to_json())["not_estimated"] == {"bare": "needs 20 GB of 16"}

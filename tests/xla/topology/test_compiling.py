@@ -15,6 +15,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
 from tests import models
 from tests.harness import MESHES, pairs
+from tests.planning.machines import LAYOUT as LAYER
+from tests.planning.machines import build as small_layer
 from tests.xla.programs import Conditional
 from tests.xla.topology.test_collectives import FOUND, TEXT
 
@@ -167,6 +169,10 @@ def test_collectives_stay_in_their_branch_and_loop(tmp_path):
         assert in_branch.bytes_per_core == in_loop.bytes_per_core == 4 * 4
         assert in_branch.inside[0].startswith("branch ")
         assert in_loop.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    # In a step with all conditions true the branch's sum runs, beside the loop's.
+    update = all_reduces(compiled.of_update)
+    assert [c.is_conditional for c in update] == [False, False]
+    assert sorted(c.is_in_loop for c in update) == [False, True]
     for stage in ("before", "after"):
         text = (tmp_path / f"{stage}.hlo.txt").read_text()
         assert xla.find_hlo_collectives(hlo_from_text(text)) == list(getattr(compiled, stage))
@@ -268,6 +274,21 @@ def test_a_program_that_needs_too_much_memory_is_refused_with_the_numbers():
     assert compiled.fits() == {}
     assert "refused: the TPU compiler" in str(compiled)
     assert json.loads(compiled.to_json())["accepted"] is False
+
+
+def test_a_bare_program_that_is_refused_leaves_the_other_one_its_answer():
+    # 2**33 rows of 32 bytes on 8 cores: 32 GiB on each, and more elements than a TPU can count.
+    with tf.Graph().as_default():
+        bare = small_layer("batch:8", LAYER, batch=2**33).program
+    step = small_layer("batch:8", LAYER, batch=64)
+    compiled = xla.compile_for_tpu(step.program, step.fetches, "v5e:2x4", bare=bare)
+    assert compiled.accepted, compiled.error
+    assert set(compiled.estimates) == {"step"}
+    assert compiled.bare_memory is None
+    (reason,) = compiled.not_estimated.values()
+    assert reason.partition(":")[0] in ("UNIMPLEMENTED", "RESOURCE_EXHAUSTED")
+    assert f"bare optimizer: refused: {reason}" in str(compiled).splitlines()
+    assert compiled.of_update == compiled.after
 
 
 def test_an_operation_without_xla_kernel_is_refused_by_name():
