@@ -7,7 +7,7 @@ pytest.importorskip("jaxlib")
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-from mtf_gradsync.xla.lowering.operations import share_constants
+from mtf_gradsync.xla.runner.operations import share_constants
 
 MODULE = """
 func.func public @main(%x: tensor<2xi32>) -> (tensor<2xi32>, tensor<2xi32>, tensor<2xi64>) {
