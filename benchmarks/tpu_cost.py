@@ -33,8 +33,8 @@ SIZES = {"dense": (40, 64, 64), **LMS}
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter)(?:-start)?\(")
 CLIP_NORM, MICROBATCHES = 1.0, 8
 # Bytes that an estimate counts for a byte that is copied to the core's fast memory: read and
-# written where the copy begins, and where it ends. (Bare programs for v5e have 3.7 to 4.0 more
-# than those for v3, which makes no such copies.)
+# written where the copy begins, and where it ends. (For each, the bare dense model and small LM
+# have 3.7 to 4.1 more on v5e and v5p than on v3, which makes no such copies.)
 COUNTED_FOR_A_COPY = 4
 # Of bare, in seconds and bytes touched; of sharded updates also in memory.
 SAME, SHARDED = 1.005, 1.02
