@@ -215,7 +215,7 @@ class Profiler:
         if session is not None:
             return session.stop()
         if folder is None:
-            raise RuntimeError("no profile was begun")
+            raise RuntimeError("No profile was begun; call `start` first.")
         with folder:
             jax.profiler.stop_trace()
             files = sorted(Path(folder.name).rglob("*.xplane.pb"))
