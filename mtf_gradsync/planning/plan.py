@@ -61,16 +61,18 @@ def plan(
     """
     if not is_whole_number(jobs):
         raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
-    layouts = [layouts] if isinstance(layouts, str) else list(layouts)
+    # What is given twice is planned once.
+    layouts = list(dict.fromkeys([layouts] if isinstance(layouts, str) else layouts))
     names = _split(topologies)
+    mesh_shapes = list(dict.fromkeys(mesh_shapes or ()))
     if not layouts or not names:
         raise ValueError(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
     for layout in layouts:
         _read("layout", layout, mtf.convert_to_layout_rules, "batch:batch;heads:model")
-    for shape in mesh_shapes or ():
-        _read("mesh shape", shape, mtf.convert_to_shape, "batch:4;model:2")
+    for shape in mesh_shapes:
+        _read("mesh shape", shape, _check_shape, "batch:4;model:2")
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
     machines = _machines(names)
     candidates, refused = [], []
@@ -104,6 +106,12 @@ def _read(kind: str, text: str, read: Callable[[str], Any], example: str) -> Non
         read(text)
     except ValueError:
         raise ValueError(f'The {kind} {text!r} cannot be read; write it like "{example}"') from None
+
+
+def _check_shape(text: str) -> None:
+    for dim in mtf.convert_to_shape(text).dims:
+        if dim.size < 1:
+            raise ValueError(f"{dim.size} cores along {dim.name!r}")
 
 
 def _split(topologies: str | Sequence[str]) -> list[str]:

@@ -156,6 +156,9 @@ class TestPlan:
     def test_what_cannot_be_read_is_an_error_that_says_how_to_write_it(self):
         with pytest.raises(ValueError, match=r"mesh shape 'batch' .* like \"batch:4;model:2\""):
             planning.plan(build, "v5e:2x2", LAYOUT, ["batch"])
+        for shape in ("batch:-4", "batch:0;model:4"):
+            with pytest.raises(ValueError, match=f"mesh shape '{shape}' cannot be read; write it"):
+                planning.plan(build, "v5e:2x2", LAYOUT, [shape])
         with pytest.raises(ValueError, match=r"layout 'batch' .* like \"batch:batch;heads"):
             planning.plan(build, "v5e:2x2", "batch")
 
