@@ -84,7 +84,8 @@ def write_trace(
         fits = bisect.bisect_right(sizes, int(sizes[kept - 1] * most_bytes / len(data) * 0.97))
         kept = min(kept - 1, fits)
     write_bytes(path, data)
-    return Written(path, shown[3], dropped[3], dropped[2], dropped[1])
+    _, steps, calls, operations = dropped
+    return Written(path, shown[-1], operations, calls, steps)
 
 
 def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:

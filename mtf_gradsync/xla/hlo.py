@@ -76,26 +76,33 @@ def shape_bytes(shape: Any) -> int:
     A tuple has those of its parts; a dimension whose size is known only later counts with its
     bound. Raises a ValueError when the size of the elements is not known.
     """
-    name = _type_name(shape)
-    if name == "TUPLE":
+    if _type_name(shape) == "TUPLE":
         return sum(shape_bytes(part) for part in shape.tuple_shapes)
-    if name not in _BITS:
-        raise ValueError(
-            f"XLA's element type {name or shape.element_type} is of unknown size to this version "
-            f"of mtf_gradsync with TensorFlow {tf.__version__}."
-        )
-    return math.prod(shape.dimensions) * _BITS[name] // 8
+    return math.prod(shape.dimensions) * _bits_of(shape) // 8
 
 
 def stored_bytes(shape: Any) -> int:
-    """Returns the bytes that an array takes in a device's memory, with the padding of its tiles."""
+    """Returns the bytes that an array takes in a device's memory, with the padding of its tiles.
+
+    Raises a ValueError when the size of the elements is not known.
+    """
     layout = shape.layout
     stored = [shape.dimensions[i] for i in reversed(layout.minor_to_major)]
     for tile in layout.tiles[:1]:
         # The last dimensions of an array make the tiles.
         for i, size in zip(reversed(range(len(stored))), reversed(tile.dimensions)):
             stored[i] = math.ceil(stored[i] / size) * size
-    return math.prod(stored) * _BITS[_type_name(shape)] // 8
+    return math.prod(stored) * _bits_of(shape) // 8
+
+
+def _bits_of(shape: Any) -> int:
+    name = _type_name(shape)
+    if name not in _BITS:
+        raise ValueError(
+            f"XLA's element type {name or shape.element_type} is of unknown size to this version "
+            f"of mtf_gradsync with TensorFlow {tf.__version__}."
+        )
+    return _BITS[name]
 
 
 def groups_of(instruction: Any) -> tuple[tuple[int, ...], ...]:

@@ -27,7 +27,7 @@ class Packer:
         )
 
     @property
-    def packs(self) -> bool:
+    def packs_tensors(self) -> bool:
         """Whether it packs any tensors; otherwise each is alone."""
         return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
 

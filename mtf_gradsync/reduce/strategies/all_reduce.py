@@ -71,7 +71,7 @@ class AllReduce(Strategy):
         self.check(mesh_impl, groups)
         if self.algorithm is not None and is_simd(mesh_impl):
             warn_algorithm_on_simd(self.algorithm)
-        sum_fn = all_reduce_fn(mesh_impl, self._group_sum, one_group=not self.packer.packs)
+        sum_fn = all_reduce_fn(mesh_impl, self._group_sum, one_group=not self.packer.packs_tensors)
         return packed_all_reduce(mesh_impl, values, groups, sum_fn, self.packer)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:

@@ -163,7 +163,7 @@ class HierarchicalAllReduce(Strategy):
     def _sum_fn(self, mesh_impl: Any, entry: AllReduceSpec) -> SumFn:
         names = entry.algorithm.split("/")
         if is_simd(mesh_impl):
-            one_group = not self.packer.packs
+            one_group = not self.packer.packs_tensors
             for name in names:
                 if name != "add_n":
                     warn_algorithm_on_simd(name)

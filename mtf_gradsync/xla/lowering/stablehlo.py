@@ -10,14 +10,9 @@ import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
 from mtf_gradsync.xla.lowering.bridge import Hlo
+from mtf_gradsync.xla.lowering.constants import share_constants
 from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
-from mtf_gradsync.xla.runner.operations import (
-    create,
-    fill_with_sum,
-    share_constants,
-    text_of,
-    walk,
-)
+from mtf_gradsync.xla.runner.operations import create, fill_with_sum, text_of, walk
 from mtf_gradsync.xla.runner.packs import TOGETHER
 
 _STABLEHLO = {

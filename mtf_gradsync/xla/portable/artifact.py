@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mtf_gradsync.xla.runner.packs import groups_of
+from mtf_gradsync.xla.runner.packs import group_names
 
 
 class Artifact(NamedTuple):
@@ -27,7 +27,7 @@ def to_artifact(module: str) -> Artifact:
 
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
-        groups = groups_of(parsed)
+        groups = group_names(parsed)
         for version in (stablehlo.get_minimum_version(), stablehlo.get_current_version()):
             try:
                 content = stablehlo.serialize_portable_artifact(parsed, version)

@@ -19,31 +19,6 @@ def text_of(module: Any, with_names: bool) -> str:
     return module.operation.get_asm(enable_debug_info=with_names)
 
 
-def share_constants(operation: Any) -> None:
-    """Leaves of equal arrays in a block the first one, as XLA does when it reads a module.
-
-    TensorFlow makes one for each layer: of relative positions, say, a megabyte each, and more than
-    twice that as text.
-    """
-    from jaxlib.mlir import ir
-
-    for region in operation.regions:
-        for block in region:
-            first: dict[Any, Any] = {}
-            for inner in list(block):
-                op = inner.operation
-                share_constants(op)
-                if op.name != "stablehlo.constant":
-                    continue
-                value = op.attributes["value"]
-                if ir.DenseElementsAttr(value).is_splat:
-                    continue
-                kept = first.setdefault(value, op)
-                if kept is not op:
-                    op.results[0].replace_all_uses_with(kept.results[0])
-                    op.erase()
-
-
 def fill_with_sum(region: Any, operand: Any) -> None:
     """Fills the empty region of a collective of an operand's elements with their sum."""
     from jaxlib.mlir import ir

@@ -25,7 +25,7 @@ _ARTIFACT = b"ML\xefR"  # how MLIR's bytecode begins
 _NAME = re.compile(r'loc\("([^"\\]*)"')
 
 
-def groups_of(module: Any) -> list[str | None]:
+def group_names(module: Any) -> list[str | None]:
     """Returns the group of each collective of a module, in order; None for those in no group."""
     return [_group(op) for op in _collectives(module)]
 
@@ -34,7 +34,7 @@ def packed_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> 
     """Returns a program that computes the same bits, with few collectives in place of each group.
 
     `program` is StableHLO as text with the groups as attributes, or a portable artifact, which may
-    lack them; `groups` are then those that `groups_of` returned. What this jax cannot read is
+    lack them; `groups` are then those that `group_names` returned. What this jax cannot read is
     returned as it is.
     """
     from jax.interpreters import mlir

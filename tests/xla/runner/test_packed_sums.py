@@ -54,18 +54,26 @@ def test_a_group_is_one_sum_and_single_sums_stay(bucket_bytes, packed):
                 np.testing.assert_array_equal(found, value.sum(0))
 
 
+def whole_numbers(shapes):
+    """For each shape the values of 8 cores; their sums are exact in any order."""
+    rng = np.random.RandomState(0)
+    return [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+
+
+def on_cores(impl, values):
+    core = impl.laid_out_pnum().tensor_list[0]
+    return [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+
+
 @pytest.mark.parametrize(("shards", "levels"), [(1, 2), (2, 3)])
 def test_each_level_of_hierarchical_sums_is_one_sum(shards, levels):
     """The third level has the cores of the first, and depends on it."""
-    rng = np.random.RandomState(0)
     shapes = [(), (3,), (5, 7), (3,), (64, 4)]
-    # Whole numbers: exact in any order.
-    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    values = whole_numbers(shapes)
     with tf.Graph().as_default():
         with simd.tpu_program("rows:4;cols:2", "") as program:
             impl = program.mesh_impl
-            core = impl.laid_out_pnum().tensor_list[0]
-            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            given = on_cores(impl, values)
             strategy = reduce.HierarchicalAllReduce(("add_n/add_n", shards))
             sums = strategy.all_reduce(impl, given, ProcessorGroups.along(impl, [0, 1]))
             fetches = [x.tensor_list[0] for x in sums]
@@ -83,14 +91,11 @@ def test_each_level_of_hierarchical_sums_is_one_sum(shards, levels):
 def test_sums_of_parts_over_other_axes_are_a_group():
     """Each column of cores cuts its sums, and parts are then summed over the rows."""
     shapes = [(8, 600), (8, 3), (4, 600)]
-    rng = np.random.RandomState(0)
-    # Whole numbers: exact in any order.
-    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    values = whole_numbers(shapes)
     with tf.Graph().as_default():
         with simd.tpu_program("rows:4;cols:2", "batch:rows") as program:
             impl = program.mesh_impl
-            core = impl.laid_out_pnum().tensor_list[0]
-            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            given = on_cores(impl, values)
             groups = ProcessorGroups.along(impl, [0, 1])
             parts = reduce_scatter(impl, given, groups, [[Cut(0, 0)]] * len(shapes), 0)
             fetches = [x.tensor_list[0] for x in parts]
@@ -106,15 +111,12 @@ def test_sums_of_parts_over_other_axes_are_a_group():
 def test_parts_of_a_group_are_scattered_and_gathered_at_once():
     """Cut along other axes of other shapes, on some of the cores, in the order of the group."""
     shapes, axes = [(8, 600), (1100, 8), (4, 600), (8, 3)], [0, 1, 0, 0]
-    rng = np.random.RandomState(0)
-    # Whole numbers: exact in any order.
-    values = [rng.randint(-9, 9, (8, *shape)).astype("f") for shape in shapes]
+    values = whole_numbers(shapes)
     cuts = [[Cut(0, axis)] for axis in axes]
     with tf.Graph().as_default():
         with simd.tpu_program("rows:4;cols:2", "batch:rows") as program:
             impl = program.mesh_impl
-            core = impl.laid_out_pnum().tensor_list[0]
-            given = [impl.LaidOutTensor([tf.gather(tf.constant(v), core)]) for v in values]
+            given = on_cores(impl, values)
             groups = ProcessorGroups.along(impl, [0])
             parts = reduce_scatter(impl, given, groups, cuts, 0)
             wholes = all_gather(impl, parts, cuts, 0)

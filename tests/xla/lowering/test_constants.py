@@ -1,4 +1,4 @@
-"""Changes to MLIR modules."""
+"""Of equal constants one is kept."""
 
 import pytest
 
@@ -7,7 +7,7 @@ pytest.importorskip("jaxlib")
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-from mtf_gradsync.xla.runner.operations import share_constants
+from mtf_gradsync.xla.lowering.constants import share_constants
 
 MODULE = """
 func.func public @main(%x: tensor<2xi32>) -> (tensor<2xi32>, tensor<2xi32>, tensor<2xi64>) {
