@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_count,
         default=10,
         metavar="N",
-        help="steps to record (default: 10)",
+        help="steps to record, tens rather than thousands: they are held in memory (default: 10)",
     )
     parser.add_argument(
         "--warm_up",
