@@ -22,7 +22,7 @@ from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_ROUNDS = 8
+_ROUNDS = 12
 # Cores that meet in fewer of their operations than this share have their work for themselves.
 _SELDOM = 0.02
 # A correction is a mean of few errors: it counts with as many that are none.
@@ -174,10 +174,9 @@ def measure(devices: tuple[Any, ...]) -> Calibration:
 
 
 def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
-    """Lower quartile of each one's seconds; a round runs all of them, every other in reverse.
+    """Median of each one's seconds; a round runs all of them, every other in reverse.
 
-    What else runs on the machine only makes a step slower, so medians of a busy one say little,
-    and the least is what one step had by luck.
+    A median is what a step mostly takes: what it takes at best orders meshes otherwise.
     """
     seconds = np.zeros((_ROUNDS, len(steps)))
     for number in range(_ROUNDS):
@@ -186,4 +185,4 @@ def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
             start = time.perf_counter()
             steps[place]()
             seconds[number, place] = time.perf_counter() - start
-    return [float(quartile) for quartile in np.percentile(seconds, 25, axis=0)]
+    return [float(median) for median in np.median(seconds, axis=0)]

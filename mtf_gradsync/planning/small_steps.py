@@ -26,7 +26,14 @@ class Size(NamedTuple):
 
 
 # What a step touches stays in the processors' caches, or it does not, or products take most of it.
-_SIZES = (Size(2, 64, 16, 64), Size(2, 128, 32, 64), Size(1, 256, 16, 64))
+# The more sizes, the more errors a correction (see `Calibration`) is the mean of.
+_SIZES = (
+    Size(2, 64, 16, 64),
+    Size(2, 128, 32, 64),
+    Size(1, 256, 16, 64),
+    Size(2, 192, 16, 64),
+    Size(3, 96, 16, 128),
+)
 
 
 class Step(NamedTuple):

@@ -10,6 +10,9 @@ from tests.xla.processes.jobs import RECORDED
 
 pytestmark = pytest.mark.xla
 
+# The first tests of a new environment that start processes: each of these compiles jax's Python
+# files, which makes a test take five times as long as later.
+starts_processes = pytest.mark.slow
 EPS = np.finfo(np.float32).eps
 # Of float32 additions that stand one behind the other, from the first loss to the last variable:
 # sums over 16 x 8 numbers in each of 6 steps, in another order.
@@ -99,18 +102,21 @@ def without_steps(jobs):
     return jobs.run(2, odd="fetches and save", steps=0)
 
 
+@starts_processes
 def test_values_of_other_processes_are_none(without_steps):
     for process, member in enumerate(without_steps.members):
         mine = [core // 4 == process for core in range(8)]
         assert f"fetched {[mine, mine]}" in member.output()
 
 
+@starts_processes
 def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(without_steps):
     first, second = without_steps.members
     assert "save: " in first.output()
     assert "save: OtherProcessError: On process 0: " in second.output()
 
 
+@starts_processes
 def test_another_program_is_an_error_everywhere(jobs):
     job = jobs.start(2, odd="program", steps=1)
     assert job.codes() == [1, 1], job.outputs()
