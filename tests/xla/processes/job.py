@@ -32,6 +32,12 @@ BATCH, INPUTS, HIDDEN = 16, 8, 6
 ACCUMULATED = 2
 ROUND = 2
 CORE_BATCH = [BATCH // ROWS, INPUTS]
+# How C's library ends a process. ctypes gives Python's lock back for the call, but not by PyDLL.
+CRASHES = {
+    "abort": lambda: ctypes.CDLL(None).abort(),
+    "abort with the lock": lambda: ctypes.PyDLL(None).abort(),
+    "fault": lambda: ctypes.CDLL(None).strlen(None),
+}
 
 
 @dataclasses.dataclass
@@ -262,12 +268,10 @@ class Run:
             with beats_go_on():
                 say("holds the lock")
                 hold_the_lock()
-        if plan.odd in ("abort", "abort with the lock") and plan.index == plan.count - 1:
+        if plan.odd in CRASHES and plan.index == plan.count - 1:
             session.dispatch([model.loss, model.updates], model.feeds(0, session.cores.local))
-            # ctypes gives Python's lock back for the call, but not by PyDLL.
-            library = (ctypes.CDLL if plan.odd == "abort" else ctypes.PyDLL)(None)
             time.sleep(2)  # the others hear every second how far it has come
-            threading.Thread(target=library.abort).start()
+            threading.Thread(target=CRASHES[plan.odd]).start()
             time.sleep(60)
         if plan.odd == "fail in turn":
             try:

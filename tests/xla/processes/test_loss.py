@@ -78,14 +78,15 @@ def test_an_error_that_all_hear_of_is_reported_by_the_process_that_raised_it(job
     assert "it ended with an error: NotADirectoryError" in last
 
 
-def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs):
+@pytest.mark.parametrize(("odd", "name"), [("abort", "SIGABRT"), ("fault", "SIGSEGV")])
+def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs, odd, name):
     import jaxlib
 
-    job = jobs.start(2, odd="abort")
+    job = jobs.start(2, odd=odd)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
     for member in job.members:
         last = member.output().rstrip().splitlines()[-1]
-        assert "crashed: SIGABRT inside jax" in last, job.outputs()
+        assert f"crashed: {name} inside jax" in last, job.outputs()
         assert f"jaxlib {jaxlib.__version__}" in last
         assert "The last that it had begun is step 1." in last
         assert "The main thread stood at File" in last
