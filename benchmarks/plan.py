@@ -6,6 +6,7 @@ On CPU devices of this machine, at rates that are fitted to small steps first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import sys
@@ -23,15 +24,16 @@ SHAPES += [(8, 1), (4, 2), (2, 4), (16, 1), (8, 2), (4, 4)]
 # 1 - Kendall's tau; 0 is the same order, 1 is none.
 DISORDER = 0.3
 STEPS = 2
-# The fastest meshes differ by a few percent: rounds of timing for each that is asked for.
-MORE_ROUNDS = 4
+# The third model's steps take 20 s each. Rounds of it, on request.
+LARGER = "larger_rounds"
 
 
 def measure(options: report.Options) -> report.Table:
-    """Predicts and measures steps of two transformers on each mesh shape."""
+    """Predicts and measures steps of two transformers, or three, on each mesh shape."""
     # jax makes its devices once, and other tables may have made fewer.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        rows, notes = pool.apply(_measure, (options.rounds, options.quick))
+        larger_rounds = options.settings.get(LARGER, 0)
+        rows, notes = pool.apply(_measure, (options.rounds, larger_rounds, options.quick))
     targets = []
     for name in dict.fromkeys(row["model"] for row in rows) if not options.quick else ():
         mine = [row for row in rows if row["model"] == name]
@@ -53,34 +55,43 @@ def measure(options: report.Options) -> report.Table:
     )
 
 
-def _measure(rounds: int, quick: bool) -> tuple[list[report.Row], tuple[str, ...]]:
+def _measure(
+    rounds: int, larger_rounds: int, quick: bool
+) -> tuple[list[report.Row], tuple[str, ...]]:
     report.prepare()
     shapes = SHAPES[:3] if quick else SHAPES
-    sizes: dict[str, Callable[[str], models.Model]] = {
-        "lm": lambda mesh: models.lm(mesh_shape=mesh),
-        "lm, wide": lambda mesh: models.lm(layers=2, d_model=256, mesh_shape=mesh),
-    }
+    # Layers, width, sequences, tokens of each.
+    sizes = {"lm": (4, 128, 16, 64), "lm, wide": (2, 256, 16, 64)}
     if quick:
-        sizes = {"lm": lambda mesh: models.lm(1, 32, length=16, mesh_shape=mesh)}
+        sizes = {"lm": (1, 32, 16, 16)}
+    elif larger_rounds:
+        sizes["lm, larger"] = (6, 512, 64, 256)
     counts = sorted({a * b for a, b in shapes})
     rows: list[report.Row] = []
     with tempfile.TemporaryDirectory() as cache_dir:
         start = time.monotonic()
         machines = {n: CpuMachine(f"cpu:{n}", n, counts[-1], cache_dir) for n in counts}
         calibrated = time.monotonic() - start
-        for name, make in sizes.items():
-            rows += _rows(name, make, shapes, machines, cache_dir, rounds)
+        for name, size in sizes.items():
+            mine = larger_rounds if name == "lm, larger" else rounds
+            make = functools.partial(_lm, size)
+            rows += _rows(name, make, shapes, machines, cache_dir, mine)
     calibration = machines[counts[-1]].calibration
     rates = calibration.rates
     return rows, (
         f"rates: {1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
         f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
-        f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores",
+        f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores, "
+        f"{1e9 * rates.new_byte:.3f} s for a GB of new memory",
         "corrections by cores and cores that meet: "
         + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items()),
         f"calibration: {calibrated:.0f} s",
     )
+
+
+def _lm(size: tuple[int, int, int, int], mesh_shape: str) -> models.Model:
+    return models.lm(*size, mesh_shape=mesh_shape)
 
 
 def kendall_tau(first: list[float], second: list[float]) -> float:
@@ -122,9 +133,7 @@ def _rows(
             mesh: stack.enter_context(_running(*parts, cache_dir))
             for mesh, parts in programs.items()
         }
-        seconds = timing.interleave(
-            steps, MORE_ROUNDS * rounds, STEPS, f"{name} on each mesh", True
-        )
+        seconds = timing.interleave(steps, rounds, STEPS, f"{name} on each mesh", True)
     measured = {mesh: timing.spread([1e3 * s for s in values]) for mesh, values in seconds.items()}
     order = sorted(measured, key=lambda mesh: measured[mesh].median)
     ranks = sorted(found, key=lambda mesh: found[mesh].step_seconds)
@@ -169,4 +178,4 @@ def _plot(axes: Any, rows: list[report.Row]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(report.main([measure], "python -m benchmarks.plan"))
+    sys.exit(report.main([measure], "python -m benchmarks.plan", settings={LARGER: 0}))

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync._private.jax import compiled_hlo, cost_numbers
+from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes
 from mtf_gradsync.planning import small_steps
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
@@ -27,6 +27,9 @@ _ROUNDS = 12
 _SELDOM = 0.02
 # A correction is a mean of few errors: it counts with as many that are none.
 _STEPS_WITHOUT_ERROR = 1
+# What C's library of Linux keeps when it is freed: a larger block goes back to the system, which
+# gives each of its pages anew, as zeros, when the next step touches it.
+_KEPT_BYTES = 32 << 20
 # They name values and run nothing.
 _NAMES = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast"))
 
@@ -41,12 +44,14 @@ class Work(NamedTuple):
     # Collectives in which a core waits for others, each counted as its members' share of all cores:
     # where there are more groups than one, others work while one waits.
     meetings: float
+    # Of temporary memory that the system gives one core anew in each step.
+    new_bytes: float = 0.0
     group: int = 1  # cores in a group of most of these collectives; 1 where they are few
 
     def terms(self) -> tuple[float, ...]:
         """What each of `Rates` is multiplied with, in its order."""
         all_cores = self.cores * self.flops, self.cores * self.bytes, self.cores * self.operations
-        return (*all_cores, self.bytes, self.meetings)
+        return (*all_cores, self.bytes, self.meetings, self.cores * self.new_bytes)
 
 
 class Rates(NamedTuple):
@@ -64,6 +69,7 @@ class Rates(NamedTuple):
     # have no such part, because all processors compute a large one.
     core_byte: float
     meeting: float  # in which processors are idle when all cores meet in a collective
+    new_byte: float  # of memory that the system gives any core anew
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a step."""
@@ -91,13 +97,15 @@ def work_of(executable: Any, cores: int) -> Work:
     shares = [meetings(c.groups, cores) for c in find_hlo_collectives(hlo)]
     met = sorted(share for share in shares if share)
     often = len(met) > _SELDOM * operations
+    temporary = memory_bytes(executable).temporaries
     return Work(
         cores,
-        cost.get("flops", 0.0),
-        cost.get("bytes accessed", 0.0),
-        operations,
-        sum(shares),
-        round(met[len(met) // 2] * cores) if often else 1,
+        flops=cost.get("flops", 0.0),
+        bytes=cost.get("bytes accessed", 0.0),
+        operations=operations,
+        meetings=sum(shares),
+        new_bytes=temporary if temporary > _KEPT_BYTES else 0,
+        group=round(met[len(met) // 2] * cores) if often else 1,
     )
 
 

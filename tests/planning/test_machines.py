@@ -67,13 +67,13 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     monkeypatch.setattr(small_steps, "choose", lambda count: steps)
     machine = CpuMachine("cpu:2", 2)
     rates, corrections = machine.calibration
-    assert len(rates) == 5
+    assert len(rates) == 6
     assert min(rates) >= 0 < max(rates)
     # Along the batch two cores sum gradients at the end; along the model they meet all the time.
     assert set(corrections) == {(2, 1), (2, 2)}
     # Once in a process.
     assert CpuMachine("cpu:2", 2).calibration is machine.calibration
-    machine.calibration = Calibration(Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3), {(2, 2): 2.0})
+    machine.calibration = Calibration(Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 0.0), {(2, 2): 2.0})
     # Two groups of two among four cores would be a half; here all two meet.
     assert machine.seconds("all-reduce", [[0, 1]], 1e6) == 1e-3
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
