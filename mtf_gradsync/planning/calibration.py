@@ -25,8 +25,9 @@ from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 _ROUNDS = 12
 # Cores that meet in fewer of their operations than this share have their work for themselves.
 _SELDOM = 0.02
-# A correction is a mean of few errors: it counts with as many that are none.
-_STEPS_WITHOUT_ERROR = 1
+# A correction is a mean of few errors, one of each size of step: it counts with as many that are
+# none.
+_STEPS_WITHOUT_ERROR = 4
 # What C's library of Linux keeps when it is freed: a larger block goes back to the system, which
 # gives each of its pages anew, as zeros, when the next step touches it.
 _KEPT_BYTES = 32 << 20
@@ -46,12 +47,14 @@ class Work(NamedTuple):
     meetings: float
     # Of temporary memory that the system gives one core anew in each step.
     new_bytes: float = 0.0
+    divided: int = 0  # operations of one core that XLA divides among the machine's threads
     group: int = 1  # cores in a group of most of these collectives; 1 where they are few
 
     def terms(self) -> tuple[float, ...]:
         """What each of `Rates` is multiplied with, in its order."""
         all_cores = self.cores * self.flops, self.cores * self.bytes, self.cores * self.operations
-        return (*all_cores, self.bytes, self.meetings, self.cores * self.new_bytes)
+        rest = self.cores * self.new_bytes, self.cores * self.divided
+        return (*all_cores, self.bytes, self.meetings, *rest)
 
 
 class Rates(NamedTuple):
@@ -70,6 +73,7 @@ class Rates(NamedTuple):
     core_byte: float
     meeting: float  # in which processors are idle when all cores meet in a collective
     new_byte: float  # of memory that the system gives any core anew
+    division: float  # of an operation of any core among threads
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a step."""
@@ -94,6 +98,7 @@ def work_of(executable: Any, cores: int) -> Work:
     module: Any = read_module(hlo)
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
     operations = sum(i.opcode not in _NAMES for i in entry.instructions)
+    divided = sum(i.opcode == "call" for i in entry.instructions)  # as XLA's CPU compiler writes it
     shares = [meetings(c.groups, cores) for c in find_hlo_collectives(hlo)]
     met = sorted(share for share in shares if share)
     often = len(met) > _SELDOM * operations
@@ -105,6 +110,7 @@ def work_of(executable: Any, cores: int) -> Work:
         operations=operations,
         meetings=sum(shares),
         new_bytes=temporary if temporary > _KEPT_BYTES else 0,
+        divided=divided,
         group=round(met[len(met) // 2] * cores) if often else 1,
     )
 

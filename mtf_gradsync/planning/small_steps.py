@@ -27,7 +27,12 @@ class Size(NamedTuple):
 
 # Products, passes over memory and new memory (see `Work.new_bytes`) take different shares of these.
 # Shorter steps are left out: what they take is mostly what it costs to begin one.
-_SIZES = (Size(2, 128, 32, 64), Size(1, 256, 16, 64), Size(2, 192, 16, 64))
+_SIZES = (
+    Size(2, 128, 32, 64),
+    Size(1, 256, 16, 64),
+    Size(2, 192, 16, 64),
+    Size(3, 96, 16, 128),
+)
 
 
 class Step(NamedTuple):

@@ -25,19 +25,21 @@ def made_up(count):
             operations=rng.randint(10, 1000),
             meetings=100 * rng.rand(),
             new_bytes=1e8 * rng.rand(),
+            divided=rng.randint(1, 100),
         )
         for _ in range(count)
     ]
 
 
-def by_hand(work, flop, byte, operation, core_byte, meeting, new_byte):
+def by_hand(work, flop, byte, operation, core_byte, meeting, new_byte, division):
     total = work.flops * flop + work.bytes * byte + work.operations * operation
-    total += work.new_bytes * new_byte
+    total += work.new_bytes * new_byte + work.divided * division
     return work.cores * total + work.bytes * core_byte + work.meetings * meeting
 
 
 @pytest.mark.parametrize(
-    "rates", [(5e-12, 3e-11, 1e-6, 8e-11, 2e-4, 3e-10), (5e-12, 3e-11, 0.0, 8e-11, 0.0, 0.0)]
+    "rates",
+    [(5e-12, 3e-11, 1e-6, 8e-11, 2e-4, 3e-10, 1e-5), (5e-12, 3e-11, 0.0, 8e-11, 0.0, 0.0, 0.0)],
 )
 def test_the_fit_finds_the_rates_that_times_were_made_with(rates):
     works = made_up(12)
@@ -50,7 +52,7 @@ def test_the_fit_finds_the_rates_that_times_were_made_with(rates):
 
 def test_no_rate_is_negative():
     works = made_up(12)
-    rates = (5e-12, 3e-11, 1e-6, 8e-11, -1e-4, 3e-10)
+    rates = (5e-12, 3e-11, 1e-6, 8e-11, -1e-4, 3e-10, 1e-5)
     found = fit(works, [by_hand(work, *rates) for work in works])
     assert min(found) >= 0
     assert found.meeting == 0
@@ -58,8 +60,10 @@ def test_no_rate_is_negative():
 
 def test_what_no_step_does_costs_nothing():
     works = [work._replace(meetings=0.0) for work in made_up(8)]
-    found = fit(works, [by_hand(work, 5e-12, 3e-11, 1e-6, 8e-11, 1.0, 3e-10) for work in works])
-    assert found == pytest.approx(Rates(5e-12, 3e-11, 1e-6, 8e-11, 0.0, 3e-10), rel=1e-8)
+    found = fit(
+        works, [by_hand(work, 5e-12, 3e-11, 1e-6, 8e-11, 1.0, 3e-10, 1e-5) for work in works]
+    )
+    assert found == pytest.approx(Rates(5e-12, 3e-11, 1e-6, 8e-11, 0.0, 3e-10, 1e-5), rel=1e-8)
 
 
 def test_errors_count_relative_to_the_time():
@@ -70,16 +74,16 @@ def test_errors_count_relative_to_the_time():
 
 
 def test_a_mesh_is_corrected_by_what_its_steps_took_longer():
-    rates = Rates(1e-9, 0.0, 0.0, 0.0, 0.0, 0.0)
+    rates = Rates(1e-9, *[0.0] * 6)
     works = [
         Work(cores, 1e6, 0.0, 0, 0.0, group=group) for cores, group in ((4, 2), (4, 2), (4, 4))
     ]
     # By the rates each takes 4 ms.
     found = corrections(works, [4e-3 * 2, 4e-3 * 4, 4e-3 / 9], rates)
-    # Means of logarithms, an error of 0 with them: cube root of 2 * 4, square root of 1 / 9.
-    assert found == pytest.approx({(4, 2): 2.0, (4, 4): 1 / 3})
+    # Means of logarithms, four errors of 0 with them: 2 * 4 of six errors, 1 / 9 of five.
+    assert found == pytest.approx({(4, 2): 8 ** (1 / 6), (4, 4): 9 ** (-1 / 5)})
     calibration = Calibration(rates, found)
-    assert calibration.seconds(works[0]) == pytest.approx(8e-3)
+    assert calibration.seconds(works[0]) == pytest.approx(4e-3 * 8 ** (1 / 6))
     assert calibration.seconds(works[0]._replace(group=1)) == pytest.approx(4e-3)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import planning, xla
 from mtf_gradsync.planning import calibration, small_steps
-from mtf_gradsync.planning.calibration import Calibration, Rates
+from mtf_gradsync.planning.calibration import Calibration, Rates, work_of
 from mtf_gradsync.planning.machines import TpuMachine
 from mtf_gradsync.planning.small_steps import Size
 from mtf_gradsync.planning.this_machine import CpuMachine
@@ -67,13 +67,13 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     monkeypatch.setattr(small_steps, "choose", lambda count: steps)
     machine = CpuMachine("cpu:2", 2)
     rates, corrections = machine.calibration
-    assert len(rates) == 6
+    assert len(rates) == 7
     assert min(rates) >= 0 < max(rates)
     # Along the batch two cores sum gradients at the end; along the model they meet all the time.
     assert set(corrections) == {(2, 1), (2, 2)}
     # Once in a process.
     assert CpuMachine("cpu:2", 2).calibration is machine.calibration
-    machine.calibration = Calibration(Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 0.0), {(2, 2): 2.0})
+    machine.calibration = Calibration(Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 0.0, 0.0), {(2, 2): 2.0})
     # Two groups of two among four cores would be a half; here all two meet.
     assert machine.seconds("all-reduce", [[0, 1]], 1e6) == 1e-3
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
@@ -87,3 +87,20 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     met = sum(max(map(len, c.groups), default=2) > 1 for c in made.collectives) * 1e-3
     step = made.estimate_seconds + met
     assert 2 * (known + met) < step < 2 * (known + met + 2 * 1e-6 * 1000)
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(bool(no_xla), reason=no_xla)
+def test_only_large_temporary_memory_is_given_anew():
+    import jax
+
+    def work(size):
+        x = jax.ShapeDtypeStruct((size, size), "float32")
+        made = jax.jit(lambda x: ((x @ x) @ x).sum()).lower(x).compile()
+        return work_of(made.runtime_executable(), cores=1)
+
+    # 300 x 300 floats stay below 32 MiB, 3000 x 3000 do not.
+    assert work(300).new_bytes == 0
+    # One product, or both; what kernels need beside them is a fraction of it.
+    assert 4 * 3000**2 <= work(3000).new_bytes < 4 * 4 * 3000**2
+    assert work(3000).flops >= 2 * 2 * 3000**3
