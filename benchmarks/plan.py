@@ -83,6 +83,7 @@ def _measure(
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
         f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
         f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores, "
+        f"{1e9 * rates.exchanged_byte:.3f} s for a GB that collectives hand on, "
         f"{1e9 * rates.new_byte:.3f} s for a GB of new memory, "
         f"{1e6 * rates.division:.2f} us to divide an operation among threads",
         "corrections by cores and cores that meet: "

@@ -22,12 +22,12 @@ from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_ROUNDS = 12
+_ROUNDS = 8
 # Cores that meet in fewer of their operations than this share have their work for themselves.
 _SELDOM = 0.02
 # A correction is a mean of few errors, one of each size of step: it counts with as many that are
 # none.
-_STEPS_WITHOUT_ERROR = 4
+_STEPS_WITHOUT_ERROR = 2
 # What C's library of Linux keeps when it is freed: a larger block goes back to the system, which
 # gives each of its pages anew, as zeros, when the next step touches it.
 _KEPT_BYTES = 32 << 20
@@ -45,6 +45,8 @@ class Work(NamedTuple):
     # Collectives in which a core waits for others, each counted as its members' share of all cores:
     # where there are more groups than one, others work while one waits.
     meetings: float
+    # That one core puts into these collectives.
+    exchanged_bytes: float = 0.0
     # Of temporary memory that the system gives one core anew in each step.
     new_bytes: float = 0.0
     divided: int = 0  # operations of one core that XLA divides among the machine's threads
@@ -53,8 +55,8 @@ class Work(NamedTuple):
     def terms(self) -> tuple[float, ...]:
         """What each of `Rates` is multiplied with, in its order."""
         all_cores = self.cores * self.flops, self.cores * self.bytes, self.cores * self.operations
-        rest = self.cores * self.new_bytes, self.cores * self.divided
-        return (*all_cores, self.bytes, self.meetings, *rest)
+        rest = self.exchanged_bytes, self.new_bytes, self.divided
+        return (*all_cores, self.bytes, self.meetings, *(self.cores * one for one in rest))
 
 
 class Rates(NamedTuple):
@@ -72,6 +74,7 @@ class Rates(NamedTuple):
     # have no such part, because all processors compute a large one.
     core_byte: float
     meeting: float  # in which processors are idle when all cores meet in a collective
+    exchanged_byte: float  # that any core puts into a collective
     new_byte: float  # of memory that the system gives any core anew
     division: float  # of an operation of any core among threads
 
@@ -99,8 +102,8 @@ def work_of(executable: Any, cores: int) -> Work:
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
     operations = sum(i.opcode not in _NAMES for i in entry.instructions)
     divided = sum(i.opcode == "call" for i in entry.instructions)  # as XLA's CPU compiler writes it
-    shares = [meetings(c.groups, cores) for c in find_hlo_collectives(hlo)]
-    met = sorted(share for share in shares if share)
+    collectives = [c for c in find_hlo_collectives(hlo) if meetings(c.groups, cores)]
+    met = sorted(meetings(c.groups, cores) for c in collectives)
     often = len(met) > _SELDOM * operations
     temporary = memory_bytes(executable).temporaries
     return Work(
@@ -108,7 +111,8 @@ def work_of(executable: Any, cores: int) -> Work:
         flops=cost.get("flops", 0.0),
         bytes=cost.get("bytes accessed", 0.0),
         operations=operations,
-        meetings=sum(shares),
+        meetings=sum(met),
+        exchanged_bytes=sum(c.bytes_per_core for c in collectives),
         new_bytes=temporary if temporary > _KEPT_BYTES else 0,
         divided=divided,
         group=round(met[len(met) // 2] * cores) if often else 1,

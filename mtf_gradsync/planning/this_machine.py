@@ -34,7 +34,7 @@ class CpuMachine:
     def __init__(
         self, name: str, cores: int, most: int | None = None, cache_dir: str | None = None
     ):
-        """Calibrates the devices, once in a process; it takes about two minutes.
+        """Calibrates the devices, once in a process; it takes some minutes.
 
         `most` devices are made, where others of this process need more than `cores`. Compiled
         programs are kept in `cache_dir`.
@@ -67,24 +67,23 @@ class CpuMachine:
         except UnsupportedProgramError as error:
             return Compiled(error=str(error))
         work = work_of(executable, self.cores)
+        rates = self.calibration.rates
+        # The time of collectives is in `seconds`.
+        collectives = self.cores * work.exchanged_bytes * rates.exchanged_byte
+        collectives += work.meetings * rates.meeting
         return Compiled(
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
             flops=work.flops,
             bytes_accessed=work.bytes,
-            # The time in which cores wait for each other is in `seconds`.
-            estimate_seconds=max(
-                0.0, self.calibration.seconds(work) - self._waiting * work.meetings
-            ),
+            estimate_seconds=max(0.0, self.calibration.seconds(work) - collectives),
             loops_counted_once=lowered.module.count("stablehlo.while"),
             collectives=tuple(find_hlo_collectives(compiled_hlo(executable))),
             seconds=time.monotonic() - start,
         )
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """See `Machine`. How long cores wait for each other; the estimate has the rest."""
-        del operation, size
-        return self._waiting * meetings(groups, self.cores)
-
-    @property
-    def _waiting(self) -> float:
-        return self.calibration.rates.meeting
+        """See `Machine`. Waiting for each other, and handing on data; the estimate has the rest."""
+        del operation
+        met, rates = meetings(groups, self.cores), self.calibration.rates
+        handing_on = self.cores * size * rates.exchanged_byte if met else 0.0
+        return met * rates.meeting + handing_on

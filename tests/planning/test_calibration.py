@@ -24,6 +24,7 @@ def made_up(count):
             bytes=1e8 * rng.rand(),
             operations=rng.randint(10, 1000),
             meetings=100 * rng.rand(),
+            exchanged_bytes=1e7 * rng.rand(),
             new_bytes=1e8 * rng.rand(),
             divided=rng.randint(1, 100),
         )
@@ -31,15 +32,19 @@ def made_up(count):
     ]
 
 
-def by_hand(work, flop, byte, operation, core_byte, meeting, new_byte, division):
+def by_hand(work, flop, byte, operation, core_byte, meeting, exchanged_byte, new_byte, division):
     total = work.flops * flop + work.bytes * byte + work.operations * operation
+    total += work.exchanged_bytes * exchanged_byte
     total += work.new_bytes * new_byte + work.divided * division
     return work.cores * total + work.bytes * core_byte + work.meetings * meeting
 
 
 @pytest.mark.parametrize(
     "rates",
-    [(5e-12, 3e-11, 1e-6, 8e-11, 2e-4, 3e-10, 1e-5), (5e-12, 3e-11, 0.0, 8e-11, 0.0, 0.0, 0.0)],
+    [
+        (5e-12, 3e-11, 1e-6, 8e-11, 2e-4, 4e-10, 3e-10, 1e-5),
+        (5e-12, 3e-11, 0.0, 8e-11, 0.0, 0.0, 0.0, 0.0),
+    ],
 )
 def test_the_fit_finds_the_rates_that_times_were_made_with(rates):
     works = made_up(12)
@@ -52,7 +57,7 @@ def test_the_fit_finds_the_rates_that_times_were_made_with(rates):
 
 def test_no_rate_is_negative():
     works = made_up(12)
-    rates = (5e-12, 3e-11, 1e-6, 8e-11, -1e-4, 3e-10, 1e-5)
+    rates = (5e-12, 3e-11, 1e-6, 8e-11, -1e-4, 4e-10, 3e-10, 1e-5)
     found = fit(works, [by_hand(work, *rates) for work in works])
     assert min(found) >= 0
     assert found.meeting == 0
@@ -60,10 +65,9 @@ def test_no_rate_is_negative():
 
 def test_what_no_step_does_costs_nothing():
     works = [work._replace(meetings=0.0) for work in made_up(8)]
-    found = fit(
-        works, [by_hand(work, 5e-12, 3e-11, 1e-6, 8e-11, 1.0, 3e-10, 1e-5) for work in works]
-    )
-    assert found == pytest.approx(Rates(5e-12, 3e-11, 1e-6, 8e-11, 0.0, 3e-10, 1e-5), rel=1e-8)
+    rates = Rates(5e-12, 3e-11, 1e-6, 8e-11, 1.0, 4e-10, 3e-10, 1e-5)
+    found = fit(works, [by_hand(work, *rates) for work in works])
+    assert found == pytest.approx(rates._replace(meeting=0.0), rel=1e-8)
 
 
 def test_errors_count_relative_to_the_time():
@@ -74,16 +78,16 @@ def test_errors_count_relative_to_the_time():
 
 
 def test_a_mesh_is_corrected_by_what_its_steps_took_longer():
-    rates = Rates(1e-9, *[0.0] * 6)
+    rates = Rates(1e-9, *[0.0] * 7)
     works = [
         Work(cores, 1e6, 0.0, 0, 0.0, group=group) for cores, group in ((4, 2), (4, 2), (4, 4))
     ]
     # By the rates each takes 4 ms.
     found = corrections(works, [4e-3 * 2, 4e-3 * 4, 4e-3 / 9], rates)
-    # Means of logarithms, four errors of 0 with them: 2 * 4 of six errors, 1 / 9 of five.
-    assert found == pytest.approx({(4, 2): 8 ** (1 / 6), (4, 4): 9 ** (-1 / 5)})
+    # Means of logarithms, two errors of 0 with them: 2 * 4 of four errors, 1 / 9 of three.
+    assert found == pytest.approx({(4, 2): 8 ** (1 / 4), (4, 4): 9 ** (-1 / 3)})
     calibration = Calibration(rates, found)
-    assert calibration.seconds(works[0]) == pytest.approx(4e-3 * 8 ** (1 / 6))
+    assert calibration.seconds(works[0]) == pytest.approx(4e-3 * 8 ** (1 / 4))
     assert calibration.seconds(works[0]._replace(group=1)) == pytest.approx(4e-3)
 
 

@@ -67,24 +67,26 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     monkeypatch.setattr(small_steps, "choose", lambda count: steps)
     machine = CpuMachine("cpu:2", 2)
     rates, corrections = machine.calibration
-    assert len(rates) == 7
+    assert len(rates) == 8
     assert min(rates) >= 0 < max(rates)
     # Along the batch two cores sum gradients at the end; along the model they meet all the time.
     assert set(corrections) == {(2, 1), (2, 2)}
     # Once in a process.
     assert CpuMachine("cpu:2", 2).calibration is machine.calibration
-    machine.calibration = Calibration(Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 0.0, 0.0), {(2, 2): 2.0})
-    # Two groups of two among four cores would be a half; here all two meet.
-    assert machine.seconds("all-reduce", [[0, 1]], 1e6) == 1e-3
+    made_up = Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-9, 0.0, 0.0)
+    machine.calibration = Calibration(made_up, {(2, 2): 2.0})
+    # Two groups of two among four cores would be a half; here all two meet. Each puts in 1 MB.
+    assert machine.seconds("all-reduce", [[0, 1]], 1e6) == pytest.approx(1e-3 + 2 * 1e6 * 1e-9)
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
     built = build("batch:2;model:1", LAYOUT)
     made = machine.compile(machine.lower(built.program, built.fetches), lambda process: None)
     # Forward: 6 x 8 by 8 x 8; backward the same again, by w alone.
     assert made.flops >= 2 * 2 * 6 * 8 * 8
     # With few operations its meetings are many. The correction is of the whole step: of at least
-    # the operations and bytes of both, and of the meetings, which are added elsewhere.
+    # the operations and bytes of both, and of the collectives, which are added elsewhere.
     known = 2 * made.flops * 1e-9 + 2 * made.bytes_accessed * 1e-8 + made.bytes_accessed * 1e-7
-    met = sum(max(map(len, c.groups), default=2) > 1 for c in made.collectives) * 1e-3
+    met = sum(machine.seconds(c.operation, c.groups, c.bytes_per_core) for c in made.collectives)
+    assert met > 0
     step = made.estimate_seconds + met
     assert 2 * (known + met) < step < 2 * (known + met + 2 * 1e-6 * 1000)
 
