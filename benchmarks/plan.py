@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import multiprocessing
 import sys
@@ -21,15 +22,15 @@ from mtf_gradsync.planning.this_machine import CpuMachine
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
 SHAPES += [(8, 1), (4, 2), (2, 4), (16, 1), (8, 2), (4, 4)]
-# 1 - Kendall's tau; 0 is the same order, 1 is none.
+# The most that 1 - Kendall's tau may be; 0 is the same order, 1 is none.
 DISORDER = 0.3
 STEPS = 2
-# The third model's steps take 20 s each. Rounds of it, on request.
+# Rounds of a model whose steps take 20 s each; on request.
 LARGER = "larger_rounds"
 
 
 def measure(options: report.Options) -> report.Table:
-    """Predicts and measures steps of two transformers, or three, on each mesh shape."""
+    """Predicts and measures steps of transformers on each mesh shape."""
     # jax makes its devices once, and other tables may have made fewer.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         larger_rounds = options.settings.get(LARGER, 0)
@@ -37,14 +38,8 @@ def measure(options: report.Options) -> report.Table:
     targets = []
     for name in dict.fromkeys(row["model"] for row in rows) if not options.quick else ():
         mine = [row for row in rows if row["model"] == name]
-        predicted = [row["predicted ms"] for row in mine]
-        measured = [row["measured ms"].median for row in mine]
-        disorder = 1 - kendall_tau(predicted, measured)
-        first = min(mine, key=lambda row: row["predicted rank"])
-        what = f"1 - Kendall's tau of {name}, predicted and measured"
-        targets.append(report.Target(what, disorder, DISORDER))
-        what = f"measured rank of the mesh of {name} that is named first"
-        targets.append(report.Target(what, first["measured rank"], 2))
+        targets += _targets(name, mine)
+        notes += (_certainty(name, mine),)
     return report.Table(
         name="plan",
         title="Step time by mesh shape, as planned and as measured, on XLA devices",
@@ -60,20 +55,24 @@ def _measure(
 ) -> tuple[list[report.Row], tuple[str, ...]]:
     report.prepare()
     shapes = SHAPES[:3] if quick else SHAPES
-    # Layers, width, sequences, tokens of each.
-    sizes = {"lm": (4, 128, 16, 64), "lm, wide": (2, 256, 16, 64)}
+    # Layers, width, sequences, tokens of each; rounds.
+    sizes = {"lm": ((4, 128, 16, 64), rounds), "lm, wide": ((2, 256, 16, 64), rounds)}
     if quick:
-        sizes = {"lm": (1, 32, 16, 16)}
-    elif larger_rounds:
-        sizes["lm, larger"] = (6, 512, 64, 256)
+        sizes = {"lm": ((1, 32, 16, 16), rounds)}
+    else:
+        # Their steps take ten times as long.
+        few = math.ceil(rounds / 4)
+        sizes["lm, large batch"] = ((4, 128, 64, 128), few)
+        sizes["lm, wide, large batch"] = ((2, 256, 64, 128), few)
+    if larger_rounds:
+        sizes["lm, larger"] = ((6, 512, 64, 256), larger_rounds)
     counts = sorted({a * b for a, b in shapes})
     rows: list[report.Row] = []
     with tempfile.TemporaryDirectory() as cache_dir:
         start = time.monotonic()
         machines = {n: CpuMachine(f"cpu:{n}", n, counts[-1], cache_dir) for n in counts}
         calibrated = time.monotonic() - start
-        for name, size in sizes.items():
-            mine = larger_rounds if name == "lm, larger" else rounds
+        for name, (size, mine) in sizes.items():
             make = functools.partial(_lm, size)
             rows += _rows(name, make, shapes, machines, cache_dir, mine)
     calibration = machines[counts[-1]].calibration
@@ -92,15 +91,62 @@ def _measure(
     )
 
 
+def _targets(name: str, rows: list[report.Row]) -> list[report.Target]:
+    first = min(rows, key=lambda row: row["predicted rank"])
+    pairs = list(itertools.combinations(rows, 2))
+    said = (
+        ("", pairs, first["measured rank"]),
+        (
+            ", of what the measurement can tell apart",
+            [pair for pair in pairs if apart(*pair)],
+            1 + sum(apart(row, first) and faster(row, first) for row in rows),
+        ),
+    )
+    targets = []
+    for where, some, rank in said:
+        what = f"1 - Kendall's tau of {name}, predicted and measured{where}"
+        targets.append(report.Target(what, 1 - kendall_tau(some), DISORDER))
+        what = f"measured rank of the mesh of {name} that is named first{where}"
+        targets.append(report.Target(what, rank, 2))
+    return targets
+
+
+def _certainty(name: str, rows: list[report.Row]) -> str:
+    pairs = list(itertools.combinations(rows, 2))
+    times = [row["measured ms"].median for row in rows]
+    first = min(rows, key=lambda row: row["predicted rank"])
+    return (
+        f"{name}: the slowest mesh takes {max(times) / min(times):.2f} times the fastest's time, "
+        f"the one named first {first['measured ms'].median / min(times):.3f} times; "
+        f"{sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs can be told apart"
+    )
+
+
+def faster(one: report.Row, other: report.Row) -> bool:
+    """Whether one mesh was measured as faster than another."""
+    return one["measured ms"].median < other["measured ms"].median
+
+
+def apart(one: report.Row, other: report.Row) -> bool:
+    """Whether the measurement tells which of two is faster: their quartiles do not overlap."""
+    quick, slow = sorted((one["measured ms"], other["measured ms"]), key=lambda ms: ms.median)
+    return quick.high < slow.low
+
+
+def kendall_tau(pairs: list[tuple[report.Row, report.Row]]) -> float:
+    """Kendall's tau: the share of pairs predicted in the measured order, less that of the others.
+
+    Times that are equal do not occur.
+    """
+    right = sum(
+        (one["predicted rank"] < other["predicted rank"]) == faster(one, other)
+        for one, other in pairs
+    )
+    return (2 * right - len(pairs)) / len(pairs)
+
+
 def _lm(size: tuple[int, int, int, int], mesh_shape: str) -> models.Model:
     return models.lm(*size, mesh_shape=mesh_shape)
-
-
-def kendall_tau(first: list[float], second: list[float]) -> float:
-    """Kendall's tau of two orders: the share of pairs in the same order, less that in the other."""
-    from scipy import stats
-
-    return float(stats.kendalltau(first, second).statistic)
 
 
 def _rows(
