@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report, timing
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -88,16 +90,9 @@ def _line(cells: list[str]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as the page shows it."""
     if value is None:
         return ""
-    if isinstance(value, dict):
-        return f"{value['median']:.3g} ({value['low']:.3g} to {value['high']:.3g})"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
+    return report.cell(timing.Spread(**value) if isinstance(value, dict) else value)
 
 
 if __name__ == "__main__":

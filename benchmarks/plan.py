@@ -38,7 +38,7 @@ def measure(options: report.Options) -> report.Table:
     targets = []
     for name in dict.fromkeys(row["model"] for row in rows) if not options.quick else ():
         mine = [row for row in rows if row["model"] == name]
-        targets += _targets(name, mine)
+        targets += targets_of(name, mine)
         notes += (_certainty(name, mine),)
     return report.Table(
         name="plan",
@@ -88,10 +88,15 @@ def _measure(
         "corrections by cores and cores that meet: "
         + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items()),
         f"calibration: {calibrated:.0f} s",
+        *(
+            f"{name}: {layers} layers of {width}, {sequences} sequences of {tokens} tokens"
+            for name, ((layers, width, sequences, tokens), _) in sizes.items()
+        ),
     )
 
 
-def _targets(name: str, rows: list[report.Row]) -> list[report.Target]:
+def targets_of(name: str, rows: list[report.Row]) -> list[report.Target]:
+    """How well the predicted order is the measured one: of all pairs, and of those apart."""
     first = min(rows, key=lambda row: row["predicted rank"])
     pairs = list(itertools.combinations(rows, 2))
     said = (

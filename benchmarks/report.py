@@ -145,7 +145,7 @@ def main(
 def as_text(table: Table) -> str:
     """The table as lines of text."""
     columns = list(table.rows[0])
-    cells = [columns, *[[_cell(row[column]) for column in columns] for row in table.rows]]
+    cells = [columns, *[[cell(row[column]) for column in columns] for row in table.rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     numeric = [not isinstance(table.rows[0][column], str) for column in columns]
     lines = [table.title, ""]
@@ -167,16 +167,21 @@ def as_text(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as a table shows it."""
     if value is None:
         return "-"
     if isinstance(value, Spread):
-        return f"{value.median:.3g} ({value.low:.3g} to {value.high:.3g})"
+        return f"{_number(value.median)} ({_number(value.low)} to {_number(value.high)})"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return _number(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def as_json(table: Table, options: Options) -> Row:
