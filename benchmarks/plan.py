@@ -64,8 +64,8 @@ def _measure(
         few = math.ceil(rounds / 4)
         sizes["lm, large batch"] = ((4, 128, 64, 128), few)
         sizes["lm, wide, large batch"] = ((2, 256, 64, 128), few)
-    if larger_rounds:
-        sizes["lm, larger"] = ((6, 512, 64, 256), larger_rounds)
+        if larger_rounds:
+            sizes["lm, larger"] = ((6, 512, 64, 256), larger_rounds)
     counts = sorted({a * b for a, b in shapes})
     rows: list[report.Row] = []
     with tempfile.TemporaryDirectory() as cache_dir:
@@ -141,13 +141,13 @@ def apart(one: report.Row, other: report.Row) -> bool:
 def kendall_tau(pairs: list[tuple[report.Row, report.Row]]) -> float:
     """Kendall's tau: the share of pairs predicted in the measured order, less that of the others.
 
-    Times that are equal do not occur.
+    1 where there are no pairs. Times that are equal do not occur.
     """
     right = sum(
         (one["predicted rank"] < other["predicted rank"]) == faster(one, other)
         for one, other in pairs
     )
-    return (2 * right - len(pairs)) / len(pairs)
+    return (2 * right - len(pairs)) / len(pairs) if pairs else 1.0
 
 
 def _lm(size: tuple[int, int, int, int], mesh_shape: str) -> models.Model:

@@ -54,3 +54,7 @@ def test_only_what_can_be_told_apart_counts_against_the_mesh_named_first():
     # Seven are apart, and the last two of these in the wrong order.
     assert values[f"1 - Kendall's tau of lm, predicted and measured{sure}"] == pytest.approx(2 / 7)
     assert values[f"measured rank of the mesh of lm that is named first{sure}"] == 1
+
+
+def test_where_nothing_can_be_told_apart_nothing_is_wrong():
+    assert plan.kendall_tau([]) == 1
