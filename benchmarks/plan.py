@@ -17,7 +17,6 @@ from typing import Any, Callable, Iterator
 
 from benchmarks import models, report, timing
 from mtf_gradsync import simd, xla
-from mtf_gradsync.planning import calibration
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.planning.this_machine import CpuMachine
 
@@ -76,33 +75,24 @@ def _measure(
         for name, (size, mine) in sizes.items():
             make = functools.partial(_lm, size)
             rows += _rows(name, make, shapes, machines, cache_dir, mine)
+    calibration = machines[counts[-1]].calibration
+    rates = calibration.rates
     return rows, (
-        *_rates_of(machines[counts[-1]].measured),
+        f"rates: {1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
+        f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
+        f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
+        f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores, "
+        f"{1e9 * rates.exchanged_byte:.3f} s for a GB that collectives hand on, "
+        f"{1e9 * rates.new_byte:.3f} s for a GB of new memory, "
+        f"{1e6 * rates.division:.2f} us to divide an operation among threads",
+        "corrections by cores and cores that meet: "
+        + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items()),
         f"calibration: {calibrated:.0f} s",
         *(
             f"{name}: {layers} layers of {width}, {sequences} sequences of {tokens} tokens"
             for name, ((layers, width, sequences, tokens), _) in sizes.items()
         ),
     )
-
-
-def _rates_of(measured: calibration.Measured) -> Iterator[str]:
-    """What a plan would be made with of steps like the shortest and the longest that were run."""
-    by_length = sorted(measured.works, key=lambda work: work.cores * work.flops)
-    for which, work in (("shortest", by_length[0]), ("longest", by_length[-1])):
-        rates, corrections = measured.near(work)
-        yield (
-            f"rates of steps like the {which} that was measured with: "
-            f"{1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
-            f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
-            f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for "
-            f"a GB of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores, "
-            f"{1e9 * rates.exchanged_byte:.3f} s for a GB that collectives hand on, "
-            f"{1e9 * rates.new_byte:.3f} s for a GB of new memory, "
-            f"{1e6 * rates.division:.2f} us to divide an operation among threads; "
-            "corrections by cores and cores that meet: "
-            + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in corrections.items())
-        )
 
 
 def targets_of(name: str, rows: list[report.Row]) -> list[report.Target]:

@@ -23,8 +23,6 @@ from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
 _ROUNDS = 8
-# Steps that take longer are measured in half of the rounds.
-_LONG_SECONDS = 0.3
 # Cores that meet in fewer of their operations than this share have their work for themselves.
 _SELDOM = 0.02
 # A correction is a mean of few errors, one of each size of step: it counts with as many that are
@@ -86,7 +84,7 @@ class Rates(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What steps of about one length take on the devices of this machine."""
+    """What steps take on the devices of this machine."""
 
     rates: Rates
     # By cores and `Work.group`: how many times as long as `rates` say small steps of these took.
@@ -130,61 +128,39 @@ def meetings(groups: Sequence[Sequence[int]], cores: int) -> float:
     return members / cores if members > 1 else 0.0
 
 
-def fit(works: Sequence[Work], seconds: Sequence[float], weights: Any = 1.0) -> Rates:
+def fit(works: Sequence[Work], seconds: Sequence[float]) -> Rates:
     """Finds the rates by which steps take the times that were measured for each.
 
-    They have the least weighted sum of squared relative errors, and none is negative.
+    They have the least sum of squared relative errors, and none is negative.
     """
     from scipy.optimize import nnls  # jax needs it, too
 
-    roots = np.sqrt(np.broadcast_to(weights, len(works)))
-    terms = np.array([work.terms() for work in works]) * (roots / seconds)[:, None]
+    terms = np.array([work.terms() for work in works]) / np.asarray(seconds)[:, None]
     # Terms differ by orders of magnitude.
     sizes = np.maximum(np.linalg.norm(terms, axis=0), np.finfo(float).tiny)
-    rates, _ = nnls(terms / sizes, roots)
+    rates, _ = nnls(terms / sizes, np.ones(len(works)))
     return Rates(*map(float, rates / sizes))
 
 
 def corrections(
-    works: Sequence[Work], seconds: Sequence[float], rates: Rates, weights: Any = 1.0
+    works: Sequence[Work], seconds: Sequence[float], rates: Rates
 ) -> dict[tuple[int, int], float]:
     """Returns `Calibration.corrections`: how far `rates`, fitted to these steps, are off for them.
 
     There is a factor for each way to divide work among cores; `seconds` are the measured times.
     """
-    errors, counts = collections.defaultdict(float), collections.defaultdict(float)
-    for work, measured, weight in zip(works, seconds, np.broadcast_to(weights, len(works))):
-        mesh = work.cores, work.group
-        errors[mesh] += weight * np.log(measured / rates.seconds(work))
-        counts[mesh] += weight
+    errors = collections.defaultdict(list)
+    for work, measured in zip(works, seconds):
+        errors[work.cores, work.group].append(np.log(measured / rates.seconds(work)))
     return {
-        mesh: float(np.exp(error / (counts[mesh] + _STEPS_WITHOUT_ERROR)))
-        for mesh, error in errors.items()
+        mesh: float(np.exp(sum(mine) / (len(mine) + _STEPS_WITHOUT_ERROR)))
+        for mesh, mine in errors.items()
     }
 
 
-class Measured(NamedTuple):
-    """Steps that were run on the devices of this machine."""
-
-    works: Sequence[Work]
-    seconds: Sequence[float]  # of each
-
-    def near(self, work: Work) -> Calibration:
-        """Rates and corrections for steps about as long as this one.
-
-        What a byte costs depends on whether a step's data stay in caches. So a step that has
-        n times as many floating-point operations, or an n-th of them, counts an n-th.
-        """
-        sizes = np.log([max(1.0, one.cores * one.flops) for one in (*self.works, work)])
-        apart = np.abs(sizes[:-1] - sizes[-1])
-        weights = np.exp(apart.min() - apart)
-        rates = fit(self.works, self.seconds, weights)
-        return Calibration(rates, corrections(self.works, self.seconds, rates, weights))
-
-
 @functools.lru_cache(maxsize=None)
-def measure(devices: tuple[Any, ...]) -> Measured:
-    """Runs small training steps, once in a process, and measures them.
+def measure(devices: tuple[Any, ...]) -> Calibration:
+    """Runs small training steps, once in a process, and fits rates and corrections to them.
 
     The steps run on all of jax's CPU devices that are given, and on the first ones.
     """
@@ -210,7 +186,9 @@ def measure(devices: tuple[Any, ...]) -> Measured:
                 opened = session(step.program, step.lowering, devices=mine, cache_dir=cache_dir)
             run = stack.enter_context(opened).run
             steps.append(functools.partial(run, [step.loss], step.feed))
-        return Measured(works, _timed(steps))
+        seconds = _timed(steps)
+    rates = fit(works, seconds)
+    return Calibration(rates, corrections(works, seconds, rates))
 
 
 def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
@@ -218,13 +196,11 @@ def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
 
     A median is what a step mostly takes: what it takes at best orders meshes otherwise.
     """
-    seconds = np.full((_ROUNDS, len(steps)), np.nan)
+    seconds = np.zeros((_ROUNDS, len(steps)))
     for number in range(_ROUNDS):
         for place in range(len(steps))[:: (-1) ** number]:
-            if number >= _ROUNDS / 2 and seconds[0, place] > _LONG_SECONDS:
-                continue
             steps[place]()  # fills caches and memory
             start = time.perf_counter()
             steps[place]()
             seconds[number, place] = time.perf_counter() - start
-    return [float(median) for median in np.nanmedian(seconds, axis=0)]
+    return [float(median) for median in np.median(seconds, axis=0)]

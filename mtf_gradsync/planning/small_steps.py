@@ -26,15 +26,12 @@ class Size(NamedTuple):
 
 
 # Products, passes over memory and new memory (see `Work.new_bytes`) take different shares of these.
-# The last two are ten times as long, because much of their data does not stay in caches. Shorter
-# steps are left out: what they take is mostly what it costs to begin one.
+# Shorter steps are left out: what they take is mostly what it costs to begin one.
 _SIZES = (
     Size(2, 128, 32, 64),
     Size(1, 256, 16, 64),
     Size(2, 192, 16, 64),
     Size(3, 96, 16, 128),
-    Size(1, 512, 16, 256),
-    Size(2, 256, 32, 128),
 )
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Sequence
 
 from mtf_gradsync._private.jax import compiled_hlo, memory_bytes
-from mtf_gradsync.planning.calibration import fit, measure, meetings, work_of
+from mtf_gradsync.planning.calibration import Calibration, measure, meetings, work_of
 from mtf_gradsync.planning.machines import Begun, Compiled
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
@@ -34,7 +34,7 @@ class CpuMachine:
     def __init__(
         self, name: str, cores: int, most: int | None = None, cache_dir: str | None = None
     ):
-        """Measures the devices, once in a process; it takes some minutes.
+        """Calibrates the devices, once in a process; it takes some minutes.
 
         `most` devices are made, where others of this process need more than `cores`. Compiled
         programs are kept in `cache_dir`.
@@ -45,8 +45,7 @@ class CpuMachine:
         devices = devices_for(max(cores, most or 0), "cpu")
         self._devices = devices[:cores]
         self._cache = Cache(cache_dir)
-        self.measured = measure(tuple(devices))
-        self.rates = fit(*self.measured)  # of steps of any length
+        self.calibration: Calibration = measure(tuple(devices))
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
         """See `Machine`."""
@@ -75,7 +74,7 @@ class CpuMachine:
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
             flops=work.flops,
             bytes_accessed=work.bytes,
-            estimate_seconds=max(0.0, self.measured.near(work).seconds(work) - elsewhere),
+            estimate_seconds=max(0.0, self.calibration.seconds(work) - elsewhere),
             loops_counted_once=lowered.module.count("stablehlo.while"),
             collectives=collectives,
             seconds=time.monotonic() - start,
@@ -84,6 +83,6 @@ class CpuMachine:
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """See `Machine`. Waiting for each other, and handing on data; the estimate has the rest."""
         del operation
-        met, rates = meetings(groups, self.cores), self.rates
+        met, rates = meetings(groups, self.cores), self.calibration.rates
         handing_on = self.cores * size * rates.exchanged_byte if met else 0.0
         return met * rates.meeting + handing_on

@@ -6,7 +6,6 @@ import pytest
 from mtf_gradsync.planning import small_steps
 from mtf_gradsync.planning.calibration import (
     Calibration,
-    Measured,
     Rates,
     Work,
     corrections,
@@ -76,41 +75,6 @@ def test_errors_count_relative_to_the_time():
     # (r - 1)^2 + (r / 2 - 1)^2 + (r - 1)^2 is least at r = 2.5 / 2.25.
     works = [Work(1, flops, 0.0, 0, 0.0) for flops in (1e6, 1e6, 1e9)]
     assert fit(works, [1e-3, 2e-3, 1.0]).flop == pytest.approx(1e-9 * 2.5 / 2.25)
-
-
-def test_errors_count_by_weight():
-    # As above with weights: 2 (r - 1)^2 + (r / 2 - 1)^2 / 2 is least at r = 2.25 / 2.125.
-    works = [Work(1, 1e6, 0.0, 0, 0.0)] * 2
-    assert fit(works, [1e-3, 2e-3], [2, 0.5]).flop == pytest.approx(1e-9 * 2.25 / 2.125)
-
-
-def test_rates_are_those_of_steps_of_like_length():
-    # A millisecond for a million operations, and two a hundred times as many.
-    works = [Work(cores, flops, 0.0, 0, 0.0) for cores, flops in ((2, 5e5), (1, 1e8))]
-    measured = Measured(works, [1e-3, 0.2])
-    near_short = fit(works, measured.seconds, [1, 0.01])
-    near_long = fit(works, measured.seconds, [0.01, 1])
-    assert near_short.flop < 1.01e-9 < 1.95e-9 < near_long.flop
-    rate = measured.near(works[0]).rates.flop
-    assert rate == pytest.approx(near_short.flop)
-    assert measured.near(works[1]).rates.flop == pytest.approx(near_long.flop)
-    # The nearest counts in full, however far it is.
-    shorter, longer = works[0]._replace(flops=10), works[1]._replace(flops=1e12)
-    assert measured.near(shorter).rates.flop == pytest.approx(near_short.flop)
-    assert measured.near(longer).rates.flop == pytest.approx(near_long.flop)
-    # In the middle both count alike.
-    middle = Work(1, 1e7, 0.0, 0, 0.0)
-    assert measured.near(middle).rates.flop == pytest.approx(fit(works, measured.seconds).flop)
-    # Without operations a step is like the shortest.
-    nothing = Work(1, 0.0, 0.0, 0, 0.0)
-    assert measured.near(nothing).rates.flop == pytest.approx(near_short.flop)
-
-
-def test_corrections_are_of_steps_of_like_length():
-    # Times are four times what the rate says, and one; weights 1 and 1 / 2, two errors of none.
-    works = [Work(1, 1e6, 0.0, 0, 0.0), Work(1, 2e6, 0.0, 0, 0.0)]
-    found = corrections(works, [4e-3, 2e-3], Rates(1e-9, *[0.0] * 7), [1, 0.5])
-    assert found == pytest.approx({(1, 1): 4 ** (1 / 3.5)})
 
 
 def test_a_mesh_is_corrected_by_what_its_steps_took_longer():

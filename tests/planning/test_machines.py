@@ -1,7 +1,5 @@
 """Plans with real compilers: the TPU's, and XLA's for the CPU devices of this machine."""
 
-import types
-
 import pytest
 
 from mtf_gradsync import planning, xla
@@ -68,22 +66,20 @@ def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     monkeypatch.setattr(small_steps, "choose", lambda count: steps)
     machine = CpuMachine("cpu:2", 2)
-    built = build("batch:2;model:1", LAYOUT)
-    lowered = machine.lower(built.program, built.fetches)
-    rates, corrections = machine.measured.near(machine.measured.works[0])
-    assert len(rates) == len(machine.rates) == 8
+    rates, corrections = machine.calibration
+    assert len(rates) == 8
     assert min(rates) >= 0 < max(rates)
     # Along the batch two cores sum gradients at the end; along the model they meet all the time.
     assert set(corrections) == {(2, 1), (2, 2)}
     # Once in a process.
-    assert CpuMachine("cpu:2", 2).measured is machine.measured
-    machine.rates = Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-4, 0.0, 0.0)
-    made_up = Calibration(machine.rates, {(2, 2): 2.0})
-    machine.measured = types.SimpleNamespace(near=lambda work: made_up)
+    assert CpuMachine("cpu:2", 2).calibration is machine.calibration
+    made_up = Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-4, 0.0, 0.0)
+    machine.calibration = Calibration(made_up, {(2, 2): 2.0})
     # Two groups of two among four cores would be a half; here all two meet. Each puts in 1 MB.
     assert machine.seconds("all-reduce", [[0, 1]], 1e6) == pytest.approx(1e-3 + 2 * 1e6 * 1e-4)
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
-    made = machine.compile(lowered, lambda process: None)
+    built = build("batch:2;model:1", LAYOUT)
+    made = machine.compile(machine.lower(built.program, built.fetches), lambda process: None)
     # Forward: 6 x 8 by 8 x 8; backward the same again, by w alone.
     assert made.flops >= 2 * 2 * 6 * 8 * 8
     # With few operations its meetings are many. The correction is of the whole step: of at least
