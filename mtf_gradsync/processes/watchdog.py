@@ -33,6 +33,8 @@ _GRACE_S = 2.0
 _VERDICT_S = 10.0
 # A process that crashes may do so because another one is lost, which is the better error.
 _CRASH_S = 2.0
+# What another thread has begun to write has come out after this time.
+_WRITING_S = 0.1
 
 _running: Watchdog | None = None
 # What this process has begun last, in words.
@@ -292,7 +294,7 @@ class Watchdog:
         flushing.start()
         flushing.join(1.0)
         with contextlib.suppress(OSError):
-            os.write(2, text.encode())
+            _write_last(text)
         # The main thread may never come back from XLA.
         os._exit(LOST_PROCESS_EXIT_CODE)
 
@@ -311,6 +313,19 @@ def note(begun: str) -> None:
     """Records what this process begins ("step 7"), for the error if it crashes or is lost."""
     global _begun
     _begun = begun
+
+
+def _write_last(text: str) -> None:
+    """Writes a text to standard error as the last of this process.
+
+    jax's threads report the loss, too, at the same moment, which may be after this text.
+    """
+    errors = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    time.sleep(_WRITING_S)
+    os.write(errors, text.encode())
 
 
 def _flush() -> None:

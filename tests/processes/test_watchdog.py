@@ -5,14 +5,36 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE
 from mtf_gradsync.processes.members import Member
 from mtf_gradsync.processes.messages import Connection
 from mtf_gradsync.processes.watchdog import Watchdog
+
+# Its threads write as jax's do, without an end.
+LOUD = """
+import os, socket, threading
+from mtf_gradsync.processes.members import Member
+from mtf_gradsync.processes.messages import Connection
+from mtf_gradsync.processes.watchdog import Watchdog
+
+def shout(descriptor):
+    while True:
+        os.write(descriptor, b"an error of another thread\\n")
+
+for descriptor in (1, 2):
+    threading.Thread(target=shout, args=[descriptor], daemon=True).start()
+mine, chief = socket.socketpair()
+other = Member(0, "here", 2, "worker 0")
+watchdog = Watchdog(Member(1, "here", 1, "worker 1"), {other: Connection(mine)}, 2.0)
+chief.close()
+watchdog.serve()
+"""
 
 
 @contextlib.contextmanager
@@ -62,3 +84,13 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
         with watchdog.beating_by_proxy():
             thread.join(10)
             assert not thread.is_alive()
+
+
+def test_its_words_are_the_last():
+    ran = subprocess.run(
+        [sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    assert ran.returncode == LOST_PROCESS_EXIT_CODE
+    last = ran.stdout.decode().rstrip("\n").splitlines()[-1]
+    assert "lost worker 0" in last
+    assert "newest checkpoint" in last
