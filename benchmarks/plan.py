@@ -1,6 +1,6 @@
 """Whether the order of mesh shapes that `mtf-gradsync plan` predicts is the one that is measured.
 
-On CPU devices of this machine, at rates that are fitted to small steps first.
+On CPU devices of this machine, at rates that are fitted to sample steps first.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 import multiprocessing
 import sys
 import tempfile
-import time
 from typing import Any, Callable, Iterator
 
 from benchmarks import models, report, timing
 from mtf_gradsync import simd, xla
+from mtf_gradsync.planning.calibration import Calibration
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.planning.this_machine import CpuMachine
 
@@ -68,17 +68,33 @@ def _measure(
             sizes["lm, larger"] = ((6, 512, 64, 256), larger_rounds)
     counts = sorted({a * b for a, b in shapes})
     rows: list[report.Row] = []
+    notes: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory() as cache_dir:
-        start = time.monotonic()
-        machines = {n: CpuMachine(f"cpu:{n}", n, counts[-1], cache_dir) for n in counts}
-        calibrated = time.monotonic() - start
+        of_models: dict[str, Calibration] = {}
         for name, (size, mine) in sizes.items():
             make = functools.partial(_lm, size)
+            machines = {n: CpuMachine(f"cpu:{n}", n, counts[-1], cache_dir) for n in counts}
             rows += _rows(name, make, shapes, machines, cache_dir, mine)
-    calibration = machines[counts[-1]].calibration
-    rates = calibration.rates
+            calibration = machines[counts[-1]].calibration
+            assert calibration is not None  # programs were planned
+            of_models[name] = calibration
+    for calibration in {id(one): one for one in of_models.values()}.values():
+        notes += _said(calibration, [n for n, one in of_models.items() if one is calibration])
     return rows, (
-        f"rates: {1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
+        *notes,
+        *(
+            f"{name}: {layers} layers of {width}, {sequences} sequences of {tokens} tokens"
+            for name, ((layers, width, sequences, tokens), _) in sizes.items()
+        ),
+    )
+
+
+def _said(calibration: Calibration, names: list[str]) -> tuple[str, ...]:
+    """A calibration, and the models that were planned with it, for the notes of the table."""
+    rates = calibration.rates
+    return (
+        f"rates for {', '.join(names)}: "
+        f"{1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
         f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
         f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores, "
@@ -87,11 +103,7 @@ def _measure(
         f"{1e6 * rates.division:.2f} us to divide an operation among threads",
         "corrections by cores and cores that meet: "
         + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items()),
-        f"calibration: {calibrated:.0f} s",
-        *(
-            f"{name}: {layers} layers of {width}, {sequences} sequences of {tokens} tokens"
-            for name, ((layers, width, sequences, tokens), _) in sizes.items()
-        ),
+        f"calibration: {calibration.took:.0f} s",
     )
 
 

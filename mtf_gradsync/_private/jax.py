@@ -105,6 +105,16 @@ def stablehlo_to_hlo(module: str) -> bytes:
     return computation.as_serialized_hlo_module_proto()
 
 
+def stablehlo_flops(module: str, device: Any) -> float:
+    """Returns XLA's count of a StableHLO module's floating-point operations; loops turn once."""
+    read = _hlo().HloModule.from_serialized_hlo_module_proto(stablehlo_to_hlo(module))
+    try:
+        from jaxlib import _jax as library
+    except ImportError:
+        from jaxlib.xla_client import _xla as library
+    return library.hlo_module_cost_analysis(device.client, read).get("flops", 0.0)
+
+
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
     """Compiles StableHLO for devices that a topology describes; the program cannot be run.
 

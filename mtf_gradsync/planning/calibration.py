@@ -1,4 +1,4 @@
-"""What the CPU devices of this machine take for the work of a step, fitted to small steps."""
+"""What the CPU devices of this machine take for the work of a step, fitted to sample steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes
-from mtf_gradsync.planning import small_steps
+from mtf_gradsync.planning import sample_steps
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.session import session
@@ -22,7 +22,6 @@ from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.lowering.replica_program import replica_program
 from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
 
-_ROUNDS = 8
 # Cores that meet in fewer of their operations than this share have their work for themselves.
 _SELDOM = 0.02
 # A correction is a mean of few errors, one of each size of step: it counts with as many that are
@@ -84,11 +83,12 @@ class Rates(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What steps take on the devices of this machine."""
+    """What steps of about one length take on the devices of this machine."""
 
     rates: Rates
-    # By cores and `Work.group`: how many times as long as `rates` say small steps of these took.
+    # By cores and `Work.group`: how many times as long as `rates` say sample steps of these took.
     corrections: Mapping[tuple[int, int], float]
+    took: float = 0.0  # seconds, all of it
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a step."""
@@ -159,11 +159,12 @@ def corrections(
 
 
 @functools.lru_cache(maxsize=None)
-def measure(devices: tuple[Any, ...]) -> Calibration:
-    """Runs small training steps, once in a process, and fits rates and corrections to them.
+def measure(devices: tuple[Any, ...], samples: sample_steps.Samples) -> Calibration:
+    """Runs training steps, once in a process, and fits rates and corrections to them.
 
     The steps run on all of jax's CPU devices that are given, and on the first ones.
     """
+    start = time.monotonic()
     works, steps = [], []
     with contextlib.ExitStack() as stack:
         cache_dir = stack.enter_context(tempfile.TemporaryDirectory())
@@ -171,9 +172,9 @@ def measure(devices: tuple[Any, ...]) -> Calibration:
         # One step is compiled while the next is built.
         compiler = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
         begun = []
-        chosen = small_steps.choose(len(devices))
+        chosen = sample_steps.choose(len(devices), samples.sizes)
         for mesh, size in tqdm(chosen, "steps to measure with", leave=False, disable=None):
-            step = small_steps.build(mesh, size)
+            step = sample_steps.build(mesh, size)
             with step.loss.graph.as_default():
                 replica = replica_program(step.program, [step.loss])
                 program = Lowered(lowered(replica, cache).module, 0, (), False)
@@ -186,21 +187,23 @@ def measure(devices: tuple[Any, ...]) -> Calibration:
                 opened = session(step.program, step.lowering, devices=mine, cache_dir=cache_dir)
             run = stack.enter_context(opened).run
             steps.append(functools.partial(run, [step.loss], step.feed))
-        seconds = _timed(steps)
+        seconds = _timed(steps, samples.rounds)
     rates = fit(works, seconds)
-    return Calibration(rates, corrections(works, seconds, rates))
+    return Calibration(rates, corrections(works, seconds, rates), time.monotonic() - start)
 
 
-def _timed(steps: Sequence[Callable[[], Any]]) -> list[float]:
+def _timed(steps: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """Median of each one's seconds; a round runs all of them, every other in reverse.
 
     A median is what a step mostly takes: what it takes at best orders meshes otherwise.
     """
-    seconds = np.zeros((_ROUNDS, len(steps)))
-    for number in range(_ROUNDS):
-        for place in range(len(steps))[:: (-1) ** number]:
-            steps[place]()  # fills caches and memory
-            start = time.perf_counter()
-            steps[place]()
-            seconds[number, place] = time.perf_counter() - start
+    seconds = np.zeros((rounds, len(steps)))
+    with tqdm(total=seconds.size, desc="measuring", leave=False, disable=None) as bar:
+        for number in range(rounds):
+            for place in range(len(steps))[:: (-1) ** number]:
+                steps[place]()  # fills caches and memory
+                start = time.perf_counter()
+                steps[place]()
+                seconds[number, place] = time.perf_counter() - start
+                bar.update()
     return [float(median) for median in np.median(seconds, axis=0)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Sequence
 
-from mtf_gradsync._private.jax import compiled_hlo, memory_bytes
+from mtf_gradsync._private.jax import compiled_hlo, memory_bytes, stablehlo_flops
 from mtf_gradsync.planning.calibration import Calibration, measure, meetings, work_of
 from mtf_gradsync.planning.machines import Begun, Compiled
+from mtf_gradsync.planning.sample_steps import samples_like
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.xla.devices.available import devices_for
@@ -34,26 +35,29 @@ class CpuMachine:
     def __init__(
         self, name: str, cores: int, most: int | None = None, cache_dir: str | None = None
     ):
-        """Calibrates the devices, once in a process; it takes some minutes.
+        """Makes the devices, which are calibrated when the first program comes.
 
-        `most` devices are made, where others of this process need more than `cores`. Compiled
+        That takes some minutes, once in a process for short steps and once for long ones. `most`
+        devices are made, where others of this process need more than `cores`. Compiled
         programs are kept in `cache_dir`.
         """
         self.name, self.cores = name, cores
         self.memory_per_core: int | None = None
         self.peak_flops_per_core: float | None = None
-        devices = devices_for(max(cores, most or 0), "cpu")
-        self._devices = devices[:cores]
+        self._calibrated = tuple(devices_for(max(cores, most or 0), "cpu"))
+        self._devices = self._calibrated[:cores]
         self._cache = Cache(cache_dir)
-        self.calibration: Calibration = measure(tuple(devices))
+        self.calibration: Calibration | None = None
 
     def lower(self, program: Program, fetches: Sequence[object]) -> Lowered:
-        """See `Machine`."""
+        """See `Machine`. Before the first program is compiled, steps about as long are measured."""
         replica = replica_program(program, fetches)
         try:
             made = lowered(replica, self._cache)
         except UnsupportedProgramError as error:
             return Lowered(replica.num_replicas, None, str(error))
+        # Here, where no other program is built, and where Ctrl-C ends it.
+        self._calibration_for(made.module)
         return Lowered(replica.num_replicas, made.module)
 
     def compile(self, lowered: Lowered, begun: Begun) -> Compiled:
@@ -66,6 +70,7 @@ class CpuMachine:
             executable = loaded(program, self._devices, self._cache).executable
         except UnsupportedProgramError as error:
             return Compiled(error=str(error))
+        calibration = self._calibration_for(lowered.module)
         work = work_of(executable, self.cores)
         collectives = tuple(find_hlo_collectives(compiled_hlo(executable)))
         # What `seconds` says comes on top of the estimate.
@@ -74,7 +79,7 @@ class CpuMachine:
             bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
             flops=work.flops,
             bytes_accessed=work.bytes,
-            estimate_seconds=max(0.0, self.calibration.seconds(work) - elsewhere),
+            estimate_seconds=max(0.0, calibration.seconds(work) - elsewhere),
             loops_counted_once=lowered.module.count("stablehlo.while"),
             collectives=collectives,
             seconds=time.monotonic() - start,
@@ -83,6 +88,14 @@ class CpuMachine:
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """See `Machine`. Waiting for each other, and handing on data; the estimate has the rest."""
         del operation
+        assert self.calibration is not None  # a program was lowered
         met, rates = meetings(groups, self.cores), self.calibration.rates
         handing_on = self.cores * size * rates.exchanged_byte if met else 0.0
         return met * rates.meeting + handing_on
+
+    def _calibration_for(self, module: str) -> Calibration:
+        """The calibration, by steps like the first program's: other meshes' are about as long."""
+        if self.calibration is None:
+            flops = stablehlo_flops(module, self._devices[0]) * self.cores
+            self.calibration = measure(self._calibrated, samples_like(flops))
+        return self.calibration

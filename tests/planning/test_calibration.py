@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.planning import small_steps
+from mtf_gradsync.planning import sample_steps
 from mtf_gradsync.planning.calibration import (
     Calibration,
     Rates,
@@ -12,6 +12,8 @@ from mtf_gradsync.planning.calibration import (
     fit,
     meetings,
 )
+
+ONE = sample_steps.Size(1, 8, 2, 2)
 
 
 def made_up(count):
@@ -101,11 +103,29 @@ def test_meetings_are_shares_of_all_cores():
 
 @pytest.mark.parametrize("count", [1, 3, 6, 16])
 def test_steps_to_measure_run_on_all_devices_and_on_parts_of_them(count):
-    meshes = {mesh for mesh, _ in small_steps.choose(count)}
+    meshes = {mesh for mesh, _ in sample_steps.choose(count, [ONE])}
     assert {(1, 1), (count, 1)} <= meshes
     assert all(count % (batch * model) == 0 for batch, model in meshes)
 
 
 def test_each_way_to_divide_sixteen_has_its_steps():
-    meshes = {mesh for mesh, _ in small_steps.choose(16)}
+    meshes = {mesh for mesh, _ in sample_steps.choose(16, [ONE])}
     assert meshes == {(n // m, m) for n in (1, 2, 4, 8, 16) for m in (1, 2, 4) if n >= m}
+
+
+def flops_of(size):
+    """Of the products of a step by hand, in two directions and three passes."""
+    tokens, width = size.batch * size.length, size.width
+    layer = 12 * width**2 + 2 * size.length * width
+    return 3 * 2 * tokens * (size.layers * layer + 256 * width)
+
+
+def test_a_step_is_sampled_by_steps_of_like_length():
+    short, long = sample_steps.samples_like(1e9), sample_steps.samples_like(2e12)
+    most, least = max(map(flops_of, short.sizes)), min(map(flops_of, long.sizes))
+    assert 10 * most < least
+    for size in short.sizes:
+        assert sample_steps.samples_like(flops_of(size)) is short
+    # What is not a product comes on top.
+    assert sample_steps.samples_like(0.9 * least) is short
+    assert sample_steps.samples_like(1.05 * least) is long

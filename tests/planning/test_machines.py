@@ -3,10 +3,10 @@
 import pytest
 
 from mtf_gradsync import planning, xla
-from mtf_gradsync.planning import calibration, small_steps
+from mtf_gradsync.planning import sample_steps, this_machine
 from mtf_gradsync.planning.calibration import Calibration, Rates, work_of
 from mtf_gradsync.planning.machines import TpuMachine
-from mtf_gradsync.planning.small_steps import Size
+from mtf_gradsync.planning.sample_steps import Samples, Size
 from mtf_gradsync.planning.this_machine import CpuMachine
 from tests.planning.machines import LAYOUT, build
 
@@ -63,23 +63,33 @@ def test_without_the_compiler_the_error_says_what_to_install():
 def test_a_plan_for_cpu_devices_has_rates_that_were_fitted(monkeypatch):
     # What is measured is not the point: once each, and few.
     steps = [((2, 1), Size(1, 8, 2, 2)), ((1, 2), Size(1, 8, 2, 2))]
-    monkeypatch.setattr(calibration, "_ROUNDS", 1)
-    monkeypatch.setattr(small_steps, "choose", lambda count: steps)
+    flops = []
+
+    def samples_like(count):
+        flops.append(count)
+        return Samples((), rounds=1)
+
+    monkeypatch.setattr(this_machine, "samples_like", samples_like)
+    monkeypatch.setattr(sample_steps, "choose", lambda count, sizes: steps)
     machine = CpuMachine("cpu:2", 2)
-    rates, corrections = machine.calibration
+    built = build("batch:2;model:1", LAYOUT)
+    lowered = machine.lower(built.program, built.fetches)
+    rates, corrections, _ = machine.calibration
     assert len(rates) == 8
     assert min(rates) >= 0 < max(rates)
     # Along the batch two cores sum gradients at the end; along the model they meet all the time.
     assert set(corrections) == {(2, 1), (2, 2)}
     # Once in a process.
-    assert CpuMachine("cpu:2", 2).calibration is machine.calibration
+    other = CpuMachine("cpu:2", 2)
+    other.lower(built.program, built.fetches)
+    assert other.calibration is machine.calibration
     made_up = Rates(1e-9, 1e-8, 1e-6, 1e-7, 1e-3, 1e-4, 0.0, 0.0)
     machine.calibration = Calibration(made_up, {(2, 2): 2.0})
     # Two groups of two among four cores would be a half; here all two meet. Each puts in 1 MB.
     assert machine.seconds("all-reduce", [[0, 1]], 1e6) == pytest.approx(1e-3 + 2 * 1e6 * 1e-4)
     assert machine.seconds("all-reduce", [[0], [1]], 1e6) == 0
-    built = build("batch:2;model:1", LAYOUT)
-    made = machine.compile(machine.lower(built.program, built.fetches), lambda process: None)
+    made = machine.compile(lowered, lambda process: None)
+    assert flops == [pytest.approx(2 * made.flops, rel=0.1)] * 2
     # Forward: 6 x 8 by 8 x 8; backward the same again, by w alone.
     assert made.flops >= 2 * 2 * 6 * 8 * 8
     # With few operations its meetings are many. The correction is of the whole step: of at least

@@ -1,8 +1,8 @@
-"""Small training steps in Mesh-TensorFlow, batch and model parallel, to measure a machine with."""
+"""Training steps in Mesh-TensorFlow, batch and model parallel, to measure a machine with."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import numpy as np
 
@@ -25,14 +25,22 @@ class Size(NamedTuple):
     length: int  # tokens in a sequence
 
 
-# Products, passes over memory and new memory (see `Work.new_bytes`) take different shares of these.
-# Shorter steps are left out: what they take is mostly what it costs to begin one.
-_SIZES = (
-    Size(2, 128, 32, 64),
-    Size(1, 256, 16, 64),
-    Size(2, 192, 16, 64),
-    Size(3, 96, 16, 128),
+class Samples(NamedTuple):
+    """Steps of about one length. Products, passes over memory and new memory differ in share."""
+
+    sizes: tuple[Size, ...]
+    rounds: int  # how often each is measured
+
+
+# Of about 0.1 s. What a shorter step takes is mostly what it costs to begin one.
+_SHORT = Samples(
+    (Size(2, 128, 32, 64), Size(1, 256, 16, 64), Size(2, 192, 16, 64), Size(3, 96, 16, 128)),
+    rounds=8,
 )
+# Of about 3 s. Bytes cost more where neither caches nor the C library keep them from step to step.
+_LONG = Samples((Size(1, 512, 64, 256), Size(2, 384, 48, 256)), rounds=2)
+# Floating-point operations of all cores in the shorter one of these two.
+_LONG_FLOPS = 2.8e11
 
 
 class Step(NamedTuple):
@@ -44,14 +52,19 @@ class Step(NamedTuple):
     feed: dict[tf.Tensor, np.ndarray]
 
 
-def choose(count: int) -> list[tuple[Mesh, Size]]:
+def samples_like(flops: float) -> Samples:
+    """The steps that tell most of one with so many floating-point operations of all cores."""
+    return _LONG if flops >= _LONG_FLOPS else _SHORT
+
+
+def choose(count: int, sizes: Sequence[Size]) -> list[tuple[Mesh, Size]]:
     """Meshes of batch and model, each with a size, of the steps to run on up to `count` devices.
 
     They are on few cores, on half of all and on all, each divided in every way that heads allow.
     """
     cores = sorted({n for n in (1, 2, 4, count // 2, count) if n and count % n == 0})
     meshes = [(n // model, model) for n in cores for model in (1, 2, _HEADS) if n % model == 0]
-    return [(mesh, size) for size in _SIZES for mesh in meshes]
+    return [(mesh, size) for size in sizes for mesh in meshes]
 
 
 def build(mesh: Mesh, size: Size) -> Step:
