@@ -93,7 +93,7 @@ def _said(calibration: Calibration, names: list[str]) -> tuple[str, ...]:
     """A calibration, and the models that were planned with it, for the notes of the table."""
     rates = calibration.rates
     return (
-        f"rates for {', '.join(names)}: "
+        f"rates for {'; '.join(names)}: "
         f"{1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
         f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
