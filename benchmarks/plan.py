@@ -12,7 +12,7 @@ import math
 import multiprocessing
 import sys
 import tempfile
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Mapping
 
 from benchmarks import models, report, timing
 from mtf_gradsync import simd, xla
@@ -25,16 +25,15 @@ SHAPES += [(8, 1), (4, 2), (2, 4), (16, 1), (8, 2), (4, 4)]
 # The most that 1 - Kendall's tau may be; 0 is the same order, 1 is none.
 DISORDER = 0.3
 STEPS = 2
-# Rounds of a model whose steps take 20 s each; on request.
-LARGER = "larger_rounds"
+# Rounds of a model whose steps take 20 s each, and of two that nothing was chosen on; on request.
+LARGER, OTHERS = "larger_rounds", "other_rounds"
 
 
 def measure(options: report.Options) -> report.Table:
     """Predicts and measures steps of transformers on each mesh shape."""
     # jax makes its devices once, and other tables may have made fewer.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        larger_rounds = options.settings.get(LARGER, 0)
-        rows, notes = pool.apply(_measure, (options.rounds, larger_rounds, options.quick))
+        rows, notes = pool.apply(_measure, (options.rounds, dict(options.settings), options.quick))
     targets = []
     for name in dict.fromkeys(row["model"] for row in rows) if not options.quick else ():
         mine = [row for row in rows if row["model"] == name]
@@ -51,7 +50,7 @@ def measure(options: report.Options) -> report.Table:
 
 
 def _measure(
-    rounds: int, larger_rounds: int, quick: bool
+    rounds: int, settings: Mapping[str, int], quick: bool
 ) -> tuple[list[report.Row], tuple[str, ...]]:
     report.prepare()
     shapes = SHAPES[:3] if quick else SHAPES
@@ -64,8 +63,11 @@ def _measure(
         few = math.ceil(rounds / 4)
         sizes["lm, large batch"] = ((4, 128, 64, 128), few)
         sizes["lm, wide, large batch"] = ((2, 256, 64, 128), few)
-        if larger_rounds:
-            sizes["lm, larger"] = ((6, 512, 64, 256), larger_rounds)
+        if settings.get(LARGER):
+            sizes["lm, larger"] = ((6, 512, 64, 256), settings[LARGER])
+        if settings.get(OTHERS):
+            sizes["lm, long"] = ((8, 320, 32, 320), settings[OTHERS])
+            sizes["lm, widest"] = ((3, 768, 32, 128), settings[OTHERS])
     counts = sorted({a * b for a, b in shapes})
     rows: list[report.Row] = []
     notes: tuple[str, ...] = ()
@@ -243,4 +245,4 @@ def _plot(axes: Any, rows: list[report.Row]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(report.main([measure], "python -m benchmarks.plan", settings={LARGER: 0}))
+    sys.exit(report.main([measure], "python -m benchmarks.plan", settings={LARGER: 0, OTHERS: 0}))

@@ -26,7 +26,10 @@ class Size(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Steps of about one length. Products, passes over memory and new memory differ in share."""
+    """Steps of about one length; their sizes differ in what takes most of the time.
+
+    That is products, passes over memory, or new memory (see `Work.new_bytes`).
+    """
 
     sizes: tuple[Size, ...]
     rounds: int  # how often each is measured
