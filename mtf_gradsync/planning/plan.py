@@ -125,10 +125,9 @@ def _axes_of(layout: str) -> list[str]:
 
 
 def _machines(names: Sequence[str]) -> list[Machine]:
-    """The machines of some names. jax makes CPU devices once, so for the largest of them."""
+    """The machines of some names, CPU devices first: no compiler runs while they are measured."""
     counts = {name: cores_of(name) for name in names if name.partition(":")[0] == _THIS_MACHINE}
+    # jax makes CPU devices once, so for the largest of these machines.
     most = max(counts.values(), default=0)
-    return [
-        CpuMachine(name, counts[name], most) if name in counts else TpuMachine(name)
-        for name in names
-    ]
+    tpus = [TpuMachine(name) for name in names if name not in counts]
+    return [*(CpuMachine(name, cores, most) for name, cores in counts.items()), *tpus]
