@@ -100,15 +100,6 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
-def keeps_no_slot_of_shape(optimizer: Any, shape: mtf.Shape) -> bool:
-    """Whether an optimizer keeps only factored statistics of a variable, as Adafactor does."""
-    if not isinstance(optimizer, mtf.optimize.AdafactorOptimizer):
-        return False
-    beta1 = optimizer._beta1
-    has_no_momentum = isinstance(beta1, (int, float)) and not beta1
-    return has_no_momentum and bool(optimizer._factored_dims(shape))
-
-
 def slice_function(
     operation: mtf.SlicewiseOperation | mtf.BinaryOpWithBroadcasting,
 ) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import (
     dims_known_by_name,
-    keeps_no_slot_of_shape,
     mesh_impls_made,
     mesh_key,
 )
@@ -32,7 +31,7 @@ from mtf_gradsync.optimizers.sharded_updates import slots
 from mtf_gradsync.optimizers.sharded_updates.grouping import group_sums
 from mtf_gradsync.optimizers.sharded_updates.savings import log_savings
 from mtf_gradsync.optimizers.sharded_updates.shapes import (
-    fills_tiles,
+    saves_tiles,
     shape_of_part,
     slot_shapes,
     why_unsplit,
@@ -99,9 +98,10 @@ class ShardedUpdateOptimizer(Wrapper):
     part of the reduced gradient (a reduce-scatter), the inner optimizer updates that part of the
     variable, and the new values are gathered. Each core holds 1/num_shards of the slots.
 
-    The inner optimizer receives a variable of the same name for each one, of which the first
-    dimension that can be split is split over the replica axes. It may be any optimizer that updates
-    each variable by itself. Variables that are small, or have no such dimension, are not split.
+    The inner optimizer receives a variable of the same name for each one, with one dimension split
+    over the replica axes: the one of which parts fit best into a TPU's tiles, of several the first.
+    It may be any optimizer that updates each variable by itself. Variables that are small, or have
+    no such dimension, are not split.
 
     The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
     full shapes: a run with sharded updates continues one without, on any mesh, and the reverse.
@@ -131,8 +131,8 @@ class ShardedUpdateOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
           min_size: variables of fewer elements are not split. None stands for 128, and then a
-            matrix of which the optimizer keeps only factored statistics (Adafactor) is not split
-            either if its parts would fill few of a TPU's tiles: they cost more than they save.
+            variable is not split either if a part takes nearly as many of a TPU's tiles as the
+            whole: it would cost more than it saves.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes; or give mesh_shape and layout. Without either they are those of
@@ -190,15 +190,9 @@ class ShardedUpdateOptimizer(Wrapper):
           names of batch dimensions; None for a variable that is not split.
         """
         shape = shape_of_part(var.shape, self.axes, self._fixed_dims(), self._min_size)
-        return None if shape == var.shape or self._costs_more(var.shape, shape) else shape
-
-    def _costs_more(self, full: mtf.Shape, part: mtf.Shape) -> bool:
-        """Returns whether parts of a variable would cost more on a TPU than they save."""
-        if not self._checks_tiles:
-            return False
-        sizes = self.axes.slice_shape(full), self.axes.slice_shape(part)
-        factored = any(keeps_no_slot_of_shape(opt, full) for opt in self.inner_stack())
-        return factored and not fills_tiles(*sizes)
+        sizes = self.axes.slice_shape(var.shape), self.axes.slice_shape(shape)
+        pays = not self._checks_tiles or saves_tiles(*sizes)
+        return None if shape == var.shape or not pays else shape
 
     def _replicas_share_updates(self) -> bool:
         """Returns whether the program's mesh makes one update for all replicas of a variable.

@@ -41,17 +41,25 @@ def log_savings(
         f"; it does not split {counted(unsplit, 'variable')}" if unsplit else "",
     )
     # Gathered values take memory beside the slots. Adam's slots save more than that, Adafactor's
-    # next to nothing.
+    # next to nothing. And half of an update saves less than it takes to gather new values.
+    doubts = []
     if unsharded - held < gathered / 4:
+        doubts.append(
+            f"It saves {unsharded - held} bytes of slots a core, and gathers {gathered} bytes of "
+            "new values: with this optimizer it can save time but hardly memory, and a program for "
+            "a TPU can take more memory, and on some generations more time, than without it."
+        )
+    if axes.num_shards == 2:
+        doubts.append(
+            "It splits updates over two replicas: that saves memory, but a step on a TPU can take "
+            "more time than without it."
+        )
+    if doubts:
         _logger.info(
-            "%s saves %d bytes of slots a core, and gathers %d bytes of new values: with this "
-            "optimizer it can save time but hardly memory, and a program for a TPU can take more "
-            "memory, and on some generations more time, than without the wrapper. `mtf-gradsync "
-            "compile --compare_with_bare` shows the time and the memory that the compiler for TPUs "
-            "expects of both.",
+            "%s may not pay. %s `mtf-gradsync compile --compare_with_bare` shows the time and the "
+            "memory that the compiler for TPUs expects of both.",
             name,
-            unsharded - held,
-            gathered,
+            " ".join(doubts),
         )
 
 

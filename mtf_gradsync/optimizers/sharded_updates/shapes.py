@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Collection, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 
-# Rows and columns that a TPU pads matrices to.
+# Rows and columns of the tiles in which a TPU stores the last two dimensions of its layout.
 _TILE = (8, 128)
 
 
@@ -18,49 +19,61 @@ def shape_of_part(
     """Returns a variable's shape with dimensions renamed so that the layout splits them.
 
     For each replica axis that the layout does not split the variable over, one dimension takes the
-    name of the shard dim. It is the first unsplit dimension whose size the axis divides, because
-    parts along the first dimension are contiguous in memory. Sizes and order do not change.
+    name of the shard dim. Of the unsplit dimensions whose sizes the axis divides it is the one of
+    which a part takes the fewest of a TPU's tiles; of several the first, because parts along the
+    first dimension are contiguous in memory. Sizes and order do not change.
 
     A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape, and
     dimensions with a name in `fixed_dims` keep their name.
     """
     if shape.size < min_size:
         return shape
-    dims = list(shape.dims)
+    full, dims = axes.slice_shape(shape), list(shape.dims)
     layout = axes.layout.tensor_layout(shape, axes.mesh_shape)
     is_free = [layout[i] is None and d.name not in fixed_dims for i, d in enumerate(dims)]
     for shard_dim in sorted(axes.free_shard_dims(shape), key=lambda d: -d.size):
-        for number, dim in enumerate(dims):
-            if is_free[number] and shard_dim.size > 1 and dim.size % shard_dim.size == 0:
-                dims[number] = mtf.Dimension(shard_dim.name, dim.size)
-                is_free[number] = False
-                break
+        parts = {
+            number: [*dims[:number], mtf.Dimension(shard_dim.name, dim.size), *dims[number + 1 :]]
+            for number, dim in enumerate(dims)
+            if is_free[number] and shard_dim.size > 1 and dim.size % shard_dim.size == 0
+        }
+        if parts:
+            sizes = {n: axes.slice_shape(mtf.Shape(part)) for n, part in parts.items()}
+            number = min(parts, key=lambda n: tiles(full, sizes[n])[1])
+            dims, is_free[number] = parts[number], False
     return mtf.Shape(dims)
 
 
-def fills_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
-    """Returns whether the parts of a matrix fill most of the tiles that a TPU pads them to.
+def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
+    """Returns whether a part takes at least a third fewer of a TPU's tiles than the full tensor.
 
-    A TPU stores the last two dimensions in tiles of 8 x 128 numbers, in the order of these two
-    dimensions that takes fewer tiles. A part that fills few of its tiles takes as much memory as
-    the full matrix, and the compiler copies the full matrix to another layout and back.
+    Both are shapes on one core: of its slice of a variable, and of its part of that. If a part
+    fills few of its tiles, it takes about as much memory and time as the full slice, and the
+    compiler copies the slice to another layout and back.
+    """
+    of_full, of_part = tiles(full, part)
+    return 3 * of_part <= 2 * of_full
 
-    `full` is the shape of a core's slice of the variable, and `part` that of the core's part of it.
-    All parts together must take less than twice the tiles of the full slice. Vectors always do.
+
+def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
+    """Returns how many of a TPU's tiles a tensor and a part of it take, in the tensor's layout.
+
+    A TPU stores two of the dimensions in tiles of 8 x 128 numbers: the last two, unless others take
+    fewer tiles. Vectors are counted in numbers.
     """
     if len(full) < 2:
-        return True
-    swapped = _count_tiles(full, True) < _count_tiles(full, False)
-    num_parts = math.prod(full) // math.prod(part)
-    return num_parts * _count_tiles(part, swapped) < 2 * _count_tiles(full, swapped)
+        return math.prod(full), math.prod(part)
+    numbers = reversed(range(len(full)))
+    in_layout = min(
+        itertools.permutations(numbers, 2), key=lambda columns_rows: _count(full, *columns_rows)
+    )
+    return _count(full, *in_layout), _count(part, *in_layout)
 
 
-def _count_tiles(shape: Sequence[int], swapped: bool) -> int:
-    """Returns the number of tiles of a slice, whose last two dimensions may be swapped."""
-    *others, rows, columns = shape
-    if swapped:
-        rows, columns = columns, rows
-    return math.prod(others) * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
+    """Returns the number of tiles of a tensor with two of its dimensions in tiles."""
+    others = math.prod(sizes) // (sizes[columns] * sizes[rows])
+    return others * math.ceil(sizes[rows] / _TILE[0]) * math.ceil(sizes[columns] / _TILE[1])
 
 
 class SlotShapes(NamedTuple):

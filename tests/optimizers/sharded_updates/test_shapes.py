@@ -7,13 +7,14 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.sharded_updates.shapes import (
-    fills_tiles,
+    saves_tiles,
     shape_of_part,
     slot_shapes,
     why_unsplit,
 )
 
 AXES = gs.ReplicaAxes("batch:4;model:2", "batch:batch;d_ff:model;experts:batch")
+PAIR = gs.ReplicaAxes("batch:2", "batch:batch")
 TWO = gs.ReplicaAxes("a:2;b:4", "outer:a;batch:b", ("outer", "batch"))
 
 
@@ -50,22 +51,44 @@ def test_the_reason_why_a_variable_is_not_split(shape, why):
 
 
 @pytest.mark.parametrize(
-    ("full", "part", "fills"),
+    ("axes", "shape", "part"),
     [
-        ((128, 256), (32, 256), True),  # 32 tiles, and 4 times 8
-        ((256, 128), (256, 32), False),  # each part is as large as the full matrix
+        # With x along the columns of tiles it takes 8 of them, else 128 or more; a part of 64
+        # columns would take 8, too, and one with 4 of y 4.
+        (PAIR, "x=128,y=8,z=8", "x=128,batch=8,z=8"),
+        (PAIR, "x=1024,y=8,z=8", "batch=1024,y=8,z=8"),
+        (PAIR, "x=128,z=64", "x=128,batch=64"),
+        # Parts of 4 rows take a tile as those of 8 do.
+        (PAIR, "x=8,y=256", "x=8,batch=256"),
+        (PAIR, "x=64,y=256", "batch=64,y=256"),
+    ],
+)
+def test_the_dimension_whose_parts_take_the_fewest_tiles_is_split(axes, shape, part):
+    assert shape_of_part(_shape(shape), axes) == _shape(part)
+
+
+@pytest.mark.parametrize(
+    ("full", "part", "saves"),
+    [
+        ((128, 256), (32, 256), True),  # 8 tiles for 32
+        ((256, 128), (256, 32), False),  # a part is as large as the full matrix
         ((128, 64), (32, 64), False),  # the 128 lie along the tiles
         ((256, 512), (256, 128), True),
-        ((512, 768), (512, 96), True),  # 4 tiles for 3
-        ((3, 512, 768), (3, 512, 48), False),
+        ((512, 768), (512, 96), True),  # 1 tile for 6
+        ((512, 192), (512, 48), True),  # 1 for 2
+        ((512, 64), (64, 64), True),  # 8 for 32, though all 8 parts take 64
+        ((20, 128), (10, 128), True),  # 2 for 3
+        ((8000, 128), (4000, 128), True),
+        ((4096, 8, 128), (64, 8, 128), True),
+        ((8, 64), (4, 64), False),
         ((128,), (32,), True),
     ],
 )
-def test_parts_fill_tiles(full, part, fills):
-    assert fills_tiles(full, part) is fills
+def test_parts_that_save_tiles(full, part, saves):
+    assert saves_tiles(full, part) is saves
 
 
-def test_factored_matrices_whose_parts_fill_few_tiles_are_not_split():
+def test_variables_whose_parts_save_no_tiles_are_not_split():
     def parts(opt, **kwargs):
         wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES, **kwargs)
         shapes = {"wi": "d_model=128,d_ff=512", "wo": "d_ff=512,d_model=128", "b": "d_model=128"}
@@ -74,12 +97,12 @@ def test_factored_matrices_whose_parts_fill_few_tiles_are_not_split():
             made = [mtf.get_variable(mesh, n, _shape(s)).operation for n, s in shapes.items()]
         return {v.name for v in made if wrapper.part_of(v) is not None}
 
-    adafactor = mtf.optimize.AdafactorOptimizer
-    assert parts(adafactor(0.1, decay_rate=0.8)) == {"wi", "b"}
-    assert parts(adafactor(0.1, decay_rate=0.8), min_size=128) == {"wi", "wo", "b"}
-    # These have a slot of the variable's shape to save.
-    assert parts(adafactor(0.1, decay_rate=0.8, beta1=0.9)) == {"wi", "wo", "b"}
-    assert parts(adafactor(0.1, decay_rate=0.8, factored=False)) == {"wi", "wo", "b"}
+    for opt in (
+        mtf.optimize.AdafactorOptimizer(0.1, decay_rate=0.8),
+        mtf.optimize.AdamWeightDecayOptimizer(0.1),
+    ):
+        assert parts(opt) == {"wi", "b"}
+        assert parts(opt, min_size=128) == {"wi", "wo", "b"}
 
 
 def test_they_are_split_where_there_is_nothing_else():

@@ -219,3 +219,13 @@ def test_the_log_says_what_is_saved(caplog, name, hardly):
         f"and {unsharded} without the wrapper."
     ) in caplog.text
     assert ("hardly memory" in caplog.text) is hardly
+    assert "two replicas" not in caplog.text
+
+
+def test_the_log_says_that_two_replicas_save_memory_only(caplog):
+    with tf.Graph().as_default(), caplog.at_level("INFO", logger="mtf_gradsync"):
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        shape = mtf.Shape([mtf.Dimension("d", 8)])
+        w = mtf.get_variable(mesh, "w", shape).operation
+        sharded(OPTIMIZERS["adam"](), "experts").apply_grads([mtf.ones(mesh, shape)], [w])
+    assert "may not pay. It splits updates over two replicas" in caplog.text
