@@ -95,15 +95,22 @@ def compile_config(
     if missing:
         raise TrainingError(missing)
     job = resolve_job(gin_files.run_config())
-    bare = None
+    bare, bare_fetches = None, []
     if compare_with_bare:
         with tf.Graph().as_default(), compiled_only():
-            _, bare = build_simd(job._replace(optimizer=innermost_of(job.optimizer)))
+            bare_graph, bare = build_simd(job._replace(optimizer=innermost_of(job.optimizer)))
+            bare_fetches = [bare_graph.loss]
     with tf.Graph().as_default(), compiled_only():
         graph, program = build_simd(job)
         try:
             return xla.compile_for_tpu(
-                program, [graph.loss], topology, save_hlo, bare, update_not_split
+                program,
+                [graph.loss],
+                topology,
+                save_hlo,
+                bare,
+                update_not_split,
+                bare_fetches,
             )
         except xla.CompilerDiedError as error:
             raise TrainingError(str(error)) from error

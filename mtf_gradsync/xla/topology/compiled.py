@@ -13,7 +13,7 @@ from mtf_gradsync.xla.topology.estimate import CostEstimate
 from mtf_gradsync.xla.topology.topologies import GENERATIONS
 
 _ESTIMATES = {
-    "step": "step, without branches",
+    "step": "step, with conditionals",
     "conditions_true": "step, all conditions true",
     "conditions_false": "step, all conditions false",
     "bare": "bare optimizer",
@@ -63,15 +63,18 @@ class CompiledProgram:
         Empty unless asked for by `update_not_split`.
       memory: bytes on one core; None where the program was refused.
       seconds: how long the compilation took. That is no measure of how fast the program runs.
-      estimates: the compiler's own estimates by name. "step": of the program, without the branches
-        of conditionals. "conditions_true" and "conditions_false", where it has conditionals: of the
-        program with all conditions true, as in an update step, or false. "bare": of the program
-        with the bare optimizer.
+      estimates: the compiler's own estimates by name. "step": of the program; of its conditionals
+        the compiler counts no branch, or the dearest (libtpu 0.0.17). "conditions_true" and
+        "conditions_false", where it has conditionals: of the program with all conditions true, as
+        in an update step, or false. "bare": of the program with the bare optimizer, with all
+        conditions true.
       bare_memory: bytes on one core of the program with the bare optimizer; None where that was not
         asked for.
       of_update: collectives of the compiled program with all conditions true, as in an update step,
         where it has conditionals; else those in `after`.
-      not_estimated: name of an estimate -> why the compiler refused the program for it.
+      not_estimated: name of an estimate -> why the program for it was refused.
+      bare_lacks_fetches: whether a step of the bare program returns less than the program's, so
+        that it is a little cheaper.
     """
 
     topology: str
@@ -87,6 +90,7 @@ class CompiledProgram:
     bare_memory: CoreMemory | None = None
     of_update: tuple[HloCollective, ...] = ()
     not_estimated: dict[str, str] = dataclasses.field(default_factory=dict)
+    bare_lacks_fetches: bool = False
 
     @property
     def accepted(self) -> bool:
@@ -170,6 +174,8 @@ class CompiledProgram:
                 )
         for name, reason in self.not_estimated.items():
             notes.append(f"{labels[name]}: refused: {reason}")
+        if self.bare_lacks_fetches:
+            notes.append("The bare step returns less than this one: give its loss as bare_fetches.")
         step = self.estimates.get("conditions_true", self.estimates.get("step"))
         if bare and step and step.seconds > _DEARER * bare.seconds:
             more = 100 * (step.seconds / bare.seconds - 1)

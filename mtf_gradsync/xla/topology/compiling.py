@@ -37,6 +37,7 @@ def compile_for_tpu(
     save_hlo: str | os.PathLike[str] | None = None,
     bare: Program | None = None,
     update_not_split: bool = False,
+    bare_fetches: Sequence[Any] = (),
 ) -> CompiledProgram:
     """Whether the TPU compiler accepts a program, with its collectives, memory and cost per core.
 
@@ -52,6 +53,7 @@ def compile_for_tpu(
       bare: the same model's program with the bare optimizer; its estimate is added as "bare".
       update_not_split: whether to compile a second time, without splitting the weight update over
         the cores, so that the bytes of collectives can be compared.
+      bare_fetches: what a step of `bare` returns; without its loss it is a little cheaper.
 
     Returns:
       The compiler's answer; a program that it refuses is an answer too.
@@ -61,13 +63,29 @@ def compile_for_tpu(
       CompilerDiedError: when the compiler's process crashed.
       UnsupportedProgramError: when an operation or input has no counterpart in HLO.
       ValueError: when there is no such topology, its number of cores is not that of the program's
-        mesh, or a fetch is no tensor of the program.
+        mesh, `bare` has another number, or a fetch is no tensor of its program.
     """
     generation_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
+    if bare is not None and bare.num_replicas != program.num_replicas:
+        raise ValueError(
+            f"The bare program has {bare.num_replicas} cores and the program {program.num_replicas}"
+            ". Build both on the same mesh: their estimates are compared core by core."
+        )
     lowered = lower(program, fetches)
-    others = _others(lowered.module, bare) if lowered.module is not None else {}
-    return compile_lowered(lowered, topology, save_hlo, others, update_not_split)
+    others = {} if lowered.module is None else _conditions(lowered.module)
+    refused = ""
+    if bare is not None:
+        module, refused = _lower_bare(bare, bare_fetches)
+        if module is not None:
+            # With its own conditions as in the step that it is compared with.
+            others["bare"] = with_conditions(module, True) or module
+    made = compile_lowered(lowered, topology, save_hlo, others, update_not_split)
+    if refused:
+        made.not_estimated["bare"] = _short(refused)
+    return dataclasses.replace(
+        made, bare_lacks_fetches=bare is not None and len(bare_fetches) < len(fetches)
+    )
 
 
 class Lowered(NamedTuple):
@@ -103,7 +121,7 @@ def compile_lowered(
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     if others is None:
-        others = _others(lowered.module, None) if lowered.module is not None else {}
+        others = {} if lowered.module is None else _conditions(lowered.module)
     estimated = {**({} if lowered.module is None else {"step": lowered.module}), **others}
     loops = {name: turns_more(module) for name, module in estimated.items()}
     with_turns = {
@@ -132,6 +150,8 @@ def compile_lowered(
             Path(save_hlo).mkdir(parents=True, exist_ok=True)
             for stage in ("before", "after"):
                 text = Path(folder) / f"{stage}.hlo.txt"
+                # What is there of an earlier program would pass for this one's.
+                (Path(save_hlo) / text.name).unlink(missing_ok=True)
                 if text.exists():
                     shutil.copy(text, save_hlo)
     estimates = {name: _with_loops(name, read, *loops[name]) for name in read if name in loops}
@@ -184,11 +204,18 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(place) for place in answer["places"])
 
 
-def _others(module: str, bare: Program | None) -> dict[str, str]:
-    """Further programs to estimate, as StableHLO by the name of the estimate."""
+def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
+    """The bare program as StableHLO, or why TensorFlow refuses it: the other one has its answer."""
+    try:
+        lowered = lower(bare, fetches)
+    except UnsupportedProgramError as error:
+        return None, str(error)
+    return lowered.module, lowered.refused
+
+
+def _conditions(module: str) -> dict[str, str]:
+    """A program with its conditions true and false, by the name of the estimate."""
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
-    if bare is not None:
-        made["bare"] = to_stablehlo(to_hlo(replica_program(bare)))
     return {name: text for name, text in made.items() if text is not None}
 
 

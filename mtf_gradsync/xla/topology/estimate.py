@@ -32,8 +32,8 @@ class CostEstimate:
       unknown: the number of operations that it cannot estimate.
       unknown_operations: targets of the program's custom calls, which may be those operations.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
-        while other operations run, padding included; `bytes_accessed` counts each of them four
-        times.
+        while other operations run, padding included. In small programs `bytes_accessed` counts each
+        about four times.
       loops_counted_once: the number of loops of which one turn is in the numbers, because it is not
         known how often they turn.
     """
@@ -92,9 +92,9 @@ def _counted(module: Any) -> Iterator[Any]:
 def with_conditions(module: str, value: bool) -> str | None:
     """Returns a StableHLO program's text with its conditionals replaced by one of their branches.
 
-    The compiler's estimate does not count what is inside a conditional. All conditions have the
-    same `value`, except one that is the negation of another ("report if not finite" beside "update
-    if finite"): it has the opposite value. Returns None for a program without conditionals.
+    What the compiler's estimate counts of a conditional is not what a step runs. All conditions
+    have the same `value`, except one that is the negation of another ("report if not finite" beside
+    "update if finite"): it has the opposite value. Returns None for a program without conditionals.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

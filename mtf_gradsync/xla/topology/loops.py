@@ -35,7 +35,7 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
         for number, (own, around) in enumerate(turns):
             if own is None or around is None:
                 unknown += 1
-            elif own * around != around:
+            elif own > 1 and around:  # without any turn the compiler removes it
                 copy = ir.Module.parse(module)
                 loop, _ = list(_loops(_main(copy), ()))[number]
                 _put_a_turn_before(loop)

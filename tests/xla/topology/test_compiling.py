@@ -117,9 +117,17 @@ def test_a_wrapper_costs_what_bare_mesh_tensorflow_does(topology):
     for wrapper in ("bare", "cross_shard"):
         with tf.Graph().as_default():
             steps[wrapper] = Step(wrapper)
-    step, bare = steps["cross_shard"], steps["bare"].program
-    compiled = xla.compile_for_tpu(step.program, (), topology, bare=bare, update_not_split=True)
+    step, bare = steps["cross_shard"], steps["bare"]
+    compiled = xla.compile_for_tpu(
+        step.program,
+        [step.loss],
+        topology,
+        bare=bare.program,
+        update_not_split=True,
+        bare_fetches=[bare.loss],
+    )
     check_taken(compiled, "cross_shard", step)
+    assert "bare_fetches" not in str(compiled)
     ours, theirs = compiled.estimates["step"], compiled.estimates["bare"]
     assert ours.seconds <= theirs.seconds > 0
     assert ours.bytes_accessed <= theirs.bytes_accessed > 0
@@ -289,15 +297,41 @@ def test_a_bare_program_that_is_refused_leaves_the_other_one_its_answer():
     assert reason.partition(":")[0] in ("UNIMPLEMENTED", "RESOURCE_EXHAUSTED")
     assert f"bare optimizer: refused: {reason}" in str(compiled).splitlines()
     assert compiled.of_update == compiled.after
+    assert "The bare step returns less than this one: give" in str(compiled)
 
 
-def test_an_operation_without_xla_kernel_is_refused_by_name():
-    x = tf.placeholder(tf.float32, [4])
-    with simd.tpu_program("all:8", "batch:all") as program:
-        y = tf.strings.to_number(tf.strings.as_string(x))
-    compiled = xla.compile_for_tpu(program, [y])
+def test_a_bare_program_that_tensorflow_refuses_leaves_the_other_one_its_answer():
+    bare, texts = _without_kernel()
+    step = small_layer("batch:8", LAYER, batch=64)
+    compiled = xla.compile_for_tpu(
+        step.program, step.fetches, "v5e:2x4", bare=bare, bare_fetches=texts
+    )
+    assert compiled.accepted, compiled.error
+    assert "AsString" in compiled.not_estimated["bare"]
+
+
+def test_a_bare_program_of_another_mesh_is_an_error():
+    with tf.Graph().as_default():
+        bare = small_layer("batch:4", LAYER, batch=64).program
+    step = small_layer("batch:8", LAYER, batch=64)
+    with pytest.raises(ValueError, match="bare program has 4 cores and the program 8"):
+        xla.compile_for_tpu(step.program, step.fetches, "v5e:2x4", bare=bare)
+
+
+def test_an_operation_without_xla_kernel_is_refused_by_name(tmp_path):
+    (tmp_path / "after.hlo.txt").write_text("of another program")
+    compiled = xla.compile_for_tpu(*_without_kernel(), save_hlo=tmp_path)
     assert "bridge to XLA refuses" in compiled.error
     assert "AsString" in compiled.error
+    assert not list(tmp_path.iterdir())
+
+
+def _without_kernel():
+    with tf.Graph().as_default():
+        x = tf.placeholder(tf.float32, [4])
+        with simd.tpu_program("all:8", "batch:all") as program:
+            y = tf.strings.to_number(tf.strings.as_string(x))
+    return program, [y]
 
 
 @pytest.mark.parametrize("topology", ["v3", "3:2x2", "v1:2x2", "", None])
