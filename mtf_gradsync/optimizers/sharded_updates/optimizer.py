@@ -156,9 +156,9 @@ class ShardedUpdateOptimizer(Wrapper):
         if self.axes.num_shards == 1:
             raise ValueError(
                 "ShardedUpdateOptimizer splits updates over the replicas of a batch, but the mesh "
-                f"{self.axes.mesh_shape.to_string} with {self.axes.layout} splits none of the "
-                f"batch dims {list(self.axes.batch_dims)}: there is one replica. Use the inner "
-                "optimizer without the wrapper; its checkpoints are the same."
+                f"{self.axes.mesh_shape.to_string} with {self.axes.layout} has one replica of the "
+                f"batch dims {list(self.axes.batch_dims)}. Use the inner optimizer without the "
+                "wrapper; its checkpoints are the same."
             )
         self._min_size = _MIN_SIZE if min_size is None else min_size
         self._checks_tiles = min_size is None
