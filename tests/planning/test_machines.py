@@ -51,6 +51,14 @@ def test_places_are_those_of_libtpu():
     assert machine.seconds("all-reduce", [[0, 2], [1, 3]], 1e9) > 0
 
 
+@pytest.mark.tpu
+@pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+def test_one_chip_is_a_topology():
+    (row,) = planning.plan(build, "v5e:1x1", LAYOUT, ["batch:1;model:1"]).rows
+    assert (row.cores, row.link_seconds) == (1, 0)
+    assert row.step_seconds > 0
+
+
 @pytest.mark.skipif(not no_compiler, reason="the TPU compiler is installed")
 def test_without_the_compiler_the_error_says_what_to_install():
     with pytest.raises(xla.XlaMissingError, match="pip install"):

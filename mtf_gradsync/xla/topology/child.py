@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -14,6 +15,9 @@ from typing import Any, Mapping
 
 # Keeps each all-reduce of a large weight update one operation, so that bytes can be compared.
 _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
+
+# Chips of a host, unless it is said.
+_CHIPS_PER_HOST = 4
 
 
 def main(private: Any, folder: str) -> dict[str, Any]:
@@ -27,8 +31,9 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
     with open(path("request.json")) as file:
         request = json.load(file)
+    name = request["topology"]
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"])
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **_hosts(name))
     except RuntimeError as error:
         return {"no_topology": str(error)}
     answer = {
@@ -76,6 +81,15 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     if request["update_not_split"]:
         keep("after_unsharded", private.compiled_hlo(compiled(module, _UPDATE_NOT_SPLIT)))
     return answer
+
+
+def _hosts(topology: str) -> dict[str, Any]:
+    """What libtpu has to know of hosts: fewer chips than a host has are all on one."""
+    sizes = topology.partition(":")[2].split("x")
+    if not all(size.isdigit() for size in sizes):
+        return {}
+    bounds = (*map(int, sizes), 1, 1)[:3]
+    return {"chips_per_host_bounds": bounds} if 0 < math.prod(bounds) < _CHIPS_PER_HOST else {}
 
 
 if __name__ == "__main__":
