@@ -53,6 +53,7 @@ def test_places_are_those_of_libtpu():
 
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+@pytest.mark.slow
 def test_one_chip_is_a_topology():
     (row,) = planning.plan(build, "v5e:1x1", LAYOUT, ["batch:1;model:1"]).rows
     assert (row.cores, row.link_seconds) == (1, 0)

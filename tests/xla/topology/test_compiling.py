@@ -300,6 +300,7 @@ def test_a_bare_program_that_is_refused_leaves_the_other_one_its_answer():
     assert "The bare step returns less than this one: give" in str(compiled)
 
 
+@pytest.mark.slow
 def test_a_bare_program_that_tensorflow_refuses_leaves_the_other_one_its_answer():
     bare, texts = _without_kernel()
     step = small_layer("batch:8", LAYER, batch=64)
