@@ -139,10 +139,13 @@ class Host:
             self._drop(stranger)
             return
         member, facts = said.member, said.facts
-        other = next((f"{k}={v!r} and {facts.get(k)!r}" for k, v in self._facts.items()
-                      if facts.get(k) != v), None)  # fmt: skip
+        here = self._facts
+        other = [f"{k}={here.get(k)!r} and {facts.get(k)!r}" for k in {**here, **facts}
+                 if here.get(k) != facts.get(k)]  # fmt: skip
         if other:
-            self._refuse(connection, f"{self._me} and {member} were started with {other}")
+            self._refuse(
+                connection, f"{self._me} and {member} were started with {', '.join(other)}"
+            )
         if not 0 < member.index < num_processes:
             self._drop(stranger)
             return

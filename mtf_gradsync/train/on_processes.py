@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from mtf_gradsync import xla
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
+from mtf_gradsync.train.config.checks import check_count
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError
-from mtf_gradsync.train.run import NOTHING, Accepted, Part, run
+from mtf_gradsync.train.run import NOTHING, Accepted, Part, check_schedule, run
 from mtf_gradsync.train.runtime import choose_runtime
+
+# By these each process decides alone how many steps it makes, and when all exchange something.
+_SCHEDULE = ("train_steps", "save_checkpoints_steps", "log_steps", "timeline_steps")
 
 
 def run_on_processes(
@@ -28,13 +32,15 @@ def run_on_processes(
     say: Callable[[str], None] = print,
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
+    settings: Mapping[str, int] | None = None,
 ) -> Any:
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All build the graph and make the steps; process 0 evaluates, and writes to model_dir, which the
     others can read. The processes meet by `mtf_gradsync.xla.start_processes`, with coordinator,
     their numbers, timeout and silence (in seconds); then `work` is called like `run` in each, and
-    its result is returned.
+    its result is returned. They do not begin unless they have the same schedule and `settings`,
+    which are what `work` was made with, by the user's names.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -64,6 +70,7 @@ def run_on_processes(
             cpu_devices=each,
             timeout=timeout,
             silence=silence,
+            settings={**_schedule(config), **(settings or {})},
         ) as processes:
             part = Part(in_turn=processes.in_turn)
             if process_id == 0:
@@ -79,6 +86,12 @@ def run_on_processes(
     except (ProcessesError, ValueError) as error:
         wrong = TrainingError if isinstance(error, ProcessesError) else ConfigError
         raise wrong(str(error)) from error
+
+
+def _schedule(config: RunConfig) -> dict[str, int]:
+    check_schedule(config)
+    check_count("train_steps", config.train_steps)
+    return {f"train.run.{name}": int(getattr(config, name)) for name in _SCHEDULE}
 
 
 def _say_nothing(*unused_words: Any) -> None:

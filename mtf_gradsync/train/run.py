@@ -109,7 +109,7 @@ def run(
         checkpoint is not accepted.
       TrainingError: if training cannot go on, as `train_loop` says, or nothing can be written.
     """
-    _check_schedule(config)
+    check_schedule(config)
     check_pages_installed()
     runtime = choose_runtime(config, part.target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
@@ -193,8 +193,8 @@ def _read_timeline(path: Path) -> Table | None:
         return None
 
 
-def _check_schedule(config: RunConfig) -> None:
-    """Checks the settings that `resolve_job` does not check."""
+def check_schedule(config: RunConfig) -> None:
+    """Raises a ConfigError if a setting that `resolve_job` does not check cannot work."""
     check_count("save_checkpoints_steps", config.save_checkpoints_steps)
     check_count("keep_checkpoint_max", config.keep_checkpoint_max, optional=True)
     check_count("perplexity_eval_steps", config.perplexity_eval_steps)

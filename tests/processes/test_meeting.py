@@ -260,6 +260,13 @@ def test_a_port_that_is_taken_is_an_error():
             meeting(port, 0, timeout=1.0)
 
 
+def test_what_only_one_process_was_started_with_is_named():
+    for facts in ([FACTS, {**FACTS, "--steps": 4}], [{**FACTS, "--steps": 4}, FACTS]):
+        for error in met(2, [0, 1], facts=facts):
+            assert "started with --steps=" in str(error)
+            assert "None" in str(error)
+
+
 def test_processes_that_were_started_differently_are_named():
     found = met(2, [0, 1], facts=[FACTS, {**FACTS, "jax": "1.2.4"}])
     for error in found:

@@ -135,7 +135,10 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
             with tempfile.TemporaryDirectory() as empty:
                 folder = args.model_dir or empty
                 if process:
-                    return run_on_processes(config, folder, **process, **watch, work=work)
+                    asked = {"--steps": args.steps, "--warm_up": args.warm_up}
+                    return run_on_processes(
+                        config, folder, **process, **watch, work=work, settings=asked
+                    )
                 assert task is not None
                 watch["watch_port"] = args.watch_port
                 return run_on_cluster(config, folder, task, **watch, work=work)

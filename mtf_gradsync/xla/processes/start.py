@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Callable, NamedTuple, TypeVar
+from typing import Any, Callable, Mapping, NamedTuple, TypeVar
 
 from mtf_gradsync._private.jax import (
     Cluster,
@@ -100,6 +100,7 @@ def start_processes(
     cpu_devices: int | None = None,
     timeout: float = 300.0,
     silence: float = 20.0,
+    settings: Mapping[str, Any] | None = None,
 ) -> Processes:
     """Joins this process with the others of its job; returns when all are there.
 
@@ -117,6 +118,8 @@ def start_processes(
       cpu_devices: how many CPU devices this process makes; default what XLA_FLAGS says, or 1.
       timeout: seconds to wait for the other processes.
       silence: seconds without a sign of life after which a process is lost.
+      settings: what has to be equal in all processes, such as how many steps they make, by the
+        user's names for it: numbers, texts, and what else JSON holds.
 
     Returns:
       A context manager; close it when the work is done.
@@ -124,7 +127,7 @@ def start_processes(
     Raises:
       XlaMissingError: when jax is not installed.
       ProcessesError: when jax has begun already, its version cannot have CPU devices in several
-        processes, or the processes cannot meet.
+        processes, the processes cannot meet, or their settings differ.
       ValueError: when the arguments are incomplete or make no sense, or no cluster is found.
     """
     check_installed("jax", "jaxlib")
@@ -151,6 +154,7 @@ def start_processes(
         "num_processes": cluster.num_processes,
         "jax": jax.__version__,
         "cpu_devices": cpu_devices,
+        **(settings or {}),
     }
     place = Place(*_host_and_port(cluster.coordinator), "coordinator")
     peers = meet(place, me, names, facts, end - time.monotonic())

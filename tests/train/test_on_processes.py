@@ -1,0 +1,54 @@
+"""What several processes on XLA devices are asked for."""
+
+import pytest
+
+from mtf_gradsync import xla
+from mtf_gradsync.train import gin_files
+from mtf_gradsync.train.cli.main import main
+from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.on_processes import run_on_processes
+from tests.train.conftest import TINY
+
+FLAGS = ["--coordinator=localhost:1", "--num_processes=2", "--process_id=1"]
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """The settings by which this process would have met the others."""
+    found = {}
+
+    def start(*_, settings, **__):
+        found.update(settings)
+        raise xla.ProcessesError("nobody there")
+
+    monkeypatch.setattr(xla, "start_processes", start)
+    return found
+
+
+def test_a_timeline_compares_what_its_number_of_steps_depends_on(settings, capsys):
+    flags = ["--steps=4", "--warm_up=2", "--trace="]
+    assert main(["timeline", f"--gin_file={TINY}", *FLAGS, *flags]) == 1
+    assert "nobody there" in capsys.readouterr().err
+    assert settings == {
+        "train.run.train_steps": 12,
+        "train.run.save_checkpoints_steps": 6,
+        "train.run.log_steps": 1,
+        "train.run.timeline_steps": 0,
+        "--steps": 4,
+        "--warm_up": 2,
+    }
+
+
+def test_training_compares_its_schedule(settings, tmp_path):
+    binding = "--gin_param=train.run.timeline_steps = 3"
+    assert main(["train", f"--gin_file={TINY}", binding, *FLAGS, f"--model_dir={tmp_path}"]) == 1
+    assert settings["train.run.timeline_steps"] == 3
+    assert "--steps" not in settings
+
+
+@pytest.mark.parametrize("binding", ["train_steps = 1.5", "timeline_steps = -1"])
+def test_a_bad_schedule_is_an_error_before_the_others_are_met(settings, tmp_path, binding):
+    gin_files.load([TINY], [f"train.run.{binding}"])
+    with pytest.raises(ConfigError, match=binding.partition(" ")[0]):
+        run_on_processes(gin_files.run_config(), str(tmp_path), "localhost:1", 2, 1)
+    assert not settings
