@@ -55,6 +55,7 @@ class Timeline:
     def __init__(self, recorder: Recorder | None, path: str | Path | None = None):
         """Takes what records; see `timeline`."""
         self._recorder, self._path = recorder, path
+        self._running: Recorder | None = None
         self._recordings: tuple[Recording, ...] = ()
         self.written: Written | None = None
 
@@ -79,8 +80,15 @@ class Timeline:
         return made
 
     def __enter__(self) -> Timeline:
-        assert self._recorder is not None, "Timelines of recordings are complete"
-        self._recorder.start()
+        """Begins the recording; a TimelineError where this timeline has begun one before."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise TimelineError(
+                "A timeline records one `with` block, and this one has begun its block before, or "
+                "was made of recordings. Call gs.timeline(session) again for each block."
+            )
+        recorder.start()
+        self._running = recorder
         return self
 
     def __exit__(
@@ -90,7 +98,7 @@ class Timeline:
         trace: TracebackType | None,
     ) -> None:
         """Ends the recording; a TimelineError when it has no step, or nothing of a core."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self._running = self._running, None
         assert recorder is not None
         if kind is not None:
             recorder.cancel()
