@@ -33,6 +33,7 @@ def run_on_processes(
     accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
     settings: Mapping[str, int] | None = None,
+    first_does: str = "",
 ) -> Any:
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
@@ -40,7 +41,8 @@ def run_on_processes(
     others can read. The processes meet by `mtf_gradsync.xla.start_processes`, with coordinator,
     their numbers, timeout and silence (in seconds); then `work` is called like `run` in each, and
     its result is returned. They do not begin unless they have the same schedule and `settings`,
-    which are what `work` was made with, by the user's names.
+    which are what `work` was made with, by the user's names. The others say what process 0 does
+    alone: `first_does` where `work` is not `run`.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -75,7 +77,7 @@ def run_on_processes(
             part = Part(in_turn=processes.in_turn)
             if process_id == 0:
                 return work(config, model_dir, say, accepted, part)
-            say(f"process 0 evaluates, and writes to {model_dir}")
+            say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
             part = part._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
             # Process 0 writes the same files.

@@ -1,5 +1,8 @@
 """What several processes on XLA devices are asked for."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 
 from mtf_gradsync import xla
@@ -52,3 +55,24 @@ def test_a_bad_schedule_is_an_error_before_the_others_are_met(settings, tmp_path
     with pytest.raises(ConfigError, match=binding.partition(" ")[0]):
         run_on_processes(gin_files.run_config(), str(tmp_path), "localhost:1", 2, 1)
     assert not settings
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The others are there."""
+    monkeypatch.setattr(
+        xla, "start_processes", lambda *_, **__: contextlib.nullcontext(mock.Mock())
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({}, "evaluates, and writes to here"), ({"first_does": "writes a trace"}, "writes a trace")],
+)
+def test_what_the_others_say_of_process_0(joined, more, said):
+    gin_files.load([TINY], [])
+    lines, work = [], mock.Mock()
+    where = "here", "localhost:1", 2, 1
+    run_on_processes(gin_files.run_config(), *where, say=lines.append, work=work, **more)
+    assert lines == [f"process 0 {said}"]
+    work.assert_called_once()

@@ -135,9 +135,14 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
             with tempfile.TemporaryDirectory() as empty:
                 folder = args.model_dir or empty
                 if process:
-                    asked = {"--steps": args.steps, "--warm_up": args.warm_up}
                     return run_on_processes(
-                        config, folder, **process, **watch, work=work, settings=asked
+                        config,
+                        folder,
+                        **process,
+                        **watch,
+                        work=work,
+                        settings={"--steps": args.steps, "--warm_up": args.warm_up},
+                        first_does="prints and writes the timeline",
                     )
                 assert task is not None
                 watch["watch_port"] = args.watch_port
