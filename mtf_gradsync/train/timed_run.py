@@ -8,7 +8,8 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
-from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration
+from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, describe
+from mtf_gradsync.runtimes.checkpoints.flags import SKIP_FLAG
 from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline, TimelineError
@@ -18,6 +19,9 @@ from mtf_gradsync.train.job import resolve_job
 from mtf_gradsync.train.run import ALONE, NOTHING, Accepted, Part, training_graph
 from mtf_gradsync.train.runners.runner import Runner
 from mtf_gradsync.train.runtime import choose_runtime
+
+# It moves files of the run, which a timeline may not.
+_SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 
 
 class TimedRun:
@@ -37,20 +41,27 @@ class TimedRun:
         accepted: Accepted = NOTHING,
         part: Part = ALONE,
     ) -> Timeline:
-        """Records steps after the newest checkpoint of model_dir; None begins with new values."""
+        """Records steps after the newest checkpoint of model_dir; None begins with new values.
+
+        Raises:
+          ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
+          TrainingError: if a step fails, or nothing can be recorded.
+        """
         runtime = choose_runtime(config, part.target)
         job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
         session = session_config(num_cpu_devices=job.model.mesh.num_cpu_devices)
         checkpoints = part.checkpoint_dir or model_dir
         start = Start()
         if checkpoints is not None:
-            start = part.in_turn(lambda: choose_checkpoint(checkpoints, accepted.damage, say))
+            start = part.in_turn(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
         say(f"steps run on {runtime}")
         with tf.Graph().as_default(), job.batches() as batches:
             _, _, make_runner = training_graph(job, batches, runtime)
             if start.path:
                 say(f"from {start.path}")
                 found = check_configuration(start.path, tf.global_variables(), accepted.differences)
+                if any(found):
+                    say(f"which is of another configuration:\n{describe(found)}")
                 new = (name for name in found.new if name not in found.adapted)
                 start = start._replace(new=tuple(new))
             with tempfile.TemporaryDirectory() as own:

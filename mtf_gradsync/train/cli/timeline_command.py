@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG
 from mtf_gradsync.runtimes.files import write_text
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
@@ -16,6 +17,7 @@ from mtf_gradsync.train.cli.cluster_arguments import (
 from mtf_gradsync.train.cli.gin_arguments import (
     add_gin_arguments,
     config_of_run,
+    gin_file_names,
     loaded_config,
     positive_count,
 )
@@ -32,6 +34,7 @@ of those that no compute hides, the host, and idle time, core by core, with the 
 and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
 
 With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
+Gin files and bindings go over the config that it has, or are in its place where it has none.
 With --gin_file alone they begin with new values."""
 
 EPILOG = """\
@@ -49,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the subcommand."""
     add_gin_arguments(parser)
     parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
+    parser.add_argument(
+        ACCEPT_FLAG,
+        action="store_true",
+        help="take a checkpoint of another configuration: what only one of them has is dropped, or "
+        "begins as in a new run",
+    )
     parser.add_argument(
         "--steps",
         type=positive_count,
@@ -116,21 +125,37 @@ def _merged(files: list[str]) -> Timeline:
         raise ConfigError(f"--merge: {error}") from error
 
 
+def _left_config(args: argparse.Namespace) -> list[str]:
+    """The config file of the run, where it has one or needs one."""
+    if not args.model_dir:
+        return []
+    try:
+        return [config_of_run(args.model_dir)]
+    except ConfigError as error:
+        is_run = any(Path(args.model_dir).glob("*.index"))
+        if is_run and gin_file_names(args):
+            return []
+        hint = "; give its config by --gin_file" if is_run else ", and no checkpoint"
+        raise ConfigError(f"{error}{hint}") from error
+
+
 def _recorded(args: argparse.Namespace) -> Timeline | None:
-    with loaded_config(args, [config_of_run(args.model_dir)] if args.model_dir else ()):
+    with loaded_config(args, _left_config(args)):
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.processes.errors import MissingProcessesError
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.on_cluster import run_on_cluster
         from mtf_gradsync.train.on_processes import run_on_processes
+        from mtf_gradsync.train.run import Accepted
         from mtf_gradsync.train.timed_run import TimedRun
 
         process = process_of_flags(args)
         task = None if process else task_of_flags(args)
         config, work = gin_files.run_config(), TimedRun(args.steps, args.warm_up)
         watch = {"timeout": args.timeout, "silence": args.silence}
+        accepted = Accepted(differences=args.accept_checkpoint_differences)
         if process is None and task is None:
-            return work(config, args.model_dir)
+            return work(config, args.model_dir, accepted=accepted)
         try:
             with tempfile.TemporaryDirectory() as empty:
                 folder = args.model_dir or empty
@@ -140,12 +165,13 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
                         folder,
                         **process,
                         **watch,
+                        accepted=accepted,
                         work=work,
                         settings={"--steps": args.steps, "--warm_up": args.warm_up},
                         first_does="prints and writes the timeline",
                     )
                 assert task is not None
                 watch["watch_port"] = args.watch_port
-                return run_on_cluster(config, folder, task, **watch, work=work)
+                return run_on_cluster(config, folder, task, **watch, accepted=accepted, work=work)
         except MissingProcessesError as error:
             raise TrainingError(str(error)) from error

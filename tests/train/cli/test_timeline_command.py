@@ -3,11 +3,13 @@
 import functools
 import gzip
 import json
+from unittest import mock
 
 import pytest
 
 from mtf_gradsync.timelines import Table, Timeline
 from mtf_gradsync.train.cli.main import main
+from mtf_gradsync.train.timed_run import TimedRun
 from tests.timelines.recordings import two_cores
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 
@@ -59,6 +61,38 @@ def test_of_a_run_that_recorded_its_own(train, tmp_path, capsys):
     assert "2 steps" in out
     assert trace.exists()
     assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    (directory / "model.ckpt-9.data-00000-of-00001").write_bytes(b"")
+    assert main(["timeline", f"--model_dir={directory}"]) == 2
+    # The command itself has no such flag, and moves nothing.
+    assert "With `mtf-gradsync train --skip_damaged_checkpoint`" in capsys.readouterr().err
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What steps were asked for; none are made."""
+    made = mock.create_autospec(TimedRun.__call__, return_value=Timeline.of([two_cores()]))
+    monkeypatch.setattr(TimedRun, "__call__", made)
+    return made
+
+
+def test_a_checkpoint_of_another_configuration(timed, tmp_path):
+    (tmp_path / "operative_config.gin").write_text(f"include '{TINY}'")
+    for flags, accepted in (([], False), (["--accept_checkpoint_differences"], True)):
+        assert main(["timeline", f"--model_dir={tmp_path}", "--trace=", *flags]) == 0
+        assert timed.call_args.kwargs["accepted"].differences is accepted
+
+
+def test_a_run_that_has_no_config(timed, tmp_path, capsys):
+    (tmp_path / "model.ckpt-7.index").touch()
+    flags = ["timeline", f"--model_dir={tmp_path}", "--trace="]
+    assert main(flags) == 2
+    assert "no operative_config.gin" in (said := capsys.readouterr().err)
+    assert "give its config by --gin_file" in said
+    assert main([*flags, f"--gin_file={TINY}"]) == 0
+    assert str(tmp_path) in timed.call_args.args
+    (tmp_path / "model.ckpt-7.index").unlink()
+    assert main([*flags, f"--gin_file={TINY}"]) == 2
+    assert "and no checkpoint" in capsys.readouterr().err
 
 
 def test_merging_processes(tmp_path, capsys):
