@@ -113,7 +113,7 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """The inverse of `to_json`.
+        """The inverse of `to_json`. More than the attributes may be there.
 
         Raises:
           TimelineError: when the text is something else.
@@ -130,7 +130,7 @@ class Table:
                 )
                 for one in content["collectives"]
             )
-            return cls(**content)
+            return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
         except (KeyError, TypeError, ValueError) as error:
             raise TimelineError(
                 "This is no table of a timeline, as Table.to_json makes it."

@@ -60,7 +60,7 @@ def train_loop(
     recorder: Recorder,
     on_checkpoint: Callable[[str, int, Progress], None],
     on_first_step: Callable[[], None] = lambda: None,
-    on_timeline: Callable[[Timeline], None] = lambda timeline: None,
+    on_timeline: Callable[[Timeline, int, int], None] = lambda timeline, first, last: None,
 ) -> LoopResult:
     """Trains from the newest checkpoint to train_steps, or until a signal.
 
@@ -71,7 +71,8 @@ def train_loop(
       recorder: takes measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save.
       on_first_step: called once the first step has been shown, for work that can wait until then.
-      on_timeline: called once with the recorded steps, if settings ask for some.
+      on_timeline: called once with the timeline and the numbers of the first and the last step in
+        it, if settings ask for some.
 
     Raises:
       TrainingError: if updates or the loss or the learning rate show that training cannot go on
@@ -163,7 +164,7 @@ class _Loop:
             self.save()
 
     def recorded(
-        self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline], None]
+        self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline, int, int], None]
     ) -> int | None:
         """Returns what `steps` returns, and gives on_timeline a timeline of the steps it makes.
 
@@ -172,13 +173,13 @@ class _Loop:
         self._look_at_all()
         timeline = self._runner.timeline()
         result = None
-        before = len(self._updates)
+        first, before = self.step + 1, len(self._updates)
         try:
             with timeline:
                 result = steps()
                 self._look_at_all()
             timeline.mark_updates(self._updates[before - 1 :] if before else ())
-            on_timeline(timeline)
+            on_timeline(timeline, first, self.step)
         except TimelineError as error:
             self.progress.message(f"no timeline: {error}")
         return result

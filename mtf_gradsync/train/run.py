@@ -21,7 +21,7 @@ from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.runtimes.files import write_text
 from mtf_gradsync.runtimes.places import OnCores, OnDevices
 from mtf_gradsync.session import session_config
-from mtf_gradsync.timelines import Table, Timeline, TimelineError
+from mtf_gradsync.timelines import Timeline
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_callable, check_count
 from mtf_gradsync.train.data.batches import TrainingBatches
@@ -36,6 +36,12 @@ from mtf_gradsync.train.metrics.recorder import Recorder
 from mtf_gradsync.train.progress import Progress
 from mtf_gradsync.train.report.facts import Facts, read_facts, versions, write_facts
 from mtf_gradsync.train.report.page import Ended, check_pages_installed, write_page
+from mtf_gradsync.train.report.recorded_steps import (
+    RecordedSteps,
+    forget_recorded,
+    read_recorded,
+    write_recorded,
+)
 from mtf_gradsync.train.report.traffic import list_traffic
 from mtf_gradsync.train.runners.placement_mesh import PlacementMeshRunner
 from mtf_gradsync.train.runners.runner import Runner
@@ -44,7 +50,6 @@ from mtf_gradsync.train.runtime import Runtime, choose_runtime
 from mtf_gradsync.train.train_graph import TrainGraph, build_on
 
 CONFIG_FILE = "operative_config.gin"
-TIMELINE_FILE = "timeline.json"
 TRACE_FILE = "timeline.trace.json.gz"
 
 
@@ -180,17 +185,9 @@ def _write_report(checked: _CheckedRun, step: int | None, how: str) -> None:
         unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
         samples=evaluation.samples,
         config=operative.read_text(encoding="utf-8") if operative.exists() else "",
-        timeline=_read_timeline(directory / TIMELINE_FILE),
+        recorded=read_recorded(directory),
     )
     checked.say(f"report: {path}")
-
-
-def _read_timeline(path: Path) -> Table | None:
-    """The table that a session of the run has left; None where there is none."""
-    try:
-        return Table.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, TimelineError):
-        return None
 
 
 def check_schedule(config: RunConfig) -> None:
@@ -253,6 +250,7 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
             traffic=None,
         )
         write_facts(directory, facts)
+        forget_recorded(directory, step)
         with Recorder(directory, METRICS_FILE, step) as recorder:
 
             def on_first_step() -> None:
@@ -270,9 +268,10 @@ def _train(checked: _CheckedRun, start: Start, accept_differences: bool) -> Loop
                 checked.evaluation.point(saved, at, recorder, progress)
                 recorder.flush()
 
-            def on_timeline(timeline: Timeline) -> None:
+            def on_timeline(timeline: Timeline, first: int, last: int) -> None:
                 say(str(timeline.save(directory / TRACE_FILE)))
-                write_text(directory / TIMELINE_FILE, timeline.table().to_json() + "\n")
+                recorded = RecordedSteps(first, last, facts.mesh, timeline.table())
+                write_recorded(directory, recorded)
 
             return train_loop(
                 make_runner(checked.checkpoint_dir, start, config, checked.session),

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.files import write_text
-from mtf_gradsync.timelines import Table
 from mtf_gradsync.train.files import check_installed
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.report.facts import Facts
+from mtf_gradsync.train.report.recorded_steps import RecordedSteps
 from mtf_gradsync.train.report.series import series_of
 
 REPORT_FILE = "report.html"
@@ -49,12 +49,13 @@ def write_page(
     unigram_nats: float | None = None,
     samples: str = "",
     config: str = "",
-    timeline: Table | None = None,
+    recorded: RecordedSteps | None = None,
 ) -> Path:
     """Writes the page of a run to its directory, from the `rows` of its metrics file.
 
     `facts` are None for a run that ended before its graph was built; unigram_nats are the
-    baseline's nats per token, `samples` what the model wrote, `config` gin's text.
+    baseline's nats per token, `samples` what the model wrote, `config` gin's text, `recorded` the
+    steps of which there is a timeline, by this session of the run or an earlier one.
     """
     check_pages_installed()
     import jinja2
@@ -80,7 +81,9 @@ def write_page(
         replicas=_replicas(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,
-        timeline=timeline,
+        recorded=recorded._replace(mesh=printable(recorded.mesh)) if recorded else None,
+        timeline=recorded.table if recorded else None,
+        mesh_now=printable(facts.mesh) if facts else None,
         facts=_facts(facts),
         samples=printable(samples),
         config=printable(config),

@@ -50,7 +50,8 @@ def test_of_a_run_that_recorded_its_own(train, tmp_path, capsys):
     assert found.steps == 3
     page = (directory / "report.html").read_text()
     assert "Where a step's time goes" in page
-    assert "3 steps were recorded" in page
+    assert "Steps 6 to 8 were recorded" in page
+    assert "on the mesh <code>batch:2;model:1</code>." in page
     assert found.operations[0].name in page
     assert read(directory / "timeline.trace.json.gz")["traceEvents"]
     before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}

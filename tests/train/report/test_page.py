@@ -6,11 +6,21 @@ import re
 import numpy as np
 import pytest
 
+from mtf_gradsync.timelines import Table
+from mtf_gradsync.timelines.table import tabulate_times
 from mtf_gradsync.train.report.facts import Facts, read_facts, write_facts
 from mtf_gradsync.train.report.page import REPORT_FILE, Ended, write_page
 from mtf_gradsync.train.report.plots import draw_traffic
+from mtf_gradsync.train.report.recorded_steps import (
+    TIMELINE_FILE,
+    RecordedSteps,
+    forget_recorded,
+    read_recorded,
+    write_recorded,
+)
 from mtf_gradsync.train.report.series import Series, series_of, thinned
 from mtf_gradsync.train.report.traffic import Traffic, TrafficRow
+from tests.timelines.recordings import two_cores
 
 pytest.importorskip("jinja2")
 
@@ -134,6 +144,48 @@ def test_all_of_a_run(tmp_path, shards):
     assert "CrossReplicaSum over batch for gradients: 100 bytes" in labels
     for number in ("3.500", "1.800 bits per byte", "4,321", "1,234,567", "130"):
         assert number in page.texts["dd"]
+
+
+# To draw takes a second.
+WITHOUT_PLOTS = FACTS._replace(traffic=None)
+RECORDED = RecordedSteps(6, 7, "batch:4", tabulate_times([two_cores()]))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        (RECORDED, "Steps 6 to 7 were recorded, 1 of them with an update, on the mesh "),
+        (RECORDED._replace(first=7), "Step 7 was recorded"),
+    ],
+)
+def test_the_recorded_steps_are_named(tmp_path, recorded, said):
+    page = page_of(tmp_path, [], facts=WITHOUT_PLOTS, recorded=recorded)
+    assert said in page.texts["p"]
+    assert page.texts["code"].startswith("batch:4")
+    assert "now" not in page.texts.get("strong", "")
+
+
+def test_steps_that_were_recorded_on_another_mesh(tmp_path):
+    page = page_of(
+        tmp_path, [], facts=WITHOUT_PLOTS, recorded=RECORDED._replace(mesh="batch:2;model:2")
+    )
+    assert page.texts["code"].startswith("batch:2;model:2")
+    assert "the run is on the mesh batch:4 now" in page.texts["strong"]
+
+
+def test_recorded_steps_are_kept(tmp_path):
+    write_recorded(tmp_path, RECORDED)
+    assert read_recorded(tmp_path) == RECORDED
+    text = (tmp_path / TIMELINE_FILE).read_text()
+    assert Table.from_json(text) == RECORDED.table
+    forget_recorded(tmp_path, 7)
+    assert read_recorded(tmp_path) == RECORDED
+    # They are made once more.
+    forget_recorded(tmp_path, 6)
+    assert not (tmp_path / TIMELINE_FILE).exists()
+    # Of unknown steps, as earlier versions wrote it.
+    (tmp_path / TIMELINE_FILE).write_text(RECORDED.table.to_json())
+    assert read_recorded(tmp_path) is None
 
 
 @pytest.mark.parametrize("facts", [None, FACTS._replace(traffic=None)])
