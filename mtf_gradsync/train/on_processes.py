@@ -9,6 +9,7 @@ from typing import Any, Callable, Mapping
 from mtf_gradsync import xla
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_count
 from mtf_gradsync.train.config.mesh import resolve_mesh
@@ -74,7 +75,7 @@ def run_on_processes(
             silence=silence,
             settings={**_schedule(config), **(settings or {})},
         ) as processes:
-            part = Part(in_turn=processes.in_turn)
+            part = Part(chosen=lambda choose: _chosen(processes, choose))
             if process_id == 0:
                 return work(config, model_dir, say, accepted, part)
             say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
@@ -88,6 +89,17 @@ def run_on_processes(
     except (ProcessesError, ValueError) as error:
         wrong = TrainingError if isinstance(error, ProcessesError) else ConfigError
         raise wrong(str(error)) from error
+
+
+def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
+    """The checkpoint to go on from: else some would restore it while others begin anew."""
+    start = processes.in_turn(choose)
+    processes.check_equal(
+        "the step of the newest checkpoint in model_dir",
+        str(start.step),
+        "Give all processes the same directory, on a disk that they share.",
+    )
+    return start
 
 
 def _schedule(config: RunConfig) -> dict[str, int]:

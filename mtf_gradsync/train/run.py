@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import gin
 
@@ -85,12 +85,13 @@ class Part(NamedTuple):
     Attributes:
       target: the server of a cluster's chief, which builds and writes for all; "" for none.
       checkpoint_dir: where checkpoints are, when another process writes them; None for model_dir.
-      in_turn: calls a function on the process that writes, then on the others.
+      chosen: calls a function that chooses a checkpoint, on the process that writes, then on the
+        others; all have to get the same step.
     """
 
     target: str = ""
     checkpoint_dir: str | None = None
-    in_turn: Callable[[Callable[[], Any]], Any] = lambda work: work()
+    chosen: Callable[[Callable[[], Start]], Start] = lambda choose: choose()
 
 
 ALONE = Part()
@@ -127,7 +128,7 @@ def run(
     checked = _CheckedRun(config, job, runtime, directory, checkpoint_dir, session, evaluation, say)
     with only_run_in(model_dir), evaluation, writing_to(directory):
         remove_leftovers(model_dir)
-        start = part.in_turn(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
+        start = part.chosen(lambda: choose_checkpoint(checkpoint_dir, accepted.damage, say))
         if config.eval_dataset_fn is not None:
             evaluation.prepare(
                 config.train_dataset_fn, config.eval_dataset_fn, config.perplexity_eval_steps

@@ -53,7 +53,7 @@ class TimedRun:
         checkpoints = part.checkpoint_dir or model_dir
         start = Start()
         if checkpoints is not None:
-            start = part.in_turn(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
+            start = part.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
         say(f"steps run on {runtime}")
         with tf.Graph().as_default(), job.batches() as batches:
             _, _, make_runner = training_graph(job, batches, runtime)

@@ -6,10 +6,12 @@ from unittest import mock
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.runtimes.checkpoints.start import Start
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli.main import main
-from mtf_gradsync.train.errors import ConfigError
+from mtf_gradsync.train.errors import ConfigError, TrainingError
 from mtf_gradsync.train.on_processes import run_on_processes
+from mtf_gradsync.xla.processes import gathering
 from tests.train.conftest import TINY
 
 FLAGS = ["--coordinator=localhost:1", "--num_processes=2", "--process_id=1"]
@@ -59,10 +61,12 @@ def test_a_bad_schedule_is_an_error_before_the_others_are_met(settings, tmp_path
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The others are there."""
-    monkeypatch.setattr(
-        xla, "start_processes", lambda *_, **__: contextlib.nullcontext(mock.Mock())
-    )
+    """The others are there; process 0 has found the checkpoint of step 12."""
+    texts = mock.Mock(side_effect=lambda text: ["12", text])
+    monkeypatch.setattr(gathering, "_texts_of_all", texts)
+    # Not `xla.Processes`, which would leave the others when the tests end.
+    processes = mock.Mock(in_turn=lambda work: work(), check_equal=gathering.check_equal)
+    monkeypatch.setattr(xla, "start_processes", lambda *_, **__: contextlib.nullcontext(processes))
 
 
 @pytest.mark.parametrize(
@@ -76,3 +80,16 @@ def test_what_the_others_say_of_process_0(joined, more, said):
     run_on_processes(gin_files.run_config(), *where, say=lines.append, work=work, **more)
     assert lines == [f"process 0 {said}"]
     work.assert_called_once()
+
+
+def test_all_go_on_from_the_same_step(joined):
+    def run_from(step):
+        def work(config, model_dir, say, accepted, part):
+            return part.chosen(lambda: Start(step=step))
+
+        run_on_processes(gin_files.run_config(), "here", "localhost:1", 2, 1, work=work)
+
+    gin_files.load([TINY], [])
+    run_from(12)
+    with pytest.raises(TrainingError, match="model_dir is 12 on process 0 and 6 on process 1"):
+        run_from(6)

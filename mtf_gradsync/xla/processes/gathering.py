@@ -73,6 +73,17 @@ def check_same(what: str, content: bytes) -> None:
         )
 
 
+def check_equal(what: str, value: str, advice: str) -> None:
+    """Raises a ProcessesError that names the values unless all processes have the same one."""
+    values = _texts_of_all(value)
+    others = [f"{v} on process {i}" for i, v in enumerate(values) if v != values[0]]
+    if others:
+        raise ProcessesError(
+            f"The processes differ: {what} is {values[0]} on process 0 and {', '.join(others)}. "
+            f"{advice}"
+        )
+
+
 def _texts_of_all(text: str) -> list[str]:
     """Returns the texts of all processes."""
     padded = np.zeros(_TEXT_BYTES, np.uint8)

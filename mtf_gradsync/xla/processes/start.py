@@ -67,6 +67,19 @@ class Processes(Membership):
         gathering.together(lambda: None)
         return work()
 
+    def check_equal(self, what: str, value: str, advice: str = "") -> None:
+        """Checks that a short text is the same on all processes, which have to call this.
+
+        Args:
+          what: what it is, for the error.
+          value: the text of this process.
+          advice: the error's last sentence.
+
+        Raises:
+          ProcessesError: where it is not, on every process; it names the values.
+        """
+        gathering.check_equal(what, value, advice)
+
     def _leave(self) -> None:
         import jax
 
