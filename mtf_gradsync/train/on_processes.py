@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import tempfile
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync import xla
+from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.checkpoints.start import Start
@@ -74,7 +76,7 @@ def run_on_processes(
             timeout=timeout,
             silence=silence,
             settings={**_schedule(config), **(settings or {})},
-        ) as processes:
+        ) as processes, StopSignal(_end):
             part = Part(chosen=lambda choose: _chosen(processes, choose))
             if process_id == 0:
                 return work(config, model_dir, say, accepted, part)
@@ -100,6 +102,11 @@ def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
         "Give all processes the same directory, on a disk that they share.",
     )
     return start
+
+
+def _end(number: int) -> None:
+    """Ends this process, as signals do where jax has set no handler that ignores SIGTERM."""
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _schedule(config: RunConfig) -> dict[str, int]:

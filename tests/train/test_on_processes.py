@@ -1,6 +1,7 @@
 """What several processes on XLA devices are asked for."""
 
 import contextlib
+import signal
 from unittest import mock
 
 import pytest
@@ -93,3 +94,24 @@ def test_all_go_on_from_the_same_step(joined):
     run_from(12)
     with pytest.raises(TrainingError, match="model_dir is 12 on process 0 and 6 on process 1"):
         run_from(6)
+
+
+@pytest.fixture
+def ignored():
+    """SIGTERM has a handler that ignores it, as jax sets one."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_signals_end_a_process(joined, ignored, number, error):
+    gin_files.load([TINY], [])
+    where = "here", "localhost:1", 2, 0
+    with pytest.raises(error) as raised:
+        run_on_processes(
+            gin_files.run_config(), *where, work=lambda *_: signal.raise_signal(number)
+        )
+    assert number == signal.SIGINT or raised.value.code == 143
