@@ -39,6 +39,14 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
     return factors[operation] * size
 
 
+def bytes_of_chip(operation: str, cores: float, size: float) -> float:
+    """Bytes that a chip puts in, some of whose cores put in `size` each.
+
+    What is summed is summed on the chip first. Of the others' data no two parts become one.
+    """
+    return cores * size if operation in ("all-gather", "all-to-all") else size
+
+
 def hops(operation: str, members: int) -> int:
     """The number of hops from neighbour to neighbour that follow each other; 0 for one member."""
     if members < 2:

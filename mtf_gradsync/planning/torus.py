@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 
 from mtf_gradsync.planning.chips import HOP_SECONDS, Chip
-from mtf_gradsync.planning.rings import bytes_sent, hops
+from mtf_gradsync.planning.rings import bytes_of_chip, bytes_sent, hops
 
 Place = Sequence[int]
 
@@ -14,6 +14,7 @@ class Links(NamedTuple):
     """The links that one group of cores uses."""
 
     chips: int  # that its cores are on; cores of one chip need no link
+    cores_per_chip: float  # of the group, on average
     # Of all links that a chip of the group sends on, divided among the groups that use them.
     bytes_per_second: float
     is_ring: bool  # whether all directions that the group extends in close to rings
@@ -44,7 +45,7 @@ class Torus:
         cores = [self._places[core] for core in group]
         chips = {place[:-1] for place in cores}
         if len(chips) < 2:
-            return Links(len(chips), float("inf"), True)
+            return Links(len(chips), len(cores), float("inf"), True)
         columns = list(zip(*chips))
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         extents = [b - a + 1 for a, b in zip(low, high)]
@@ -57,7 +58,8 @@ class Torus:
         in_box = sum(
             all(a <= x <= b for a, x, b in zip(low, place, high)) for place in self._places
         )
-        return Links(len(chips), rate * len(cores) / in_box, all(closed))
+        per_chip = len(cores) / len(chips)
+        return Links(len(chips), per_chip, rate * len(cores) / in_box, all(closed))
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Seconds that a collective takes over the links, with no other traffic on them.
@@ -69,6 +71,7 @@ class Torus:
         slowest = 0.0
         for links in {self.links(group) for group in groups}:
             wait = hops(operation, links.chips) * HOP_SECONDS / (2 if links.is_ring else 1)
-            sent = bytes_sent(operation, links.chips, size)
+            put_in = bytes_of_chip(operation, links.cores_per_chip, size)
+            sent = bytes_sent(operation, links.chips, put_in)
             slowest = max(slowest, wait, sent / links.bytes_per_second)
         return slowest

@@ -105,6 +105,38 @@ class TestTorus:
         # All four together reduce on their chip first.
         assert torus.seconds("all-reduce", [[0, 1, 2, 3]], 82e6) == pytest.approx(1e-3)
 
+    @pytest.mark.parametrize(
+        ("operation", "microseconds"),
+        [
+            # Each chip gets the 2 MB of each of the three others.
+            ("all-gather", 60),
+            # A chip puts in 2 MB. Each quarter goes one link far on average.
+            ("all-to-all", 20),
+            # Each chip adds up its cores' MB first, and sends 3 quarters of the sum.
+            ("reduce-scatter", 7.5),
+            ("all-reduce", 15),
+            # The root's MB, which its chip's other core reads there.
+            ("collective-broadcast", 10),
+        ],
+    )
+    def test_cores_of_a_chip_send_sums_together_and_all_else_apart(self, operation, microseconds):
+        # 4 chips of 2 cores, 1 MB a core, over an open link of 50 GB/s in each of two directions.
+        torus = Torus(chip_of("v4"), grid(2, 2, 1, cores=2))
+        seconds = torus.seconds(operation, [range(8)], 1e6)
+        assert seconds == pytest.approx(1e-6 * microseconds)
+
+    def test_pairs_of_a_permutation_share_the_links_between_their_chips(self):
+        torus = Torus(chip_of("v4"), grid(2, 2, 1, cores=2))
+        # 2 MB from chip to chip over one link.
+        both = torus.seconds("collective-permute", [[0, 2], [1, 3]], 1e6)
+        assert both == pytest.approx(40e-6)
+
+    def test_cores_that_gather_apart_share_the_links(self):
+        torus = Torus(chip_of("v4"), grid(2, 2, 1, cores=2))
+        # First and second cores: each chip gets three other MB of each, as in one group.
+        apart = torus.seconds("all-gather", [[0, 2, 4, 6], [1, 3, 5, 7]], 1e6)
+        assert apart == pytest.approx(60e-6)
+
     def test_next_to_no_data_takes_the_hops(self):
         torus = Torus(chip_of("v5e"), grid(4, 4))
         assert torus.seconds("all-reduce", [[0, 1, 2, 3]], 4) == 6 * HOP_SECONDS
