@@ -1,4 +1,4 @@
-"""Notes signals that ask a program to stop, so that it can finish what it is doing."""
+"""Notes signals that ask a program to stop, so that it can end in an orderly way."""
 
 from __future__ import annotations
 
@@ -44,4 +44,29 @@ class StopSignal:
             self.received, self._received_at = number, now
             self._on_first(number)
         elif now - self._received_at > _SAME_KEYSTROKE_SECONDS:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
+
+
+class Interruption(StopSignal):
+    """Makes a KeyboardInterrupt of SIGINT and of SIGTERM at once, while it is entered.
+
+    Python drops what a handler raises in callbacks of the garbage collector, where it often runs
+    beside jax. So `check` raises it again between the parts of the work.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_interrupt)
+
+    def check(self) -> None:
+        """Raises the KeyboardInterrupt if a signal came."""
+        if self.received is not None:
+            _interrupt(self.received)
+
+
+def signal_of(error: KeyboardInterrupt) -> int:
+    """The number of the signal that an error stands for."""
+    return error.args[0] if error.args else signal.SIGINT
+
+
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any, Callable, Sequence
 
@@ -9,6 +10,7 @@ from tqdm import tqdm
 
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._signals import Interruption
 from mtf_gradsync.planning.machines import Machine, TpuMachine
 from mtf_gradsync.planning.meshes import factorizations
 from mtf_gradsync.planning.result import Plan, Refused
@@ -52,10 +54,11 @@ def plan(
       refusals: further types of errors by which `build` says that a mesh is not possible.
 
     Returns:
-      The plan, sorted by predicted speed. Interrupted by Ctrl-C it has the meshes planned until
-      then, and `Plan.is_partial` is true.
+      The plan, sorted by predicted speed. Stopped by Ctrl-C or SIGTERM it has the meshes planned
+      until then, and `Plan.is_partial` is true.
 
     Raises:
+      KeyboardInterrupt: when a signal comes before all topologies are known.
       XlaMissingError: when there is no TPU compiler.
       ValueError: when an argument is out of range, or there is no such topology.
     """
@@ -74,30 +77,32 @@ def plan(
     for shape in mesh_shapes:
         _read("mesh shape", shape, _check_shape, "batch:4;model:2")
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
-    machines = _machines(names)
-    candidates, refused = [], []
-    for layout in layouts:
-        for machine in machines:
-            given = mesh_shapes or factorizations(machine.cores, axes)
-            for shape in given:
-                size = mtf.convert_to_shape(shape).size
-                if size == machine.cores:
-                    candidates.append(Candidate(shape, layout, machine))
-                else:
-                    reason = f"the mesh has {size} cores and the topology {machine.cores}"
-                    refused.append(Refused(shape, layout, machine.name, reason))
+    stop = Interruption()
+    with stop:
+        machines = _machines(names)
+        candidates, refused = [], []
+        for layout in layouts:
+            for machine in machines:
+                given = mesh_shapes or factorizations(machine.cores, axes)
+                for shape in given:
+                    size = mtf.convert_to_shape(shape).size
+                    if size == machine.cores:
+                        candidates.append(Candidate(shape, layout, machine))
+                    else:
+                        reason = f"the mesh has {size} cores and the topology {machine.cores}"
+                        refused.append(Refused(shape, layout, machine.name, reason))
 
-    def built(mesh_shape: str, layout: str) -> Built:
-        with compiled_only():
-            made = build(mesh_shape, layout)
-        return made if isinstance(made, Built) else Built(made)
+        def built(mesh_shape: str, layout: str) -> Built:
+            with compiled_only():
+                made = build(mesh_shape, layout)
+            return made if isinstance(made, Built) else Built(made)
 
-    hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
-    with tqdm(
-        total=len(candidates), desc="planning", unit="mesh", leave=False, disable=hidden
-    ) as bar:
-        found = search(built, candidates, jobs, (ValueError, *refusals), bar.update)
-    return Plan(found.rows, (*refused, *found.refused), found.is_partial, found.not_reached)
+        hidden = None if progress else True  # tqdm shows bars on terminals only where that is None
+        with tqdm(
+            total=len(candidates), desc="planning", unit="mesh", leave=False, disable=hidden
+        ) as bar:
+            found = search(built, candidates, jobs, (ValueError, *refusals), bar.update, stop)
+    return dataclasses.replace(found, refused=(*refused, *found.refused))
 
 
 def _read(kind: str, text: str, read: Callable[[str], Any], example: str) -> None:

@@ -114,12 +114,14 @@ class Plan:
       refused: meshes that are not possible, with the reason.
       is_partial: whether planning was stopped before all meshes were planned.
       not_reached: the number of meshes that were not planned when it was stopped.
+      stopped_by: the number of the signal that stopped it; None where none did.
     """
 
     rows: tuple[PlanRow, ...]
     refused: tuple[Refused, ...] = ()
     is_partial: bool = False
     not_reached: int = 0
+    stopped_by: int | None = None
 
     def __str__(self) -> str:
         if self.rows:

@@ -8,9 +8,10 @@ import hashlib
 import subprocess
 import threading
 import time
-from typing import Any, Callable, Iterable, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._signals import Interruption, signal_of
 from mtf_gradsync.planning.exchanges import Exchange, exchanges_of
 from mtf_gradsync.planning.machines import Compiled, Machine
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
@@ -22,6 +23,8 @@ from mtf_gradsync.xla.topology.compiling import Lowered
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
 
 _LONGEST_REASON = 300
+# How often it is checked for signals while compilers run.
+_CHECK_SECONDS = 1.0
 
 
 class Built(NamedTuple):
@@ -57,22 +60,28 @@ class _Work(NamedTuple):
     build_seconds: float
 
 
+# A program, what becomes of it, and whether an equal one has been compiled.
+_Pending = Tuple[_Work, "concurrent.futures.Future[Compiled]", bool]
+
+
 def search(
     build: Callable[[str, str], Built],
     candidates: Sequence[Candidate],
     jobs: int = 1,
     refusals: tuple[type[BaseException], ...] = (ValueError,),
     done: Callable[[], Any] = lambda: None,
+    stop: Interruption | None = None,
 ) -> Plan:
-    """A plan of some candidates; interrupted by Ctrl-C, a plan of those planned until then.
+    """A plan of some candidates; stopped by a KeyboardInterrupt, of those planned until then.
 
     Programs are built one after the other, each once for all machines with that number of cores,
     while up to `jobs` compilers run. Equal programs are compiled once for a machine.
 
     `build` gets a mesh shape and a layout, in a graph of its own; its errors of the types
-    `refusals` mean that a mesh is not possible. `done` is called after each candidate.
+    `refusals` mean that a mesh is not possible. `done` is called after each candidate. `stop` is
+    checked, where the caller has entered one.
     """
-    return _Search(build, jobs, refusals, done).run(candidates)
+    return _Search(build, jobs, refusals, done, stop or Interruption()).run(candidates)
 
 
 class _Search:
@@ -82,20 +91,24 @@ class _Search:
         jobs: int,
         refusals: tuple[type[BaseException], ...],
         done: Callable[[], Any],
+        stop: Interruption,
     ):
         self._build, self._jobs, self._done = build, jobs, done
+        self._stop = stop
         self._refusals: tuple[type[BaseException], ...] = (*refusals, UnsupportedProgramError)
         self._rows: list[PlanRow] = []
         self._refused: list[Refused] = []
         self._compiled: dict[tuple[str, str], concurrent.futures.Future[Compiled]] = {}
-        self._pending: list[tuple[_Work, concurrent.futures.Future[Compiled], bool]] = []
+        self._pending: list[_Pending] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._lock, self._stopped = threading.Lock(), False
 
     def run(self, candidates: Sequence[Candidate]) -> Plan:
+        stopped_by = None
         pool = concurrent.futures.ThreadPoolExecutor(self._jobs, "plan")
         try:
             for group in _by_program(candidates):
+                self._stop.check()
                 for work in self._built(group):
                     # A program that waits to be compiled takes memory.
                     while len(self._pending) > self._jobs:
@@ -103,10 +116,10 @@ class _Search:
                     self._start(pool, work)
             while self._pending:
                 self._finish_one()
-        except KeyboardInterrupt:
-            self._stopped = True
-            while any(future.done() for _, future, _ in self._pending):
-                self._finish_one()
+        except KeyboardInterrupt as error:
+            self._stopped, stopped_by = True, signal_of(error)
+            for entry in [entry for entry in self._pending if entry[1].done()]:
+                self._finish(entry)
         finally:
             self._end(pool)
         found = len(self._rows) + len(self._refused)
@@ -115,6 +128,7 @@ class _Search:
             tuple(self._refused),
             self._stopped,
             len(candidates) - found,
+            stopped_by,
         )
 
     def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
@@ -153,11 +167,16 @@ class _Search:
         self._pending.append((work, self._compiled[key], is_repeated))
 
     def _finish_one(self) -> None:
-        concurrent.futures.wait(
-            [future for _, future, _ in self._pending],
-            return_when=concurrent.futures.FIRST_COMPLETED,
-        )
-        ready = next(entry for entry in self._pending if entry[1].done())
+        futures = [future for _, future, _ in self._pending]
+        done: Any = ()
+        while not done:
+            self._stop.check()
+            done, _ = concurrent.futures.wait(
+                futures, _CHECK_SECONDS, concurrent.futures.FIRST_COMPLETED
+            )
+        self._finish(next(entry for entry in self._pending if entry[1].done()))
+
+    def _finish(self, ready: _Pending) -> None:
         work, future, is_repeated = ready
         try:
             compiled = future.result()
@@ -166,6 +185,7 @@ class _Search:
             if self._stopped:  # a terminal's Ctrl-C ends compilers, too
                 self._pending.remove(ready)
                 return
+            self._stop.check()
         self._pending.remove(ready)
         if compiled.error:
             self._refuse(work.candidate, compiled.error)

@@ -1,6 +1,8 @@
 """A small model, and a machine that only counts what it is asked."""
 
 import contextlib
+import gc
+import os
 
 from mtf_gradsync import planning, simd
 from mtf_gradsync._private.libraries import mtf, tf
@@ -29,6 +31,20 @@ def build(mesh_shape, layout, batch=12):
         for update in updates:
             lowering.lowered_operation(update)
     return planning.Built(program, [tf_loss], batch)
+
+
+def interrupted_and_dropped(number):
+    """Sends this process a signal where Python drops what its handler raises."""
+
+    def signalled(phase, info):
+        if phase == "start":
+            os.kill(os.getpid(), number)
+
+    gc.callbacks.append(signalled)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(signalled)
 
 
 class Counting:

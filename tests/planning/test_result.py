@@ -61,7 +61,7 @@ def test_an_empty_plan_says_so():
 
 def test_as_json():
     content = json.loads(PLAN.to_json())
-    assert set(content) == {"rows", "refused", "is_partial", "not_reached"}
+    assert set(content) == {"rows", "refused", "is_partial", "not_reached", "stopped_by"}
     assert content["rows"][0] == {
         **{name: getattr(PLAN.rows[0], name) for name in PLAN.rows[0].__dataclass_fields__},
         "unknown_names": [],

@@ -1,5 +1,6 @@
 """Building and compiling candidates: each program once, until somebody stops it."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from mtf_gradsync import planning
 from mtf_gradsync.planning.machines import Compiled
 from mtf_gradsync.planning.search import Candidate, search
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
-from tests.planning.machines import LAYOUT, Counting, build
+from tests.planning.machines import LAYOUT, Counting, build, interrupted_and_dropped
 
 
 def candidates(machine, *shapes):
@@ -155,6 +156,47 @@ def test_a_compiler_that_the_interruption_ends_is_not_a_reason():
 
 
 class TestPlan:
+    @pytest.fixture
+    def machine(self, monkeypatch):
+        """What every topology of TPUs is here."""
+        machine = Counting()
+        module = sys.modules[planning.plan.__module__]
+        monkeypatch.setattr(module, "TpuMachine", lambda name: machine)
+        return machine
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_that_python_drops_stops_it(self, machine, number):
+        def dropped(shape, layout):
+            if shape == "batch:2;model:2":
+                interrupted_and_dropped(number)
+            return build(shape, layout)
+
+        before = signal.getsignal(number)
+        plan = planning.plan(dropped, "four", LAYOUT)
+        assert plan.is_partial
+        assert plan.stopped_by == number
+        assert "batch:1;model:4" not in [row.mesh_shape for row in plan.rows]
+        assert len(plan.rows) + plan.not_reached == 3
+        assert signal.getsignal(number) == before
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_a_compiler_that_a_dropped_signal_ends_is_not_a_reason(self, machine):
+        def dies(lowered, begun, stack):
+            assert sent.wait(60)
+            raise CompilerDiedError("status -2")
+
+        def dropped(shape, layout):
+            built = build(shape, layout)
+            if shape == "batch:2;model:2":
+                interrupted_and_dropped(signal.SIGINT)
+                sent.set()
+            return built
+
+        sent, machine.before = threading.Event(), dies
+        plan = planning.plan(dropped, "four", LAYOUT, ["batch:4;model:1", "batch:2;model:2"])
+        assert (plan.rows, plan.refused, plan.not_reached) == ((), (), 2)
+
     def test_jobs_must_be_positive(self):
         with pytest.raises(ValueError, match="jobs must be a positive integer; got 0"):
             planning.plan(build, "v5e:2x2", LAYOUT, jobs=0)

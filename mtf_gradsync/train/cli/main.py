@@ -6,6 +6,7 @@ import argparse
 import sys
 import traceback
 
+from mtf_gradsync._signals import signal_of
 from mtf_gradsync.train.cli import (
     compile_command,
     env_command,
@@ -72,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"mtf-gradsync: error: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("mtf-gradsync: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return 128 + signal_of(error)
 
 
 if __name__ == "__main__":

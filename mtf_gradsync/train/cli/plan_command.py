@@ -24,7 +24,7 @@ examples:
   mtf-gradsync plan --gin_file=my_model.gin --topologies=v5e:4x4 \\
       --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
 
-Ctrl-C prints what was found until then. docs/plan.md explains the table."""
+Ctrl-C and SIGTERM print what was found until then. docs/plan.md explains the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +75,9 @@ def main(args: argparse.Namespace) -> int:
     if png_file:
         with writing("--png", png_file):
             plan.plot(str(png_file))
-    # As a shell says it of what was interrupted.
-    return 130 if plan.is_partial else 0 if plan.rows else 1
+    if plan.stopped_by is not None:
+        return 128 + plan.stopped_by  # as a shell says it
+    return 0 if plan.rows else 1
 
 
 def plan_config(
