@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ from typing import Any, Callable, Mapping
 
 from mtf_gradsync._private import jax as private
 from mtf_gradsync.xla.topology import child
+
+# As Google's logs have what ends a process, after time and thread.
+_FATAL = re.compile(r"^F\d{4} \S+ +\d+ (.+)", re.MULTILINE)
+# Frames of a stack, their address for a symbolizer, and what a crash handler says of itself.
+_NO_REASON = re.compile(r"\s*(PC: )?@ |https://symbolize|.*\] RAW: ")
 
 
 class CompilerDiedError(RuntimeError):
@@ -78,5 +84,14 @@ def ask(
     except OSError:
         raise CompilerDiedError(
             f"The TPU compiler's process ended with status {process.returncode} and no answer. "
-            f"It printed last:\n{said[-2000:]}"
+            f"It printed: {reason_in(said) or 'nothing'}"
         ) from None
+
+
+def reason_in(output: str) -> str:
+    """The line that says why a process crashed, of all that it printed; "" where there is none."""
+    fatal = _FATAL.search(output)
+    if fatal:
+        return fatal[1]
+    lines = [line.strip() for line in output.splitlines() if not _NO_REASON.match(line)]
+    return next((line for line in reversed(lines) if line), "")
