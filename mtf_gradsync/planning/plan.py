@@ -64,18 +64,14 @@ def plan(
     """
     if not is_whole_number(jobs):
         raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
-    # What is given twice is planned once.
-    layouts = list(dict.fromkeys([layouts] if isinstance(layouts, str) else layouts))
+    given = [layouts] if isinstance(layouts, str) else layouts
+    layouts = _each_once("layout", given, _read_layout, "batch:batch;heads:model")
+    mesh_shapes = _each_once("mesh shape", mesh_shapes or (), _read_shape, "batch:4;model:2")
     names = _split(topologies)
-    mesh_shapes = list(dict.fromkeys(mesh_shapes or ()))
     if not layouts or not names:
         raise ValueError(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
-    for layout in layouts:
-        _read("layout", layout, mtf.convert_to_layout_rules, "batch:batch;heads:model")
-    for shape in mesh_shapes:
-        _read("mesh shape", shape, _check_shape, "batch:4;model:2")
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
     stop = Interruption()
     with stop:
@@ -83,8 +79,7 @@ def plan(
         candidates, refused = [], []
         for layout in layouts:
             for machine in machines:
-                given = mesh_shapes or factorizations(machine.cores, axes)
-                for shape in given:
+                for shape in mesh_shapes or factorizations(machine.cores, axes):
                     size = mtf.convert_to_shape(shape).size
                     if size == machine.cores:
                         candidates.append(Candidate(shape, layout, machine))
@@ -105,18 +100,35 @@ def plan(
     return dataclasses.replace(found, refused=(*refused, *found.refused))
 
 
-def _read(kind: str, text: str, read: Callable[[str], Any], example: str) -> None:
-    """Raises a ValueError that says how to write what Mesh-TF cannot read."""
-    try:
-        read(text)
-    except ValueError:
-        raise ValueError(f'The {kind} {text!r} cannot be read; write it like "{example}"') from None
+def _each_once(
+    kind: str, texts: Sequence[str], read: Callable[[str], Any], example: str
+) -> list[str]:
+    """Returns texts of different meanings: what is given twice is planned once.
+
+    For what Mesh-TF cannot read it raises a ValueError that says how to write it.
+    """
+    found: dict[Any, str] = {}
+    for text in texts:
+        try:
+            found.setdefault(read(text), text)
+        except ValueError:
+            raise ValueError(
+                f'The {kind} {text!r} cannot be read; write it like "{example}"'
+            ) from None
+    return list(found.values())
 
 
-def _check_shape(text: str) -> None:
-    for dim in mtf.convert_to_shape(text).dims:
+def _read_shape(text: str) -> tuple[Any, ...]:
+    dims = tuple(mtf.convert_to_shape(text).dims)
+    for dim in dims:
         if dim.size < 1:
             raise ValueError(f"{dim.size} cores along {dim.name!r}")
+    return dims
+
+
+def _read_layout(text: str) -> frozenset[tuple[str, ...]]:
+    mtf.convert_to_layout_rules(text)  # raises for what are no pairs
+    return frozenset(_rules(text))
 
 
 def _split(topologies: str | Sequence[str]) -> list[str]:
@@ -125,8 +137,12 @@ def _split(topologies: str | Sequence[str]) -> list[str]:
 
 
 def _axes_of(layout: str) -> list[str]:
-    rules = [rule.split(":") for rule in re.split("[,;]", layout) if rule]
-    return list(dict.fromkeys(rule[-1] for rule in rules))
+    return list(dict.fromkeys(rule[-1] for rule in _rules(layout)))
+
+
+def _rules(layout: str) -> list[tuple[str, ...]]:
+    # What Mesh-TF takes for the end of a rule.
+    return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]
 
 
 def _machines(names: Sequence[str]) -> list[Machine]:

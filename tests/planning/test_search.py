@@ -197,6 +197,12 @@ class TestPlan:
         plan = planning.plan(dropped, "four", LAYOUT, ["batch:4;model:1", "batch:2;model:2"])
         assert (plan.rows, plan.refused, plan.not_reached) == ((), (), 2)
 
+    def test_two_spellings_of_a_mesh_are_planned_once(self, machine):
+        layouts = [LAYOUT, "hidden:model,batch:batch", "batch:batch"]
+        plan = planning.plan(build, "four", layouts, ["batch:2;model:2", "batch:2,model:2"])
+        found = [(row.mesh_shape, row.layout) for row in plan.rows]
+        assert sorted(found) == [("batch:2;model:2", "batch:batch"), ("batch:2;model:2", LAYOUT)]
+
     def test_jobs_must_be_positive(self):
         with pytest.raises(ValueError, match="jobs must be a positive integer; got 0"):
             planning.plan(build, "v5e:2x2", LAYOUT, jobs=0)

@@ -94,18 +94,25 @@ def plan_config(
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
     from mtf_gradsync.train import gin_files
-    from mtf_gradsync.train.job import resolve_job
+    from mtf_gradsync.train.config.mesh import axes_of
+    from mtf_gradsync.train.job import TrainingJob, resolve_job
     from mtf_gradsync.train.train_graph import build_simd
 
     config = gin_files.run_config()
-    axes = [dim.name for dim in resolve_job(config).model.mesh.shape.dims]
 
-    def build(mesh_shape: str, layout: Any) -> planning.Built:
-        job = resolve_job(
+    def job_on(mesh_shape: str, layout: str) -> TrainingJob:
+        return resolve_job(
             dataclasses.replace(
                 config, mesh_shape=mesh_shape, layout_rules=layout, mesh_devices=None
             )
         )
+
+    # One core divides everything: what is wrong here is wrong on each mesh.
+    job_on("all:1", layout="")
+    axes = None if mesh_shapes else axes_of(config.mesh_shape)
+
+    def build(mesh_shape: str, layout: str) -> planning.Built:
+        job = job_on(mesh_shape, layout)
         with gin_files.on_mesh(mesh_shape, layout):
             graph, program = build_simd(job)
         return planning.Built(program, [graph.loss], job.tokens_per_step)

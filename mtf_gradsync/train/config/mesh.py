@@ -75,6 +75,12 @@ def resolve_mesh(
     )
 
 
+def axes_of(mesh_shape: MeshShapeLike) -> list[str]:
+    """Returns the names of a mesh's axes."""
+    shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
+    return [dim.name for dim in shape.dims]
+
+
 def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:
     try:
         converted = convert(value)

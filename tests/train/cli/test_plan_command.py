@@ -33,12 +33,34 @@ def test_help_names_every_flag(capsys):
         ("--jobs=0", "--jobs must be 1 or more; got 0"),
         ("--topologies=v9:2x2", "topology must name a TPU generation"),
         ("--topologies=cpu:some", 'as in "cpu:8"'),
+        # On each mesh, however many cores it has.
+        ("--gin_param=train.run.batch_size = 0", "train.run.batch_size"),
         ("--json=/no/such/directory/plan.json", "cannot be written"),
     ],
 )
 def test_what_cannot_be_is_a_bad_config(capsys, flag, message):
     assert cli.main(["plan", f"--gin_file={TINY}", flag]) == cli.EXIT_BAD_CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "axes"),
+    [(["--mesh_shape=rows:2;columns:2"], None), ([], ["batch", "model"])],
+)
+def test_the_configs_own_mesh_need_not_be_possible(monkeypatch, flags, axes):
+    """Only its axes are taken, where no mesh is given."""
+    asked = []
+
+    def plan(build, topologies, layouts, mesh_shapes, axes, *unused, **unused_options):
+        asked.append(axes)
+        return planning.Plan(())
+
+    monkeypatch.setattr(planning, "plan", plan)
+    # 6 cannot be split into 4.
+    own = "train.run.batch_size = 6", "train.run.mesh_shape = 'batch:4;model:2'"
+    arguments = [f"--gin_file={TINY}", *(f"--gin_param={binding}" for binding in own), *flags]
+    assert cli.main(["plan", *arguments]) == cli.EXIT_FAILED  # as that plan has no rows
+    assert asked == [axes]
 
 
 @pytest.mark.parametrize("flag", ["--json", "--png"])
