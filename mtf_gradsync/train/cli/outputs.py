@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Mapping
 
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
@@ -20,6 +20,19 @@ def output_path(flag: str, name: str | None) -> Path | None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{flag}={name} cannot be written: permission denied")
     return path
+
+
+def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
+    """Returns the `output_path` of each flag; raises if two flags name the same file."""
+    paths = {flag: output_path(flag, name) for flag, name in names.items()}
+    flags: dict[Path, str] = {}
+    for flag, path in paths.items():
+        # A device takes all that is written to it.
+        if path is not None and (path.is_file() or not path.exists()):
+            other = flags.setdefault(path.resolve(), flag)
+            if other != flag:
+                raise ConfigError(f"{other} and {flag} name the same file: {path}")
+    return list(paths.values())
 
 
 def make_output_folder(flag: str, name: str | None) -> None:

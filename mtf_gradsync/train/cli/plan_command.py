@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Sequence
 
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
-from mtf_gradsync.train.cli.outputs import output_path, writing
+from mtf_gradsync.train.cli.outputs import output_paths, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 HELP = "predict what a training costs on TPUs for each mesh shape, without a TPU"
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    json_file, png_file = output_path("--json", args.json), output_path("--png", args.png)
+    json_file, png_file = output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
     with loaded_config(args):

@@ -21,7 +21,7 @@ from mtf_gradsync.train.cli.gin_arguments import (
     loaded_config,
     positive_count,
 )
-from mtf_gradsync.train.cli.outputs import output_path, writing
+from mtf_gradsync.train.cli.outputs import output_paths, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
-    trace = output_path("--trace", args.trace)
-    json_file, part_file = output_path("--json", args.json), output_path("--part", args.part)
+    outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
+    trace, json_file, part_file = output_paths(outputs)
     timeline = _merged(args.merge) if args.merge else _recorded(args)
     if timeline is None:
         return 0
