@@ -26,6 +26,7 @@ class Compiled(NamedTuple):
     unknown: int = 0  # operations that the estimate does not count
     unknown_names: tuple[str, ...] = ()  # what these may be
     loops_counted_once: int = 0  # loops of which the estimate has one turn
+    is_of_update: bool = False  # whether it has conditionals, and these figures have all true
     collectives: tuple[HloCollective, ...] = ()
     seconds: float = 0.0  # how long the compilation took
 
@@ -70,7 +71,8 @@ class TpuMachine:
         made = compile_lowered(lowered, self.name, begun=begun)
         if made.memory is None:
             return Compiled(error=made.error, seconds=made.seconds)
-        cost = made.estimates.get("conditions_true", made.estimates["step"])
+        of_update = made.estimates.get("conditions_true")
+        cost = of_update or made.estimates["step"]
         return Compiled(
             bytes_per_core=made.memory.total,
             flops=cost.flops,
@@ -79,6 +81,7 @@ class TpuMachine:
             unknown=cost.unknown,
             unknown_names=cost.unknown_operations,
             loops_counted_once=cost.loops_counted_once,
+            is_of_update=of_update is not None,
             collectives=made.of_update,
             seconds=made.seconds,
         )

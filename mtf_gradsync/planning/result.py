@@ -61,6 +61,8 @@ class PlanRow:
       unknown_names: targets of the program's custom calls, which may be `unknown_operations`.
       loops_counted_once: the number of loops of which one turn is counted, as it is not known how
         often they turn.
+      is_of_update: whether the program has conditionals, and the figures are those of a step on
+        which all are true: one that makes the update, where gradients are accumulated.
     """
 
     mesh_shape: str
@@ -85,6 +87,7 @@ class PlanRow:
     is_repeated: bool
     unknown_names: tuple[str, ...] = ()
     loops_counted_once: int = 0
+    is_of_update: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +141,11 @@ class Plan:
             )
         if any(row.loops_counted_once for row in self.rows):
             lines.append("Of some programs' loops one turn is counted: more is not known.")
+        if any(row.is_of_update for row in self.rows):
+            lines.append("Of steps with conditionals the figures are those of an update step.")
         if self.refused:
-            lines += ["", "skipped:"]
             several = len({r.layout for r in self.rows} | {r.layout for r in self.refused}) > 1
-            lines += [f"  {_name(r, several)}: {r.reason}" for r in self.refused]
+            lines += ["", "skipped:", *_reasons(self.refused, several)]
         if self.is_partial:
             lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
         return "\n".join(lines)
@@ -197,6 +201,20 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 def _name(row: PlanRow | Refused, with_layout: bool) -> str:
     layout = f", {row.layout}," if with_layout else ""
     return f"{row.mesh_shape}{layout} on {row.machine}"
+
+
+def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
+    """Lines that say each reason once."""
+    meshes: dict[str, list[str]] = {}
+    for one in refused:
+        meshes.setdefault(one.reason, []).append(_name(one, with_layout))
+    lines = []
+    for reason, names in meshes.items():
+        if len(names) == 1:
+            lines.append(f"  {names[0]}: {reason}")
+        else:
+            lines += [f"  {reason}", *(f"    {name}" for name in names)]
+    return lines
 
 
 def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:

@@ -246,6 +246,7 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         unknown_operations=compiled.unknown,
         unknown_names=compiled.unknown_names,
         loops_counted_once=compiled.loops_counted_once,
+        is_of_update=compiled.is_of_update,
         traffic=traffic,
         link_seconds=links,
         step_seconds=step,

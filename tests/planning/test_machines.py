@@ -1,13 +1,18 @@
 """Plans with real compilers: the TPU's, and XLA's for the CPU devices of this machine."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mtf_gradsync import planning, xla
-from mtf_gradsync.planning import sample_steps, this_machine
+from mtf_gradsync.planning import machines, sample_steps, this_machine
 from mtf_gradsync.planning.calibration import Calibration, Rates, work_of
 from mtf_gradsync.planning.machines import TpuMachine
 from mtf_gradsync.planning.sample_steps import Samples, Size
 from mtf_gradsync.planning.this_machine import CpuMachine
+from mtf_gradsync.xla.topology.compiled import CoreMemory
+from mtf_gradsync.xla.topology.compiling import Lowered
+from mtf_gradsync.xla.topology.estimate import CostEstimate
 from tests.planning.machines import LAYOUT, build
 
 no_compiler = xla.why_no_tpu_compiler()
@@ -58,6 +63,21 @@ def test_one_chip_is_a_topology():
     (row,) = planning.plan(build, "v5e:1x1", LAYOUT, ["batch:1;model:1"]).rows
     assert (row.cores, row.link_seconds) == (1, 0)
     assert row.step_seconds > 0
+
+
+@pytest.mark.parametrize("estimates", [{"step": 1.0}, {"step": 1.0, "conditions_true": 2.0}])
+def test_figures_of_a_program_with_conditionals_are_those_of_an_update(monkeypatch, estimates):
+    made = SimpleNamespace(
+        memory=CoreMemory(*[1] * len(CoreMemory.__annotations__)),
+        estimates={name: CostEstimate(1.0, 1.0, seconds) for name, seconds in estimates.items()},
+        of_update=(),
+        seconds=0.5,
+    )
+    monkeypatch.setattr(machines, "places_of", lambda topology: [(0, 0, 0, 0)])
+    monkeypatch.setattr(machines, "compile_lowered", lambda *_, **__: made)
+    compiled = TpuMachine("v5e:1x1").compile(Lowered(1, "module"), lambda process: None)
+    assert compiled.estimate_seconds == max(estimates.values())
+    assert compiled.is_of_update == (len(estimates) > 1)
 
 
 @pytest.mark.skipif(not no_compiler, reason="the TPU compiler is installed")

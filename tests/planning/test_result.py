@@ -55,6 +55,24 @@ def test_as_text():
     assert "stopped" not in str(PLAN)
 
 
+def test_a_reason_that_several_meshes_have_is_said_once():
+    shapes = "batch:8", "batch:4", "batch:2"
+    reasons = "no file", "too many heads", "no file"
+    refused = [planning.Refused(s, "batch:batch", "v5e", r) for s, r in zip(shapes, reasons)]
+    assert str(planning.Plan((), tuple(refused))).splitlines()[3:] == [
+        "  no file",
+        "    batch:8 on v5e",
+        "    batch:2 on v5e",
+        "  batch:4 on v5e: too many heads",
+    ]
+
+
+def test_it_says_where_figures_are_those_of_an_update_step():
+    said = "Of steps with conditionals the figures are those of an update step."
+    assert said in str(planning.Plan((row("batch:8", 0.02, is_of_update=True),))).splitlines()
+    assert said not in str(PLAN)
+
+
 def test_an_empty_plan_says_so():
     assert str(planning.Plan(())).startswith("no mesh can be planned")
 
