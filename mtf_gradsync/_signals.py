@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
+_Self = TypeVar("_Self", bound="StopSignal")
 
 
 class StopSignal:
@@ -26,7 +27,7 @@ class StopSignal:
         self._received_at = 0.0
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self: _Self) -> _Self:
         # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

@@ -73,8 +73,7 @@ def plan(
             f"Give at least one layout and one topology; got {layouts!r} and {topologies!r}."
         )
     axes = list(axes) if axes is not None else _axes_of(layouts[0])
-    stop = Interruption()
-    with stop:
+    with Interruption() as stop:
         machines = _machines(names)
         candidates, refused = [], []
         for layout in layouts:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
+from mtf_gradsync._signals import Interruption
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
 from mtf_gradsync.train.cli.outputs import output_paths, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
@@ -62,12 +63,14 @@ def main(args: argparse.Namespace) -> int:
     json_file, png_file = output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
-    with loaded_config(args):
+    with Interruption() as stop, loaded_config(args):
         if png_file:
             from mtf_gradsync.train.files import check_drawing
 
             check_drawing()
-        plan = plan_config(args.topologies, args.mesh_shape, args.layout, args.jobs)
+        plan = plan_config(
+            args.topologies, args.mesh_shape, args.layout, args.jobs, begins=stop.check
+        )
     print(plan)
     if json_file:
         with writing("--json", json_file):
@@ -85,11 +88,12 @@ def plan_config(
     mesh_shapes: Sequence[str] | None = None,
     layouts: Sequence[str] | None = None,
     jobs: int = 1,
+    begins: Callable[[], None] = lambda: None,
 ) -> Any:
     """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
 
     Without mesh_shapes it takes all factorizations over the axes of the config's mesh, without
-    layouts the config's.
+    layouts the config's. `begins` is called when all is imported and checked.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync import planning, xla
@@ -118,6 +122,7 @@ def plan_config(
         return planning.Built(program, [graph.loss], job.tokens_per_step)
 
     rules = list(layouts or [_as_text(config.layout_rules)])
+    begins()
     try:
         return planning.plan(
             build,
