@@ -7,6 +7,7 @@ import tempfile
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._signals import Interruption
 from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
 from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, describe
 from mtf_gradsync.runtimes.checkpoints.flags import SKIP_FLAG
@@ -55,7 +56,7 @@ class TimedRun:
         if checkpoints is not None:
             start = part.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
         say(f"steps run on {runtime}")
-        with tf.Graph().as_default(), job.batches() as batches:
+        with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
             _, _, make_runner = training_graph(job, batches, runtime)
             if start.path:
                 say(f"from {start.path}")
@@ -67,20 +68,20 @@ class TimedRun:
             with tempfile.TemporaryDirectory() as own:
                 with make_runner(own, start, config, session) as runner:
                     try:
-                        return self._recorded(runner)
+                        return self._recorded(runner, stop)
                     except (TimelineError, tf.errors.OpError) as error:
                         raise TrainingError(str(error)) from error
 
-    def _recorded(self, runner: Runner) -> Timeline:
-        before = _make(runner, self._warm_up)
+    def _recorded(self, runner: Runner, stop: Interruption) -> Timeline:
+        before = _make(runner, self._warm_up, stop)
         timeline = runner.timeline()
         with timeline:
-            made = _make(runner, self._steps)
+            made = _make(runner, self._steps, stop)
         timeline.mark_updates([*before[-1:], *made])
         return timeline
 
 
-def _make(runner: Runner, count: int) -> Sequence[int]:
+def _make(runner: Runner, count: int, stop: Interruption) -> Sequence[int]:
     """Makes steps as training does; returns the updates made by each, where they are counted."""
     updates: list[int] = []
     pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
@@ -91,6 +92,7 @@ def _make(runner: Runner, count: int) -> Sequence[int]:
             updates.append(int(values["update_step"]))
 
     for _ in range(count):
+        stop.check()
         pending.append(runner.dispatch())
         while len(pending) > runner.steps_ahead:
             look()

@@ -3,13 +3,17 @@
 import functools
 import gzip
 import json
+import signal
 from unittest import mock
 
 import pytest
 
+from mtf_gradsync._signals import Interruption
 from mtf_gradsync.timelines import Table, Timeline
+from mtf_gradsync.train import timed_run
 from mtf_gradsync.train.cli.main import main
 from mtf_gradsync.train.timed_run import TimedRun
+from tests.planning.machines import interrupted_and_dropped
 from tests.timelines.recordings import two_cores
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 
@@ -164,3 +168,12 @@ def test_a_run_too_short_for_its_timeline(train, capsys):
 def test_a_bad_number_of_steps(train):
     with pytest.raises(ValueError, match="timeline_steps must be a whole number from 0"):
         train("train.run.timeline_steps = -1")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_that_the_garbage_collector_drops_ends_the_steps():
+    runner = mock.Mock(steps_ahead=0)
+    runner.dispatch.side_effect = [dict, lambda: interrupted_and_dropped(signal.SIGINT) or {}, dict]
+    with pytest.raises(KeyboardInterrupt), Interruption() as stop:
+        timed_run._make(runner, 3, stop)
+    assert runner.dispatch.call_count == 2
