@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mtf_gradsync._signals import Interruption
 from mtf_gradsync.train.cli.gin_arguments import add_gin_arguments, loaded_config
 from mtf_gradsync.train.cli.outputs import make_output_folder, output_path, writing
 from mtf_gradsync.train.errors import ConfigError, TrainingError
@@ -58,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
     json_file = output_path("--json", args.json)
     make_output_folder("--save_hlo", args.save_hlo)
-    with loaded_config(args):
+    # So that SIGTERM, too, ends the compiler and removes its folder.
+    with Interruption(), loaded_config(args):
         compiled = compile_config(
             args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
         )

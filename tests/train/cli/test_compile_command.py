@@ -1,6 +1,8 @@
 """The command ``mtf-gradsync compile``."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,15 @@ def test_help_names_every_flag(capsys):
     for flag in ("gin_file", "gin_param", "topology", "json", "save_hlo", "verbosity"):
         assert f"--{flag}" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sigterm_stops_it_as_ctrl_c_does(capsys, monkeypatch):
+    """An exception ends the compiler's process and removes its folder."""
+    monkeypatch.setattr(
+        compile_command, "compile_config", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert cli.main(["compile", f"--gin_file={TINY}"]) == 128 + signal.SIGTERM
+    assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
