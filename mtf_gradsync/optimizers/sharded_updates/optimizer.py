@@ -131,8 +131,8 @@ class ShardedUpdateOptimizer(Wrapper):
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one.
           min_size: variables of fewer elements are not split. None stands for 128, and then a
-            variable is not split either if a part takes nearly as many of a TPU's tiles as the
-            whole: it would cost more than it saves.
+            variable is not split either if a part saves few of a TPU's tiles: it would cost more
+            than it saves.
           name: name of the wrapper.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes; or give mesh_shape and layout. Without either they are those of

@@ -45,14 +45,16 @@ def shape_of_part(
 
 
 def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
-    """Returns whether a part takes at least a third fewer of a TPU's tiles than the full tensor.
+    """Returns whether a part saves more than two thirds of what parts without padding would save.
 
-    Both are shapes on one core: of its slice of a variable, and of its part of that. If a part
-    fills few of its tiles, it takes about as much memory and time as the full slice, and the
-    compiler copies the slice to another layout and back.
+    Counted are a TPU's tiles; both are shapes on one core: of its slice of a variable, and of its
+    part of that. If a part fills few of its tiles, it takes about as much memory and time as the
+    full slice, and the compiler copies the slice to another layout and back.
     """
     of_full, of_part = tiles(full, part)
-    return 3 * of_part <= 2 * of_full
+    numbers, numbers_of_part = math.prod(full), math.prod(part)
+    # In whole numbers: (of_full - of_part) / of_full > 2/3 * (1 - numbers_of_part / numbers)
+    return 3 * (of_full - of_part) * numbers > 2 * of_full * (numbers - numbers_of_part)
 
 
 def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:

@@ -75,9 +75,12 @@ def test_the_dimension_whose_parts_take_the_fewest_tiles_is_split(axes, shape, p
         ((128, 64), (32, 64), False),  # the 128 lie along the tiles
         ((256, 512), (256, 128), True),
         ((512, 768), (512, 96), True),  # 1 tile for 6
-        ((512, 192), (512, 48), True),  # 1 for 2
+        ((512, 192), (512, 48), True),  # 24 for 96, with the 512 along the columns of tiles
+        ((8, 160), (8, 40), False),  # 1 for 2, where a quarter would save three quarters
+        ((8, 160), (8, 80), True),  # 1 for 2, of two parts
         ((512, 64), (64, 64), True),  # 8 for 32, though all 8 parts take 64
-        ((20, 128), (10, 128), True),  # 2 for 3
+        ((20, 128), (10, 128), False),  # 2 for 3, where a half would save half
+        ((4096, 512), (4, 512), True),  # 4 for 2048, of which each is half empty
         ((8000, 128), (4000, 128), True),
         ((4096, 8, 128), (64, 8, 128), True),
         ((8, 64), (4, 64), False),
