@@ -49,7 +49,7 @@ def log_savings(
             "new values: with this optimizer it can save time but hardly memory, and a program for "
             "a TPU can take more memory, and on some generations more time, than without it."
         )
-    if axes.num_shards == 2:
+    if split and axes.num_shards == 2:
         doubts.append(
             "It splits updates over two replicas: that saves memory, but a step on a TPU can take "
             "more time than without it."

@@ -27,9 +27,19 @@ TWO = gs.ReplicaAxes("a:2;b:4", "outer:a;batch:b", ("outer", "batch"))
         (AXES, "stack=8,d_model=8", "stack=8,batch=8"),
         (TWO, "x=8,y=6", "batch=8,outer=6"),
         (TWO, "x=6", "outer=6"),
+        # With x along the columns of tiles it takes 8 of them, else 128 or more; a part of 64
+        # columns would take 8, too, and one with 4 of y 4.
+        (PAIR, "x=128,y=8,z=8", "x=128,batch=8,z=8"),
+        (PAIR, "x=1024,y=8,z=8", "batch=1024,y=8,z=8"),
+        (PAIR, "x=128,z=64", "x=128,batch=64"),
+        # Parts of 4 rows take a tile as those of 8 do.
+        (PAIR, "x=8,y=256", "x=8,batch=256"),
+        (PAIR, "x=64,y=256", "batch=64,y=256"),
     ],
 )
-def test_first_dimension_that_can_be_split_gets_the_shard_dims_name(axes, shape, part):
+def test_the_dimension_whose_parts_take_the_fewest_tiles_gets_the_shard_dims_name(
+    axes, shape, part
+):
     assert shape_of_part(_shape(shape), axes, fixed_dims=["stack"]) == _shape(part)
 
 
@@ -48,23 +58,6 @@ def test_the_reason_why_a_variable_is_not_split(shape, why):
     shape = _shape(shape)
     assert shape_of_part(shape, AXES, ["stack"], min_size=5) == shape
     assert re.search(why, why_unsplit(shape, AXES, ["stack"], min_size=5))
-
-
-@pytest.mark.parametrize(
-    ("axes", "shape", "part"),
-    [
-        # With x along the columns of tiles it takes 8 of them, else 128 or more; a part of 64
-        # columns would take 8, too, and one with 4 of y 4.
-        (PAIR, "x=128,y=8,z=8", "x=128,batch=8,z=8"),
-        (PAIR, "x=1024,y=8,z=8", "batch=1024,y=8,z=8"),
-        (PAIR, "x=128,z=64", "x=128,batch=64"),
-        # Parts of 4 rows take a tile as those of 8 do.
-        (PAIR, "x=8,y=256", "x=8,batch=256"),
-        (PAIR, "x=64,y=256", "batch=64,y=256"),
-    ],
-)
-def test_the_dimension_whose_parts_take_the_fewest_tiles_is_split(axes, shape, part):
-    assert shape_of_part(_shape(shape), axes) == _shape(part)
 
 
 @pytest.mark.parametrize(
