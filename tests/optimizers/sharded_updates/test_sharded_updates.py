@@ -8,6 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.sharded_updates.savings import log_savings
 from tests import harness
 from tests.optimizers.sharded_updates import small_model
 from tests.optimizers.sharded_updates.adam_by_name import AdamByName
@@ -228,4 +229,8 @@ def test_the_log_says_that_two_replicas_save_memory_only(caplog):
         shape = mtf.Shape([mtf.Dimension("d", 8)])
         w = mtf.get_variable(mesh, "w", shape).operation
         sharded(OPTIMIZERS["adam"](), "experts").apply_grads([mtf.ones(mesh, shape)], [w])
-    assert "may not pay. It splits updates over two replicas" in caplog.text
+        assert "may not pay. It splits updates over two replicas" in caplog.text
+        caplog.clear()
+        log_savings("name", gs.ReplicaAxes(*small_model.MESHES["experts"]), [w], [], [w])
+    assert "splits the updates of 0 of 1 variables" in caplog.text
+    assert "two replicas" not in caplog.text
