@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync.simd.traffic.report import CommunicationReport
+from mtf_gradsync.simd.traffic import CommunicationReport
 from mtf_gradsync.xla.topology.collectives import HloCollective
 
 # The operations of TensorFlow's programs, as HLO calls them.

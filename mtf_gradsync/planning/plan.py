@@ -16,8 +16,7 @@ from mtf_gradsync.planning.meshes import factorizations
 from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
-from mtf_gradsync.simd.compiled_only import compiled_only
-from mtf_gradsync.simd.program import Program
+from mtf_gradsync.simd.program import Program, compiled_only
 
 _THIS_MACHINE = "cpu"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import AbstractSet, Any, Iterable, NamedTuple, Sequence
 
-from mtf_gradsync.simd.traffic.report import CommunicationRow
+from mtf_gradsync.simd.traffic import CommunicationRow
 from mtf_gradsync.timelines.events import Collective, model_name
 from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram

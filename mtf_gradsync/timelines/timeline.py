@@ -167,7 +167,7 @@ class Timeline:
 def _recorder_of(session: Any, lowering: Any) -> Recorder:
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession
-    from mtf_gradsync.simd.emulator.session import CpuReplicaSession
+    from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession
     from mtf_gradsync.timelines.tensorflow_steps import MeshRecorder, ReplicasRecorder
     from mtf_gradsync.timelines.xla_steps import XlaRecorder
     from mtf_gradsync.xla.devices.session import XlaSession

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
 from mtf_gradsync.runtimes.errors import first_line
-from mtf_gradsync.simd.traffic.collectives import list_collectives
+from mtf_gradsync.simd.collectives import list_collectives
 from mtf_gradsync.timelines.errors import TimelineError
 from mtf_gradsync.timelines.events import Call, Event, Recording, check_recorded
 from mtf_gradsync.timelines.profiles import read_profile

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
-from mtf_gradsync.simd.replicated import made_up_device_assignment
+from mtf_gradsync.simd.program import made_up_device_assignment
 from tests.estimator import digits
 from tests.estimator.test_estimator import tpu_run_config
 

@@ -6,7 +6,7 @@ from typing import Any, Collection, Sequence
 
 import numpy as np
 
-from mtf_gradsync.simd.graph.facts import split_input
+from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.xla.devices.outside import Outside
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
 from mtf_gradsync.xla.processes.cores import Cores

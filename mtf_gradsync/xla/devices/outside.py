@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Collection, Iterable, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.graph.attributes import untie
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
+from mtf_gradsync.simd.facts import CONTROL, GraphFacts, join_input, split_input, untie
 
 # Operations through which values enter and leave a program.
 BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")

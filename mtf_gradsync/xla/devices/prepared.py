@@ -7,10 +7,10 @@ from typing import NamedTuple, Sequence
 from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.processes.watchdog import beats_go_on
-from mtf_gradsync.simd.graph.facts import GraphFacts
-from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
-from mtf_gradsync.simd.masters import MasterOps
+from mtf_gradsync.simd.checks import check_can_be_emulated
+from mtf_gradsync.simd.facts import GraphFacts
 from mtf_gradsync.simd.program import Program
+from mtf_gradsync.simd.session import MasterOps
 from mtf_gradsync.xla.devices.cache import Cache
 from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
 from mtf_gradsync.xla.devices.outside import Outside

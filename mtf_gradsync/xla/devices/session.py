@@ -10,10 +10,9 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import with_own_types
 from mtf_gradsync.processes.watchdog import note
-from mtf_gradsync.simd.graph.facts import split_input
-from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.session import ReplicaSession
+from mtf_gradsync.simd.session import ReplicaSession, lowerings_in
 from mtf_gradsync.xla.devices.available import devices_for
 from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
 from mtf_gradsync.xla.devices.inputs import DeviceInputs

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync._private.tensorflow import with_own_types
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, split_input
-from mtf_gradsync.simd.graph.fetches import check_alive_outside
+from mtf_gradsync.simd.facts import CONTROL, GraphFacts, check_alive_outside, split_input
 from mtf_gradsync.xla.devices.outside import Needs, Outside
 from mtf_gradsync.xla.processes.cores import Cores
 

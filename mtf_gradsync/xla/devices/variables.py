@@ -9,7 +9,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import with_own_types
-from mtf_gradsync.simd.variable_access import VariableAccess
+from mtf_gradsync.simd.session import VariableAccess
 from mtf_gradsync.xla.lowering.replica_program import ReplicaInput
 from mtf_gradsync.xla.processes.cores import Cores
 from mtf_gradsync.xla.runner.devices import OnDevices, put

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import BridgeError, eager_mode, function_hlo
+from mtf_gradsync.simd.effects import COLLECTIVE_TYPES
 from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
-from mtf_gradsync.simd.graph.functional import StandIn, rebuild
+from mtf_gradsync.simd.functional import StandIn, rebuild
 from mtf_gradsync.xla.hlo import aliases_of, read_module
 from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
 from mtf_gradsync.xla.lowering.stand_ins import RANDOM_TYPES, STATE_WORDS, Randomness, collective

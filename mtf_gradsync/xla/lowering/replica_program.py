@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.simd.effects import find_collectives, find_effects
 from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.graph.attributes import untie
-from mtf_gradsync.simd.graph.collective_ops import find_collectives
-from mtf_gradsync.simd.graph.effects import find_effects
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, join_input, split_input
-from mtf_gradsync.simd.graph.fetches import check_alive_outside
+from mtf_gradsync.simd.facts import (
+    CONTROL,
+    GraphFacts,
+    check_alive_outside,
+    join_input,
+    split_input,
+    untie,
+)
 from mtf_gradsync.simd.program import Program
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import GATHERS, TOGETHER_ATTR, xla_custom_call
+from mtf_gradsync.simd.effects import COLLECTIVE_TYPES
 from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.graph.collective_ops import COLLECTIVE_TYPES
-from mtf_gradsync.simd.graph.functional import StandIn
+from mtf_gradsync.simd.functional import StandIn
 
 # Target of a custom call -> the collective that it replaces.
 COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in (*COLLECTIVE_TYPES, "AllGather")}

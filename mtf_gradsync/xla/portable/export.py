@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.simd.graph.facts import split_input
+from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession
 from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir

@@ -9,11 +9,9 @@ import numpy as np
 
 from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.graph.facts import split_input
-from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.session import ReplicaSession
-from mtf_gradsync.simd.variable_access import VariableAccess
+from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
 from mtf_gradsync.xla.devices.prepared import parts_of
 from mtf_gradsync.xla.devices.session import host_config
 

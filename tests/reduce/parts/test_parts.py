@@ -10,7 +10,7 @@ from mtf_gradsync.reduce import BestAllReduce, CompressedAllReduce, FusedAllRedu
 from mtf_gradsync.reduce.parts import on_simd
 from mtf_gradsync.reduce.parts.all_gather import all_gather
 from mtf_gradsync.reduce.parts.cuts import Cut
-from mtf_gradsync.simd.emulator.rewrite import emulate
+from mtf_gradsync.simd.emulator import emulate
 from tests.reduce import on_mesh
 
 # The first fills a tile of a TPU's memory and more.

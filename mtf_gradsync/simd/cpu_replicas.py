@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.simd.emulator.agreement import divergence_of
-from mtf_gradsync.simd.emulator.result import EmulatedGraph
-from mtf_gradsync.simd.emulator.rewrite import emulate
-from mtf_gradsync.simd.graph.facts import GraphFacts
-from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
-from mtf_gradsync.simd.lowerings import lowerings_in
-from mtf_gradsync.simd.masters import MasterOps
-from mtf_gradsync.simd.session import ReplicaSession
+from mtf_gradsync.simd.checks import check_can_be_emulated, values_name
+from mtf_gradsync.simd.emulator import EmulatedGraph, emulate
+from mtf_gradsync.simd.errors import BranchDivergenceError
+from mtf_gradsync.simd.facts import GraphFacts
+from mtf_gradsync.simd.session import MasterOps, ReplicaSession, lowerings_in
 
 
 def cpu_config() -> tf.ConfigProto:
@@ -88,10 +85,15 @@ class CpuReplicaSession(ReplicaSession):
         try:
             return self._session.run([mapped, sorted(set(also))], feeds)[0]
         except tf.errors.InvalidArgumentError as error:
-            divergence = divergence_of(error, self._emulated.agreements)
-            if divergence is None:
+            name = str(error.op.name) if error.op is not None else ""
+            compared = self._emulated.agreements.get(name)
+            if compared is None:
                 raise
-            raise divergence from error
+            values = map(bool, self._session.run(values_name(name) + ":0"))
+            by_core = dict(zip(compared.group, values))
+            raise BranchDivergenceError(
+                compared.kind, compared.predicate, by_core, compared.meetings
+            ) from error
 
     def _fetch(self, fetch: Any, per_replica: bool, also: list[str]) -> Any:
         name = self._name_of(fetch)

@@ -15,18 +15,129 @@ from __future__ import annotations
 from typing import Any, Iterable, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.emulator.agreement import (
+from mtf_gradsync.simd.checks import (
     Agreement,
+    check_can_be_emulated,
     find_agreements,
     find_meetings,
     frame_leaders,
+    values_name,
 )
-from mtf_gradsync.simd.emulator.result import EmulatedGraph, clone_name
-from mtf_gradsync.simd.graph.attributes import untie, without_pass
-from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
-from mtf_gradsync.simd.graph.effects import find_effects
-from mtf_gradsync.simd.graph.facts import CONTROL, GraphFacts, data_first, join_input, split_input
-from mtf_gradsync.simd.graph.refusals import check_can_be_emulated
+from mtf_gradsync.simd.effects import Collective, find_collectives, find_effects
+from mtf_gradsync.simd.facts import (
+    CONTROL,
+    GraphFacts,
+    check_alive_outside,
+    data_first,
+    join_input,
+    split_input,
+    untie,
+    without_pass,
+)
+
+
+def clone_name(prefix: str, name: str, core: int) -> str:
+    """Returns the name of a physical core's copy of an operation or tensor of a program."""
+    return f"{prefix}_{core}/{name}"
+
+
+class EmulatedGraph:
+    """A graph whose TPU programs run on CPU replicas.
+
+    Attributes:
+      graph_def: the rewritten graph. It has no TPU operations and no device names.
+      num_replicas: name of each TPU program -> its number of cores.
+      done: name of each TPU program -> the operation that runs all of it, on all cores.
+      agreements: name of each comparing operation -> what it compares.
+    """
+
+    def __init__(
+        self,
+        facts: GraphFacts,
+        graph_def: tf.GraphDef,
+        prefix: str,
+        done: dict[str, str],
+        agreements: dict[str, Agreement],
+    ):
+        self._facts = facts
+        self._prefix = prefix
+        self.graph_def = graph_def
+        self.num_replicas = dict(facts.num_replicas)
+        self.done = done
+        self.agreements = agreements
+
+    def program_of(self, name: str) -> str:
+        """Returns the TPU program that an operation or tensor belongs to.
+
+        Args:
+          name: name of an operation or tensor in the graph before the rewriting.
+
+        Returns:
+          The program's name, or "" for what stands outside.
+
+        Raises:
+          KeyError: when the graph has no such operation.
+        """
+        node = split_input(name)[0]
+        op = self._facts.node[node].op
+        if op == "TPUReplicatedOutput":
+            node = self._facts.inputs(node)[0][0]
+        elif op == "TPUReplicatedInput":
+            node = self._facts.consumers(node)[0][0]
+        return self._facts.cluster.get(node, "")
+
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Where an operation of the rewritten graph runs.
+
+        Args:
+          name: the operation's.
+
+        Returns:
+          The core, and what the operation was called before the rewriting; None for what stands
+          outside every program.
+        """
+        first, _, rest = name.partition("/")
+        stem, _, number = first.rpartition("_")
+        if stem != self._prefix or not number.isdigit() or not rest:
+            return None
+        return int(number), rest
+
+    def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The groups of cores of each sum, of which one is made for all of a group.
+
+        Returns:
+          Name before the rewriting -> groups; the first core of each has the operation.
+        """
+        found = find_collectives(self._facts).values()
+        return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
+
+    def names_on_replicas(self, name: str) -> list[str]:
+        """Returns the names that an operation or tensor has after the rewriting.
+
+        Args:
+          name: name of an operation ("loss") or tensor ("loss:0") in the graph before.
+
+        Returns:
+          One name per core, or a single one for what is outside every program.
+
+        Raises:
+          KeyError: when the graph has no such operation.
+          ValueError: when it is in a loop or branch, or is an input of the program.
+        """
+        node_name, number = split_input(name)
+        node = self._facts.node[node_name]
+        if node.op == "TPUReplicatedOutput":
+            source, source_number = self._facts.inputs(node_name)[0]
+            return [f"{clone_name(self._prefix, source, number)}:{source_number}"]
+        if node.op == "TPUReplicatedInput":
+            sources = self._facts.inputs(node_name)
+            return [f"{n}:{k}" for n, k in sources if k != CONTROL]
+        if node_name not in self._facts.cluster:
+            return [name]
+        check_alive_outside(self._facts, node_name, number)
+        cores = self.num_replicas[self._facts.cluster[node_name]]
+        return [clone_name(self._prefix, name, core) for core in range(cores)]
+
 
 # Any large odd number: clones of one random operation must not draw the same numbers.
 _SEED_STRIDE = 0x9E3779B1
@@ -325,6 +436,13 @@ class _Rewriter:
         source, number = split_input(predicate)
         return self._name(f"{source}/agreed_{number}", core)
 
+    def _variable_of_values(self, name: str, check: str, size: int, near: str = "") -> None:
+        """Adds a handle of the variable that holds what a check compared last."""
+        handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
+        handle.attr["dtype"].type = tf.bool.as_datatype_enum
+        handle.attr["shape"].shape.dim.add().size = size
+        handle.attr["shared_name"].s = check.encode()
+
     def _compare(self, predicate: str, agreements: Sequence[Agreement]) -> None:
         source, number = split_input(predicate)
         checks: dict[int, list[str]] = {}
@@ -340,9 +458,14 @@ class _Rewriter:
             self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
             self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
             self._add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=boolean)
-            check = self._add(stem, "Assert", [stem + "/same", pack.name])
+            # The error has the values from here, and not from the text of TensorFlow's error.
+            self._variable_of_values(stem + "/compared", stem, len(group), near=pack.name)
+            write = self._add(stem + "/write", "AssignVariableOp", [stem + "/compared", pack.name])
+            write.attr["dtype"].type = boolean
+            check = self._add(stem, "Assert", [stem + "/same", pack.name, "^" + write.name])
             check.attr["T"].list.type.append(boolean)
-            check.attr["summarize"].i = len(group)
+            self._variable_of_values(stem + "/outside", stem, len(group))
+            self._add(values_name(stem), "ReadVariableOp", [stem + "/outside"], dtype=boolean)
             self._agreements[stem] = agreement
             for core in group:
                 checks.setdefault(core, []).append(stem)

@@ -8,15 +8,13 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.text import mesh_text
+from mtf_gradsync.simd.checks import check_functions_are_silent
+from mtf_gradsync.simd.effects import Collective, find_collectives, variables_written
 from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.graph.collective_ops import Collective, find_collectives
-from mtf_gradsync.simd.graph.effects import variables_written
-from mtf_gradsync.simd.graph.facts import Branch, GraphFacts, Loop
-from mtf_gradsync.simd.graph.loops import turns_in
-from mtf_gradsync.simd.graph.refusals import check_functions_are_silent
-from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.facts import Branch, GraphFacts, Loop, turns_in
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow
+from mtf_gradsync.simd.session import lowerings_in
+from mtf_gradsync.simd.traffic import CommunicationReport, CommunicationRow
 
 
 def list_collectives(

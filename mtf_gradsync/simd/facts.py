@@ -1,19 +1,50 @@
-"""The structure of a graph: program order, and the loops and branches around each operation.
-
-It reads control flow version 1 (``Switch``, ``Merge``, ``Enter``, ``Exit``), which Mesh-TF makes.
-"""
+"""What is known of a graph that holds SIMD programs: programs, loops, branches, inputs, order."""
 
 from __future__ import annotations
 
 import collections
 import functools
-from typing import Iterable, NamedTuple, Tuple, Union
+import heapq
+import math
+from typing import Collection, Hashable, Iterable, Mapping, NamedTuple, Tuple, TypeVar, Union
 
+import graphlib
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync._private.tensorflow import TPU_PROGRAM_ATTR
-from mtf_gradsync.simd.graph.order import CycleError, in_order
+from mtf_gradsync._private.tensorflow import PASSES_ON, TPU_PROGRAM_ATTR
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+class CycleError(ValueError):
+    """Items in a cycle: each is needed by the next, the last by the first."""
+
+    def __init__(self, cycle: list[Hashable]):
+        self.cycle = cycle
+        super().__init__(f"These need each other: {cycle}.")
+
+
+def in_order(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
+    """Returns items sorted so that each comes after those it needs, otherwise in the given order.
+
+    What an item needs is in the mapping, too. Raises `CycleError` if items need each other.
+    """
+    items = list(needs)
+    place = {item: i for i, item in enumerate(items)}
+    sorter = graphlib.TopologicalSorter(needs)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        raise CycleError(error.args[1][:-1]) from None
+    ordered: list[_Item] = []
+    ready: list[int] = []
+    while sorter.is_active():
+        for item in sorter.get_ready():
+            heapq.heappush(ready, place[item])
+        ordered.append(items[heapq.heappop(ready)])
+        sorter.done(ordered[-1])
+    return ordered
 
 
 class Loop(NamedTuple):
@@ -218,3 +249,75 @@ class GraphFacts:
         if node.op != "Const":
             return None
         return tf.make_ndarray(node.attr["value"].tensor)
+
+
+_PREFIXES = ("_tpu", "_xla", "_Xla")
+
+
+def untie(node: tf.NodeDef) -> None:
+    """Removes the attributes that tie a node to devices or to a TPU, in place."""
+    node.device = ""
+    for attr in list(node.attr):
+        if attr == "_class" or attr.startswith(_PREFIXES):
+            del node.attr[attr]
+
+
+def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
+    """The inputs of a node on a CPU, where one with `PASSES_ON` would be a pass over the values.
+
+    Such a node is made an identity.
+    """
+    if PASSES_ON not in node.attr:
+        return data
+    node.op = "Identity"
+    return [data[1]]
+
+
+def turns_in(facts: GraphFacts, context: Context) -> int | None:
+    """Returns how often a step runs what is in a context; None if the graph does not say."""
+    turns = 1
+    for loop in context:
+        if isinstance(loop, Loop):
+            count = _turns(facts, loop)
+            if count is None:
+                return None
+            turns *= count
+    return turns
+
+
+def _turns(facts: GraphFacts, loop: Loop) -> int | None:
+    """Returns how often a loop runs, if it counts from one constant to another by a third."""
+    test = facts.inputs(facts.condition_of[loop])[0][0]
+    if facts.node[test].op != "Less":
+        return None
+    counter, limit = (source for source, _ in facts.inputs(test)[:2])
+    end = facts.constant(limit)
+    if facts.node[counter].op != "Merge" or end is None:
+        return None
+    first, step = None, None
+    for source, _ in facts.inputs(counter):
+        if facts.node[source].op == "Enter":
+            first = facts.constant(source)
+        elif facts.node[source].op == "NextIteration":
+            step = _step(facts, facts.inputs(source)[0][0])
+    if first is None or not step or step < 0:
+        return None
+    return max(0, math.ceil((float(end) - float(first)) / step))
+
+
+def _step(facts: GraphFacts, name: str) -> float | None:
+    """Returns the constant that an addition adds, or None."""
+    if facts.node[name].op not in ("Add", "AddV2"):
+        return None
+    values = [facts.constant(source) for source, number in facts.inputs(name) if number >= 0]
+    found = [float(v) for v in values if v is not None and v.ndim == 0]
+    return found[0] if len(found) == 1 else None
+
+
+def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
+    """Raises ValueError for an output, see `split_input`, that only exists in a loop or branch."""
+    if facts.context_of_output(name, number):
+        raise ValueError(
+            f"{name!r} cannot be fetched: it stands inside a loop or conditional of the program. "
+            "Fetch what the loop or conditional returns."
+        )

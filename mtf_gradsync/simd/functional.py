@@ -11,8 +11,16 @@ import dataclasses
 from typing import Any, Callable, Hashable, Mapping, MutableMapping, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.graph.facts import CONTROL, Branch, Context, GraphFacts, Loop, split_input
-from mtf_gradsync.simd.graph.order import CycleError, in_order
+from mtf_gradsync.simd.facts import (
+    CONTROL,
+    Branch,
+    Context,
+    CycleError,
+    GraphFacts,
+    Loop,
+    in_order,
+    split_input,
+)
 
 _Values = MutableMapping[Tuple[str, int], Any]
 # Replaces an operation: takes its node and its inputs, returns its outputs.
