@@ -35,7 +35,11 @@ def processor_seconds() -> float:
     total = sum(os.times()[:4])
     ticks = os.sysconf("SC_CLK_TCK")
     for listed in pathlib.Path("/proc/self/task").glob("*/children"):
-        for child in listed.read_text().split():
+        try:
+            children = listed.read_text().split()
+        except OSError:  # The thread ended meanwhile.
+            continue
+        for child in children:
             try:
                 stat = pathlib.Path("/proc", child, "stat").read_text()
             except OSError:  # It ended meanwhile.
