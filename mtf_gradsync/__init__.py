@@ -12,7 +12,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     keep_masks_finite,
     note_meshes,
 )
-from mtf_gradsync._private.mtf_lowering import call_before_lowering, keep_apart_when_combined
+from mtf_gradsync._private.patches import call_before_lowering, keep_apart_when_combined
 from mtf_gradsync._private.recomputing import recompute_each_shard_by_itself
 from mtf_gradsync.cluster import Cluster, join_cluster
 from mtf_gradsync.compat_v1 import MeshOptimizer

@@ -8,6 +8,7 @@ import re
 from typing import Any, Iterable, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
@@ -279,16 +280,18 @@ class Wrapper(
     # The stack.
 
     def inner_stack(self) -> list[Any]:
-        """The optimizers inside this one, from the outside in."""
-        stack: list[Any] = []
-        opt: Any = self.opt
-        while opt is not None:
-            stack.append(opt)
+        """The optimizers inside this one, from the outside in.
+
+        Raises ValueError if one of them contains itself.
+        """
+
+        def inside(opt: Any) -> Any:
             # Wrappers of other libraries may have an attribute for the optimizer inside.
             names = ("opt", "optimizer", "_opt", "_optimizer")
-            inside = (getattr(opt, name, None) for name in names)
-            opt = next((o for o in inside if callable(getattr(o, "apply_grads", None))), None)
-        return stack
+            found = (getattr(opt, name, None) for name in names)
+            return next((o for o in found if callable(getattr(o, "apply_grads", None))), None)
+
+        return each_inside(self, inside)[1:]
 
     def _wrappers(self) -> list[Wrapper]:
         """The wrappers of the stack, from the outside in."""
@@ -316,18 +319,18 @@ class Wrapper(
         Returns:
           An `mtf.Variable`.
         """
-        inner = getattr(self.opt, "get_slot", None)
+        inner = getattr(self.inner_stack()[0], "get_slot", None)
         slot = inner(var, name) if inner else None
         return slot if slot is not None else self._slots.get(var, name)
 
     def get_slot_names(self) -> list[str]:
         """Names of the slots of the whole stack."""
-        inner = getattr(self.opt, "get_slot_names", None)
+        inner = getattr(self.inner_stack()[0], "get_slot_names", None)
         names = list(inner()) if inner else []
         return names + [n for n in self._slots.names() if n not in names]
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        inner = getattr(self.opt, "variables", None)
+        inner = getattr(self.inner_stack()[0], "variables", None)
         inside = list(inner()) if callable(inner) else []
         return inside + [v for v in self._slots.variables() if v not in inside]

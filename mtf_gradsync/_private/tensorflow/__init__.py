@@ -15,6 +15,7 @@ from mtf_gradsync._private.tensorflow.graphs import (
 from mtf_gradsync._private.tensorflow.optimizers import (
     MovingAverageSettings,
     create_slots,
+    each_inside,
     hyperparameters,
     moving_average_settings,
     number_of_tpu_shards,
@@ -69,6 +70,7 @@ __all__ = [
     "cross_replica_gather",
     "cross_replica_rows",
     "cross_replica_scatter",
+    "each_inside",
     "eager_mode",
     "function_hlo",
     "hlo_module",
