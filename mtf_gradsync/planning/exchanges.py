@@ -6,7 +6,7 @@ import json
 from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.simd.traffic import CommunicationReport
-from mtf_gradsync.xla.topology.collectives import HloCollective
+from mtf_gradsync.xla.topology.compiled import HloCollective
 
 # The operations of TensorFlow's programs, as HLO calls them.
 _HLO_NAMES = {

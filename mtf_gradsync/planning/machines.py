@@ -8,9 +8,8 @@ from typing import Callable, NamedTuple, Protocol, Sequence
 from mtf_gradsync.planning.chips import chip_of
 from mtf_gradsync.planning.torus import Torus
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.xla.topology.collectives import HloCollective
+from mtf_gradsync.xla.topology.compiled import HloCollective, generation_of
 from mtf_gradsync.xla.topology.compiling import Lowered, compile_lowered, lower, places_of
-from mtf_gradsync.xla.topology.topologies import generation_of
 
 Begun = Callable[["subprocess.Popen[str]"], None]
 

@@ -8,8 +8,8 @@ from typing import AbstractSet, Any, Iterable, NamedTuple, Sequence
 from mtf_gradsync.simd.traffic import CommunicationRow
 from mtf_gradsync.timelines.events import Collective, model_name
 from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.lowering.replica_program import ReplicaProgram
-from mtf_gradsync.xla.topology.collectives import COLLECTIVES, HloCollective, find_hlo_collectives
+from mtf_gradsync.xla.replica_program import ReplicaProgram
+from mtf_gradsync.xla.topology.compiled import COLLECTIVES, HloCollective, find_hlo_collectives
 
 _AROUND_OTHERS = ("while", "conditional", "call")
 # "x/(a:b)" is what a compiler makes of x/a and x/b, and "(a:b)" what packs a and b.

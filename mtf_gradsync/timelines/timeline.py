@@ -170,7 +170,7 @@ def _recorder_of(session: Any, lowering: Any) -> Recorder:
     from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession
     from mtf_gradsync.timelines.tensorflow_steps import MeshRecorder, ReplicasRecorder
     from mtf_gradsync.timelines.xla_steps import XlaRecorder
-    from mtf_gradsync.xla.devices.session import XlaSession
+    from mtf_gradsync.xla.session import XlaSession
 
     inner = session
     if hasattr(session, "run_step_fn"):  # a monitored session

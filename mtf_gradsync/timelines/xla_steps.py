@@ -26,8 +26,8 @@ from mtf_gradsync.timelines.recorder import (
     timed,
 )
 from mtf_gradsync.timelines.runs import leaves, until_used
-from mtf_gradsync.xla.devices.session import Dispatched, XlaSession
-from mtf_gradsync.xla.processes.errors import OtherProcessError
+from mtf_gradsync.xla.cores import OtherProcessError
+from mtf_gradsync.xla.session import Dispatched, XlaSession
 
 _Result = TypeVar("_Result")
 

@@ -12,7 +12,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
 from tests import grappler
 
 STEPS, BATCH, WIDTH = 5, 8, 4

@@ -14,11 +14,11 @@ import numpy as np
 
 from mtf_gradsync import xla
 from mtf_gradsync._private.jax import compiled_hlo
-from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.cores import Cores
 from mtf_gradsync.xla.runner.devices import put
 from mtf_gradsync.xla.runner.program import LoadedProgram
 from mtf_gradsync.xla.runner.program import compiled as compile_stablehlo
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
 
 CORES = 8
 # Of two kinds, so that one taken for the other shows: gloo refuses what is longer than expected.

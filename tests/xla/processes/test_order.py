@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync.processes.errors import ProcessesError
-from mtf_gradsync.xla.processes import cpu_devices
+from mtf_gradsync.xla import devices
 from tests.xla.processes import order_program
 
 pytestmark = pytest.mark.xla
@@ -26,4 +26,4 @@ def test_a_jaxlib_that_hangs_is_refused(monkeypatch):
 
     monkeypatch.setattr(jaxlib, "__version__", "0.4.31")
     with pytest.raises(ProcessesError, match=r"jaxlib 0\.4\.33 or later; this is 0\.4\.31"):
-        cpu_devices.check_keeps_order()
+        devices.check_keeps_order()

@@ -9,11 +9,35 @@ from typing import Any
 import numpy as np
 
 from mtf_gradsync._private.jax import hlo_to_module
-from mtf_gradsync.xla.lowering.bridge import Hlo
-from mtf_gradsync.xla.lowering.constants import share_constants
-from mtf_gradsync.xla.lowering.stand_ins import COLLECTIVE_TARGETS
+from mtf_gradsync.xla.bridge import COLLECTIVE_TARGETS, Hlo
 from mtf_gradsync.xla.runner.operations import create, fill_with_sum, text_of, walk
 from mtf_gradsync.xla.runner.packs import TOGETHER
+
+
+def share_constants(operation: Any) -> None:
+    """Keeps the first of equal arrays in each block, as XLA does when it reads a module.
+
+    TensorFlow makes one for each layer: of relative positions, say, a megabyte each, and more than
+    twice that as text.
+    """
+    from jaxlib.mlir import ir
+
+    for region in operation.regions:
+        for block in region:
+            first: dict[Any, Any] = {}
+            for inner in list(block):
+                op = inner.operation
+                share_constants(op)
+                if op.name != "stablehlo.constant":
+                    continue
+                value = op.attributes["value"]
+                if ir.DenseElementsAttr(value).is_splat:
+                    continue
+                kept = first.setdefault(value, op)
+                if kept is not op:
+                    op.results[0].replace_all_uses_with(kept.results[0])
+                    op.erase()
+
 
 _STABLEHLO = {
     "AllGather": "stablehlo.all_gather",

@@ -13,15 +13,12 @@ from mtf_gradsync.processes.watchdog import note
 from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
 from mtf_gradsync.simd.session import ReplicaSession, lowerings_in
-from mtf_gradsync.xla.devices.available import devices_for
-from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
-from mtf_gradsync.xla.devices.inputs import DeviceInputs
-from mtf_gradsync.xla.devices.outside import BOUNDARY
-from mtf_gradsync.xla.devices.prepared import Compiled, PreparedProgram
-from mtf_gradsync.xla.devices.step import Place, StepPlan, place_of
-from mtf_gradsync.xla.devices.variables import DeviceVariables
-from mtf_gradsync.xla.lowering.stand_ins import initial_state
-from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.bridge import initial_state
+from mtf_gradsync.xla.cores import Cores
+from mtf_gradsync.xla.devices import devices_for
+from mtf_gradsync.xla.executable import Cache, default_cache_dir
+from mtf_gradsync.xla.outside import BOUNDARY, DeviceInputs, Place, StepPlan, place_of
+from mtf_gradsync.xla.prepared import Compiled, DeviceVariables, PreparedProgram
 from mtf_gradsync.xla.runner.devices import OnDevices, put
 from mtf_gradsync.xla.runner.errors import devices_errors
 

@@ -7,11 +7,11 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.devices import prepared
+from mtf_gradsync.xla import prepared
 from mtf_gradsync.xla.hlo import read_module
 from mtf_gradsync.xla.runner import turns
 from mtf_gradsync.xla.runner.devices import OnDevices
-from mtf_gradsync.xla.topology.collectives import COLLECTIVES, find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import COLLECTIVES, find_hlo_collectives
 from tests.simd.programs import MESHES, Regression
 from tests.xla.programs import Conditional
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
+import signal
 import sys
 import time
 from typing import Any, Callable, Mapping, NamedTuple, TypeVar
@@ -18,13 +21,89 @@ from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.processes.meeting import Place, meet
 from mtf_gradsync.processes.members import Member
 from mtf_gradsync.processes.membership import Membership
-from mtf_gradsync.processes.watchdog import Watchdog
+from mtf_gradsync.processes.watchdog import Alarm, Watchdog
+from mtf_gradsync.xla import cores
+from mtf_gradsync.xla.cores import may_be_from_another_process
+from mtf_gradsync.xla.devices import ask_for_cpu_devices, check_keeps_order, leave_absent_tpus_alone
 from mtf_gradsync.xla.installed import check_installed
-from mtf_gradsync.xla.processes import gathering
-from mtf_gradsync.xla.processes.aborting import alarm_before_abort
-from mtf_gradsync.xla.processes.cpu_devices import ask_for_cpu_devices, check_keeps_order
-from mtf_gradsync.xla.processes.errors import may_be_from_another_process
-from mtf_gradsync.xla.processes.platforms import leave_absent_tpus_alone
+
+_FRAMES = 5
+# The signals that faulthandler handles, by what it writes first.
+_FATAL = {
+    "Aborted": "SIGABRT",
+    "Segmentation fault": "SIGSEGV",
+    "Bus error": "SIGBUS",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+
+
+def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
+    """Makes fatal signals alert a watchdog, and wait for some seconds before they end this process.
+
+    Returns the watchdog's alarm, and a function that restores the previous handlers. The alarm is
+    None if faulthandler is enabled already, for another purpose, or this is no POSIX system.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        sleep, set_handler = library.sleep, library.signal
+    except (OSError, AttributeError):  # no POSIX
+        return None, lambda: None
+    # An instruction that faulted runs again when the handler returns, so its handler has to work
+    # once. Where C's library has no such handlers, only `abort` waits.
+    set_once = getattr(library, "sysv_signal", None)
+    for setter in (set_handler, set_once):
+        if setter is not None:
+            setter.restype, setter.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    is_taken = faulthandler.is_enabled()
+    # The handler's argument is the signal's number: the C function sleeps as many seconds, 4 to 11.
+    # Unlike anything in Python it may be called whatever the thread was doing.
+    handler = ctypes.cast(sleep, ctypes.c_void_p)
+    before: dict[int, Any] = {}
+    for name in _FATAL.values():
+        number = getattr(signal, name)
+        if number == signal.SIGABRT:
+            before[number] = set_handler(number, handler)
+        elif set_once is not None and not is_taken:  # faulthandler keeps what it found
+            before[number] = set_once(number, handler)
+
+    def restore() -> None:
+        for number, handler_before in before.items():
+            set_handler(number, handler_before)
+
+    if is_taken:
+        return None, restore
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    # Its handlers call those that were there before them: the ones that sleep.
+    faulthandler.enable(writing)
+
+    def undo() -> None:
+        faulthandler.disable()
+        restore()
+        os.close(writing)
+
+    return Alarm(reading, _in_words), undo
+
+
+def _in_words(traceback: str) -> str:
+    """Returns a crash in words, from faulthandler's traceback."""
+    import jax
+    import jaxlib
+
+    first = traceback.partition("\n")[0].rpartition(": ")[2]
+    name = _FATAL.get(first.strip(), "a fatal signal")
+    # The newest thread is listed first, and the main thread, which makes the steps, last.
+    main = traceback.rpartition("most recent call first")[2]
+    own = [line.strip() for line in main.splitlines() if line.startswith("  File ")][:_FRAMES]
+    where = f" The main thread stood at {'; '.join(own)}." if own else ""
+    wrote = ", which has written just before what is wrong" if name == "SIGABRT" else ""
+    return (
+        f"{name} inside jax {jax.__version__}, jaxlib {jaxlib.__version__} or a library of "
+        f"theirs, such as gloo{wrote}; the collective in which it happened is not known.{where}"
+    )
+
 
 _Result = TypeVar("_Result")
 
@@ -63,8 +142,8 @@ class Processes(Membership):
           ProcessesError: when it failed on process 0, where its own error is raised.
         """
         if self.process_index == 0:
-            return gathering.together(work)
-        gathering.together(lambda: None)
+            return cores.together(work)
+        cores.together(lambda: None)
         return work()
 
     def check_equal(self, what: str, value: str, advice: str = "") -> None:
@@ -78,7 +157,7 @@ class Processes(Membership):
         Raises:
           ProcessesError: where it is not, on every process; it names the values.
         """
-        gathering.check_equal(what, value, advice)
+        cores.check_equal(what, value, advice)
 
     def _leave(self) -> None:
         import jax

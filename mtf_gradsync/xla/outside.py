@@ -7,10 +7,23 @@ fed the value that the first part computed, so that nothing (such as an input pi
 
 from __future__ import annotations
 
-from typing import Collection, Iterable, NamedTuple
+from typing import Any, Collection, Iterable, NamedTuple, Sequence
+
+import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.facts import CONTROL, GraphFacts, join_input, split_input, untie
+from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.simd.facts import (
+    CONTROL,
+    GraphFacts,
+    check_alive_outside,
+    join_input,
+    split_input,
+    untie,
+)
+from mtf_gradsync.xla.cores import Cores
+from mtf_gradsync.xla.replica_program import ReplicaInput
+from mtf_gradsync.xla.runner.devices import OnDevices, put
 
 # Operations through which values enter and leave a program.
 BOUNDARY = ("TPUReplicatedInput", "TPUReplicatedOutput")
@@ -201,3 +214,134 @@ class Outside:
         node.name, node.op = name, "Placeholder"
         node.attr["dtype"].type = like.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
+
+
+class DeviceInputs:
+    """Brings inputs to the devices; inputs that are the same in every step only once."""
+
+    def __init__(self, outside: Outside, cores: Cores):
+        self._outside = outside
+        self._cores = cores
+        # For inputs that are made of constants: the operations that they are made of.
+        self._constant: dict[tuple[str, ...], set[str] | None] = {}
+        self._kept: dict[tuple[str, ...], OnDevices] = {}
+
+    def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
+        """Returns the names of the tensors to fetch outside before a step that feeds `fed`."""
+        wanted = [i for i in inputs if not self._is_kept(i, fed)]
+        names = {i.sources[c] for i in wanted for c in self._cores.local}
+        for name in sorted(names):
+            if self._outside.is_after(name):
+                raise ValueError(
+                    f"The program's input {name!r} is made from what the program returns. Fetch it "
+                    "in one step and feed it in the next."
+                )
+        return names
+
+    def put(
+        self, inputs: Sequence[ReplicaInput], values: dict[str, Any], fed: Collection[str]
+    ) -> list[OnDevices]:
+        """Puts a step's inputs on the devices: the values of `sources`, and those that are fed."""
+        copies: dict[str, np.ndarray] = {}
+
+        def given(name: str) -> Any:
+            if not fed:
+                return values[name]
+            # A copy: a fed array is the caller's, who may write to it while the step runs.
+            if name not in copies:
+                copies[name] = np.array(values[name])
+            return copies[name]
+
+        found = []
+        for one in inputs:
+            if self._is_kept(one, fed):
+                found.append(self._kept[one.sources])
+                continue
+            per_core = [given(one.sources[c]) for c in self._cores.local]
+            found.append(put(per_core, self._cores.local_devices))
+            if self._is_constant(one, fed):
+                self._kept[one.sources] = found[-1]
+        return found
+
+    def _is_kept(self, one: ReplicaInput, fed: Collection[str]) -> bool:
+        return one.sources in self._kept and self._is_constant(one, fed)
+
+    def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
+        """Returns whether an input has the same value in every step, unless it is fed."""
+        if one.sources not in self._constant:
+            is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
+            self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None
+        made_of = self._constant[one.sources]
+        return made_of is not None and not any(split_input(name)[0] in made_of for name in fed)
+
+
+class Place(NamedTuple):
+    """The source of a fetch, outside the program or inside."""
+
+    # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
+    names: tuple[str, ...] = ()
+    inside: str = ""  # a tensor of the program
+    # Where the cores to fetch it from are among this process's; None for one of another process.
+    positions: tuple[int | None, ...] = ()
+    is_list: bool = False  # whether it is one value for each core
+    runs_program: bool = False  # whether it is inside the program
+
+    def value(self, values: dict[str, Any]) -> Any:
+        """Returns the fetch's value, given all values of a step by name."""
+        if self.inside:
+            arrays = values[self.inside].arrays
+            found = [
+                None if p is None else with_own_types(np.asarray(arrays[p]))[()]
+                for p in self.positions
+            ]
+        else:
+            found = [values.get(name) for name in self.names] or [None]
+        return found if self.is_list else found[0]
+
+
+class StepPlan(NamedTuple):
+    """What a step does for a set of fetches: `first` outside, the program, and `last` outside."""
+
+    places: tuple[Place, ...]
+    runs_program: bool
+    inside: tuple[str, ...]  # tensors of the program to fetch, sorted
+    first: frozenset[str]
+    last: frozenset[str]
+    needs: Needs  # of `last`
+
+    @classmethod
+    def of(cls, places: Sequence[Place], outside: Outside) -> StepPlan:
+        """Plans a step."""
+        names = {name for place in places for name in place.names if name}
+        last = {name for name in names if outside.is_after(name)}
+        needs = outside.needs(last)
+        inside = {p.inside for p in places if p.inside}
+        inside |= {inner for inner, _ in needs.returned.values()}
+        first = (names - last) | set(needs.carried.values()) | needs.run_before
+        runs_program = bool(last) or any(p.runs_program for p in places)
+        return cls(
+            tuple(places), runs_program, tuple(sorted(inside)), frozenset(first), frozenset(last),
+            needs,
+        )  # fmt: skip
+
+
+def place_of(facts: GraphFacts, program: str, name: str, per_replica: bool, cores: Cores) -> Place:
+    """Returns the source of a fetch; raises a ValueError for one in a loop or branch."""
+    node_name, number = split_input(name)
+    node = facts.node[node_name]
+    position = {core: p for p, core in enumerate(cores.local)}
+    if node.op == "TPUReplicatedOutput":
+        inner, inner_number = facts.inputs(node_name)[number]
+        return Place((), f"{inner}:{inner_number}", (position.get(number),), False, True)
+    if node.op == "TPUReplicatedInput":
+        sources = [f"{n}:{k}" for n, k in facts.inputs(node_name) if k != CONTROL]
+        if not per_replica:
+            return Place((sources[cores.local[0]],))
+        return Place(tuple(s if c in position else "" for c, s in enumerate(sources)), is_list=True)
+    if node_name not in facts.cluster:
+        return Place((name,))
+    check_alive_outside(facts, node_name, number)
+    if ":" not in name:
+        return Place(runs_program=True)
+    wanted = range(facts.num_replicas[program]) if per_replica else cores.local[:1]
+    return Place((), name, tuple(position.get(c) for c in wanted), per_replica, True)

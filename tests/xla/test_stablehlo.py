@@ -1,13 +1,13 @@
 """Of equal constants one is kept."""
 
 import pytest
-
-pytest.importorskip("jaxlib")
-
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-from mtf_gradsync.xla.lowering.constants import share_constants
+from mtf_gradsync.xla.stablehlo import share_constants
+
+pytest.importorskip("jaxlib")
+
 
 MODULE = """
 func.func public @main(%x: tensor<2xi32>) -> (tensor<2xi32>, tensor<2xi32>, tensor<2xi64>) {

@@ -10,7 +10,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.devices import executable, inputs, prepared
+from mtf_gradsync.xla import executable, outside, prepared
 from mtf_gradsync.xla.runner.errors import devices_errors
 from tests import harness, models, reference
 from tests.simd.programs import MESHES, SGD, Regression
@@ -97,8 +97,8 @@ def test_constant_inputs_go_to_the_devices_once_but_can_be_fed(monkeypatch):
         y = program.per_replica(constants) + table + x
     with session(program) as devices:
         put = []
-        real = inputs.put
-        monkeypatch.setattr(inputs, "put", lambda v, d: put.append(v) or real(v, d))
+        real = outside.put
+        monkeypatch.setattr(outside, "put", lambda v, d: put.append(v) or real(v, d))
         for _ in range(2):
             put.clear()
             assert devices.run(y, {x: 100.0}, per_replica=True) == [109, 110]

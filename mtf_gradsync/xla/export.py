@@ -2,35 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.simd.facts import split_input
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.session import ReplicaSession
-from mtf_gradsync.xla.devices.cache import Cache, default_cache_dir
-from mtf_gradsync.xla.devices.executable import lowered
-from mtf_gradsync.xla.devices.session import XlaSession
+from mtf_gradsync.simd.session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.xla import manifest as entries
+from mtf_gradsync.xla.bridge import initial_state
+from mtf_gradsync.xla.executable import Cache, default_cache_dir, lowered
 from mtf_gradsync.xla.installed import check_installed
-from mtf_gradsync.xla.lowering.replica_program import ReplicaInput, replica_program
-from mtf_gradsync.xla.lowering.stand_ins import initial_state
-from mtf_gradsync.xla.portable import manifest as entries
-from mtf_gradsync.xla.portable.artifact import to_artifact
-from mtf_gradsync.xla.portable.host import Host
+from mtf_gradsync.xla.manifest import to_artifact
+from mtf_gradsync.xla.prepared import parts_of
+from mtf_gradsync.xla.replica_program import ReplicaInput, replica_program
 from mtf_gradsync.xla.runner.files import (
     FORMAT,
     PROGRAM,
+    VALUES,
+    assemble,
     check_free,
     distinct_rows,
     dtype_of,
     key_of,
+    read_manifest,
+    with_dtype,
     write_folder,
 )
+from mtf_gradsync.xla.session import XlaSession, host_config
+
+
+class Host:
+    """The part of a user's graph outside its program, `graph`, with variables in TensorFlow.
+
+    `facts` are those of the user's whole graph; `counter` names the variable that counts steps, or
+    is None.
+    """
+
+    def __init__(self, program: Program, lowering: Any):
+        self.lowerings = lowerings_in(lowering)
+        self._ops, self.facts, self.outside = parts_of(program, self.lowerings)
+        self.graph = self.outside.graph
+        self._access = VariableAccess(self.graph)
+        counter = tf.train.get_global_step(program.graph)
+        is_known = counter is not None and counter.op.name in self._access.read
+        self.counter = counter.op.name if is_known else None
+
+    @contextlib.contextmanager
+    def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
+        """Makes a session, with variables initialized, or restored, and copied into slices."""
+        with tf.Session(graph=self.graph, config=host_config()) as session:
+            session.run(self._ops.initialize)
+            if checkpoint is not None:
+                self._ops.restore(session, checkpoint)
+            session.run(self._ops.to_slices)
+            yield session
+
+    def values(
+        self, names: Iterable[str], session: tf.Session | ReplicaSession
+    ) -> dict[str, np.ndarray]:
+        """Returns the values of variables by the names of their ``VarHandleOp``.
+
+        They are taken from a session that `session` made, or one on the cores of the program.
+        """
+        access = self._access
+        if isinstance(session, ReplicaSession):
+            session.variables()  # brings what is on the devices to TensorFlow
+            session = session.tf_session
+            access = VariableAccess(session.graph)
+        unknown = sorted(set(names) - set(access.read))
+        if unknown:
+            raise ValueError(
+                f"The session lacks {counted(unknown, 'variable')}; give one of this program."
+            )
+        return session.run({name: access.read[name] for name in names})
+
+    def others(self, held: Collection[str]) -> list[str]:
+        """Returns the global variables that a program lacks; `held` are those that it has."""
+        return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
+
+    def is_counter(self, name: str) -> bool:
+        """Returns whether a tensor outside is the step counter, as it is before the step."""
+        if self.counter is None or self.outside.touched([name]).written:
+            return False
+        op = self.graph.get_operation_by_name(split_input(name)[0])
+        while op.type in ("Identity", "ReadVariableOp", "Cast"):
+            op = op.inputs[0].op
+        return op.name == self.counter and not self.outside.is_after(name)
+
 
 _HERE = Path(__file__).parent
 
@@ -230,7 +295,7 @@ def _by_name(program: Program, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _runner() -> dict[str, bytes]:
     """Returns the files of the runner, by path in the folder."""
-    runner = sorted((_HERE.parent / "runner").glob("*.py"))
+    runner = sorted((_HERE / "runner").glob("*.py"))
     files = {"run.py": _HERE / "run.py", **{f"runner/{path.name}": path for path in runner}}
     return {name: path.read_bytes() for name, path in files.items()}
 
@@ -258,3 +323,45 @@ batches.npz: {arrays or "not needed"}
 
 sha256sum -c SHA256SUMS checks the files.
 """.encode()
+
+
+def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+    """Writes the values of an exported step as a checkpoint. It needs no model.
+
+    Args:
+      folder: a folder that `export` or its runner wrote.
+      path: prefix of the checkpoint's files.
+
+    Returns:
+      The path to give to ``restore``; programs with the same variables can read it, on another
+      mesh, on another runtime or without a mesh. The step counter (``tf.train.get_global_step``),
+      where it stands outside the program, counts the runner's steps.
+
+    Raises:
+      StepError: when a file is missing or damaged.
+    """
+    manifest = read_manifest(Path(folder))
+    found: dict[str, np.ndarray] = {}
+    with np.load(Path(folder) / VALUES, allow_pickle=False) as file:
+        for name, dtype in manifest["others"].items():
+            found[name] = with_dtype(file[f"others/{name}"], dtype)
+        for p in manifest["parameters"]:
+            if p["kind"] == "variable":
+                stored = with_dtype(file[key_of(p)], p["dtype"])
+                dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
+                for name, value in assemble(p, [stored[row] for row in p["rows"]]).items():
+                    found[name] = value.astype(dtype)
+    counter = manifest["counter"]
+    if counter in manifest["others"]:
+        found[counter] = np.asarray(found[counter] + manifest["steps"], found[counter].dtype)
+    names = sorted(found)
+    with tf.Graph().as_default() as graph, tf.Session(graph=graph) as session:
+        tensors = [tf.placeholder(found[n].dtype, found[n].shape) for n in names]
+        save = tf.raw_ops.SaveV2(
+            prefix=os.fspath(path),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=tensors,
+        )
+        session.run(save, dict(zip(tensors, (found[n] for n in names))))
+    return os.fspath(path)

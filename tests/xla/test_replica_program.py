@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.xla.lowering.replica_program import replica_program
+from mtf_gradsync.xla.replica_program import replica_program
 
 
 def four_cores():
