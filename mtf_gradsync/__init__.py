@@ -42,7 +42,7 @@ from mtf_gradsync.optimizers import (
 from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, adapt_checkpoint
 from mtf_gradsync.optimizers.state.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.planning import plan
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
+from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.reduce import (
     FusedAllReduce,
     LowRankAllReduce,

@@ -11,8 +11,7 @@ from tqdm import tqdm
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.planning.machines import Machine, TpuMachine
-from mtf_gradsync.planning.meshes import factorizations
+from mtf_gradsync.planning.machines import Machine, TpuMachine, factorizations
 from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.planning.this_machine import CpuMachine, cores_of

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Sequence
 
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.events import Recording
+from mtf_gradsync.timelines.events import Recording, TimelineError
 from mtf_gradsync.timelines.recorder import Recorder
 from mtf_gradsync.timelines.table import Table, tabulate_times
 from mtf_gradsync.timelines.trace_file import MOST_BYTES, Written, write_trace

@@ -13,19 +13,25 @@ from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
 from mtf_gradsync.runtimes.errors import first_line
 from mtf_gradsync.simd.collectives import list_collectives
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.events import Call, Event, Recording, check_recorded
+from mtf_gradsync.timelines.events import (
+    Call,
+    Event,
+    Recording,
+    TimelineError,
+    check_recorded,
+    leaves,
+    until_used,
+)
 from mtf_gradsync.timelines.profiles import read_profile
-from mtf_gradsync.timelines.programs import operations_of
 from mtf_gradsync.timelines.recorder import (
     Recorder,
     Replaced,
     now,
+    operations_of,
     steps_until,
     sums_of_updates,
     timed,
 )
-from mtf_gradsync.timelines.runs import leaves, until_used
 from mtf_gradsync.xla.cores import OtherProcessError
 from mtf_gradsync.xla.session import Dispatched, XlaSession
 

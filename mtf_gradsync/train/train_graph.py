@@ -14,7 +14,7 @@ from mtf_gradsync.optimizers import (
     gradient_noise_scale,
     reported,
 )
-from mtf_gradsync.runtimes.places import OnCores, OnDevices
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.train.config.bindings import VariableFilter
 from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.job import TrainingJob, placeholders

@@ -3,7 +3,7 @@
 See ``docs/xla.md`` and ``docs/tpu.md``.
 """
 
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
+from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
 from mtf_gradsync.xla.devices import devices_for
 from mtf_gradsync.xla.executable import default_cache_dir
 from mtf_gradsync.xla.export import export, to_checkpoint

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.processes.members import ProcessesError
 from mtf_gradsync.xla.devices import check_keeps_order
 from mtf_gradsync.xla.runner.turns import wait_for_turn
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any, Sequence
 
 from mtf_gradsync._private.jax import backends_are_initialized
-from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.processes.members import ProcessesError
 from mtf_gradsync.xla.installed import check_installed
 from mtf_gradsync.xla.runner.devices import check_count, find_devices, make_cpu_devices
 

@@ -17,11 +17,9 @@ from mtf_gradsync._private.jax import (
     distributed_is_initialized,
     use_cpu_collectives,
 )
-from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.processes.meeting import Place, meet
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.membership import Membership
-from mtf_gradsync.processes.watchdog import Alarm, Watchdog
+from mtf_gradsync.processes.members import Member, ProcessesError
+from mtf_gradsync.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.xla import cores
 from mtf_gradsync.xla.cores import may_be_from_another_process
 from mtf_gradsync.xla.devices import ask_for_cpu_devices, check_keeps_order, leave_absent_tpus_alone

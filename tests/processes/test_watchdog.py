@@ -11,16 +11,14 @@ import time
 
 import pytest
 
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import Connection
+from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, Connection, Member
 from mtf_gradsync.processes.watchdog import Watchdog
 
 # Its threads write as jax's do, without an end.
 LOUD = """
 import os, socket, threading
 from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import Connection
+from mtf_gradsync.processes.members import Connection
 from mtf_gradsync.processes.watchdog import Watchdog
 
 def shout(descriptor):

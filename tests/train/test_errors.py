@@ -6,7 +6,7 @@ import gin
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, latest_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import DataError, TrainingError

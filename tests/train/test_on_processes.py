@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli.main import main
 from mtf_gradsync.train.errors import ConfigError, TrainingError

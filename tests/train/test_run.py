@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train import train_graph
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.errors import TrainingError

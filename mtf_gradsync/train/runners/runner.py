@@ -9,9 +9,9 @@ from typing import Any, Callable, Iterable, Sequence
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import OuterOptimizer, SyncReplicasOptimizer, traits_of
 from mtf_gradsync.optimizers.skip_reports import ReportsSkips
-from mtf_gradsync.runtimes.checkpoints.saving import TrainingSaver
-from mtf_gradsync.runtimes.checkpoints.start import Start
-from mtf_gradsync.runtimes.places import OnCores, OnDevices
+from mtf_gradsync.runtimes.saving import TrainingSaver
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.step import Watched
 from mtf_gradsync.timelines import Timeline, timeline
 from mtf_gradsync.train.data.batches import TrainingBatches

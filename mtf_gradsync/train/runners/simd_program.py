@@ -8,7 +8,7 @@ import numpy as np
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.places import OnCores
+from mtf_gradsync.runtimes.sessions import OnCores
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import GraphRunner
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from tests.cluster.processes import Processes
 from tests.train.conftest import NO_EVAL, QUICK

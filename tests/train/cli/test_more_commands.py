@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
+from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli

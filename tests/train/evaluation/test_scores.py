@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
+from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary

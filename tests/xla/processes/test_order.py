@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.processes.members import ProcessesError
 from mtf_gradsync.xla import devices
 from tests.xla.processes import order_program
 
