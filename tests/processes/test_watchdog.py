@@ -86,7 +86,7 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
 
 def test_its_words_are_the_last():
     ran = subprocess.run(
-        [sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+        [sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600
     )
     assert ran.returncode == LOST_PROCESS_EXIT_CODE
     last = ran.stdout.decode().rstrip("\n").splitlines()[-1]
