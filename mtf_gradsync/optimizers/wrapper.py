@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from typing import Any, Iterable, Sequence, Union
+from typing import Any, Iterable, Iterator, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.tensorflow import each_inside
@@ -49,7 +49,7 @@ class Wrapper(
       traits: what the wrapper needs of its stack.
       shown: the values of `reported` that training shows next to the loss, by the names to show.
       opt: the inner optimizer.
-      axes: `ReplicaAxes`, or None if no mesh was given.
+      axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
       reducer: the reduction strategy.
       name: name of the wrapper, a prefix of names of its variables and operations.
       step: the step that was built last, by the outermost wrapper of the stack; None before.
@@ -66,8 +66,6 @@ class Wrapper(
     step = OfStep[Union[StepBuilder, None]](None)
     times_applied = OfStep(0)
     _slots = OfStep(SlotBook())
-    # The replica axes of an island, where it stands inside of one.
-    _inside: ReplicaAxes | None = None
 
     def _wrap(
         self,
@@ -97,10 +95,10 @@ class Wrapper(
                 f"{self.opt!r}. On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of "
                 "mtf.optimize."
             )
-        self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
-        if self.axes is None and needs_mesh_for:
-            self.axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
-        self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
+        self._given_axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
+        if self._given_axes is None and needs_mesh_for:
+            self._given_axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
+        self._given_names = as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
         self._gradient_reducer = self.reducer
         if reduce_dtype is not None:
@@ -119,12 +117,22 @@ class Wrapper(
         """Raises ValueError for an order of wrappers that makes no sense."""
         check_order(self, self.inner_stack())
 
-    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Takes the replica axes inside an island, in place of given axes that contain islands."""
-        self._inside = inside
-        if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
-            self.axes = inside
-            self._shard_names = inside.batch_dims
+    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        """Raises ValueError if the wrapper makes no sense inside of islands."""
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Gives the wrappers inside of islands the replica axes of an island, within the block."""
+        stack = iter(self._wrappers())
+        around = next((w for w in stack if w.traits.makes_islands), None)
+        before = {wrapper: wrapper._in_islands_of for wrapper in stack}
+        try:
+            for wrapper in before:
+                wrapper._in_islands_of = around
+            yield
+        finally:
+            for wrapper, outer in before.items():
+                wrapper._in_islands_of = outer
 
     # Methods that subclasses override.
 
@@ -164,7 +172,7 @@ class Wrapper(
 
         Args:
           own: more arguments for `apply_grads` of the innermost optimizer.
-          variables: the variables.
+          variables: the variables that get a gradient.
         """
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -207,14 +215,16 @@ class Wrapper(
         if variables:
             self._build_pairs(variables[0].mesh)
         wrappers = self._segment_wrappers()
-        for wrapper in wrappers:
-            wrapper.check(grads, variables)
-            wrapper.check_arguments(own, variables)
-        if all(g is None for g in grads):
-            return []
+        owners = [v for g, v in zip(grads, variables) if g is not None]
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]
         with contextlib.ExitStack() as undone:
+            undone.enter_context(self._placed())
+            for wrapper in wrappers:
+                wrapper.check(grads, variables)
+                wrapper.check_arguments(own, owners)
+            if not owners:
+                return []
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
             for book in books:
                 undone.enter_context(book.undone_on_error())
@@ -248,7 +258,8 @@ class Wrapper(
     def _gradient_reduction(self) -> Reduction:
         """How this wrapper reduces gradients."""
         strategy = self._gradient_reducer
-        axes = self.axes or self._inside
+        around = self._in_islands_of
+        axes = self.axes or (around.inside if around else None)
         return Reduction(strategy, self._shard_names, axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:

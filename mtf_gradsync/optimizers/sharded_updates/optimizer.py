@@ -170,14 +170,13 @@ class ShardedUpdateOptimizer(Wrapper):
         """See `Wrapper.get_slot`."""
         return super().get_slot(self._parts.get(var, var), name)
 
-    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
         if inside.num_shards == 1:
             raise ValueError(
                 f"{self.name} splits updates over replicas, but each of the islands along "
                 f"{list(islands.batch_dims)} has one replica. Remove {type(self).__name__}, or "
                 "give outer_dims that make islands of several replicas."
             )
-        super()._stand_inside(islands, inside)
 
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
         """Returns how a variable is split, as a shape.
