@@ -164,6 +164,7 @@ def keep_masks_finite() -> None:
 
     In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
+
     def with_finite_masks(init: Any) -> Any:
         def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
             if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
@@ -181,6 +182,7 @@ def check_imported_shapes() -> None:
     Where TensorFlow does not know the shape before, the meshes would take as much of the input as
     the mtf tensor has, and train on a part of the batch.
     """
+
     def with_checked_shape(init: Any) -> Any:
         def make(
             self: mtf.ImportOperation,
@@ -207,6 +209,7 @@ _MESHES = ("mtf_gradsync meshes",)
 
 def note_meshes() -> None:
     """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
+
     def with_note(init: Any) -> Any:
         def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)

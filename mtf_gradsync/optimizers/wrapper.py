@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import re
+from inspect import getattr_static
 from typing import Any, Iterable, Iterator, Sequence, Union
 
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
@@ -33,6 +35,7 @@ from mtf_gradsync.reduce.strategies.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Plan
 
+_OF_TENSORFLOW = (tf.Tensor, tf.Variable, tf.Operation, tf.Graph)
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
@@ -112,6 +115,36 @@ class Wrapper(
             raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
         self.name = name
         self._slots = SlotBook()
+
+    def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes this new object one of another class, its counterpart without a mesh.
+
+        Whether an optimizer of `tf.compat.v1` is inside is known only in ``__init__``, where gin
+        has added arguments, and a class or factory was called. ``__new__`` has neither, and would
+        stand in the way of copies and of subclasses with arguments of their own.
+        """
+        self.__class__ = counterpart
+        counterpart.__init__(self, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies have: the settings, and nothing of the steps that were built."""
+        kind = type(self)
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "_to_build" and not isinstance(getattr_static(kind, name, None), OfStep)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _slots=SlotBook())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        # What belongs to a graph (a learning rate, variables to average) stays what it is.
+        for opt in (self, *self.inner_stack()):
+            memo.update((id(x), x) for x in _of_graphs(getattr(opt, "__dict__", {})))
+        made = memo[id(self)] = copy.copy(self)
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
@@ -345,3 +378,19 @@ class Wrapper(
         inner = getattr(self.inner_stack()[0], "variables", None)
         inside = list(inner()) if callable(inner) else []
         return inside + [v for v in self._slots.variables() if v not in inside]
+
+
+def _of_graphs(held: Any) -> Iterator[Any]:
+    """Gives what belongs to a graph, of what an optimizer holds."""
+    todo, seen = [held], {}
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, dict):
+            todo += [*one, *one.values()]
+        elif isinstance(one, (list, tuple, set)):
+            todo += one
+        elif isinstance(one, (mtf.Tensor, mtf.Operation, mtf.Mesh, mtf.Graph, *_OF_TENSORFLOW)):
+            yield one

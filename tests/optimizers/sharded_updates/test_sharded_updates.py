@@ -225,7 +225,7 @@ def test_a_step_that_fails_is_not_remembered(small_slots_in_parts):
     opt.check(grads, variables)
     with tf.variable_scope("", reuse=True):
         opt.apply_grads(grads, variables)
-    with pytest.raises(ValueError, match="once in a graph, .* variable w again"):
+    with pytest.raises(ValueError, match=r"once in a graph, .* variable w again"):
         opt.check(grads, variables)
 
 
