@@ -58,8 +58,8 @@ class CrossShardOptimizer(Wrapper):
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
     """
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         opt: OptimizerLike,
         reduction: compat_v1.Reduction = Reduction.MEAN,
         name: str = "CrossShardOptimizer",
@@ -70,15 +70,13 @@ class CrossShardOptimizer(Wrapper):
         layout: LayoutLike | None = None,
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
-    ) -> Any:
+    ) -> None:
         """Wraps an optimizer.
-
-        A subclass with arguments of its own overrides ``__new__``; there is no ``__init__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
             `tf.compat.v1.train` the result is `compat_v1.CrossShardOptimizer`, and arguments for
-            the mesh have no effect.
+            the mesh have no effect. A subclass takes mesh optimizers only.
           reduction: `tf.compat.v1.losses.Reduction.MEAN` or `.SUM`: whether `compute_gradients`
             scales per-shard losses by 1/num_shards (with groups: 1/group size). Applying
             gradients always sums.
@@ -105,10 +103,11 @@ class CrossShardOptimizer(Wrapper):
                 f"({Reduction.SUM!r} or {Reduction.MEAN!r}), got {reduction!r}."
             )
         groups = check_group_assignment(group_assignment)
-        opt = given_optimizer(opt, learning_rate, cls.__name__)
-        if is_v1(opt):
-            return compat_v1.CrossShardOptimizer(opt, reduction, name, group_assignment)
-        self = super().__new__(cls)
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if type(self) is CrossShardOptimizer and is_v1(opt):
+            arguments = (opt, reduction, name, group_assignment)
+            self._become(compat_v1.CrossShardOptimizer, *arguments)
+            return
         self._groups, self._reduction = groups, reduction
         self._wrap(opt, NOT_GIVEN, name, axes, mesh_shape, layout, batch_dims, reducer)
         self._check_order()
@@ -116,7 +115,6 @@ class CrossShardOptimizer(Wrapper):
             # A processor may hold several shards, so there may be more shards than processors.
             listed = sum(len(group) for group in self._groups)
             check_groups_cover(self._groups, max(self.axes.num_shards, listed))
-        return self
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""

@@ -1,18 +1,35 @@
-"""Shard dims in the shapes of gradients and variables."""
+"""The replica axes of a wrapper, and shard dims in the shapes of gradients and variables."""
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 
 
 class ShardShapes:
-    """A mixin for wrappers: finds shard dims in shapes."""
+    """A mixin for wrappers: their replica axes, and shard dims in shapes."""
 
-    axes: ReplicaAxes | None
-    _shard_names: tuple[str, ...]
+    _given_axes: ReplicaAxes | None = None
+    _given_names: tuple[str, ...] = ()
+    # The wrapper around this one that makes islands (`OuterOptimizer`), while a step is built.
+    _in_islands_of: Any = None
+
+    @property
+    def axes(self) -> ReplicaAxes | None:
+        """`ReplicaAxes`, or None if no mesh was given.
+
+        While a step is built inside of islands, these are the replica axes inside an island.
+        """
+        given, around = self._given_axes, self._in_islands_of
+        if given is None or around is None:
+            return given
+        return around.inside if set(given.mesh_axes) & set(around.islands.mesh_axes) else given
+
+    @property
+    def _shard_names(self) -> tuple[str, ...]:
+        return self.axes.batch_dims if self.axes else self._given_names
 
     def _shard_dims(self, shape: mtf.Shape) -> list[mtf.Dimension]:
         """The shard dims that a shape has, in the order that numbers the shards."""

@@ -71,8 +71,8 @@ class GradientAccumulationOptimizer(Wrapper):
     _counters = OfStep[Union[_Counters, None]](None)
     _now = OfStep[Union[_Counters, None]](None)
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         opt: OptimizerLike,
         backward_passes_per_step: Passes = gin.REQUIRED,
         average_aggregated_gradients: bool = False,
@@ -90,15 +90,14 @@ class GradientAccumulationOptimizer(Wrapper):
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
         reduce_dtype: WireDtype | None = None,
-    ) -> Any:
+    ) -> None:
         """Wraps an optimizer.
-
-        A subclass with arguments of its own overrides ``__new__``; there is no ``__init__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
             `tf.compat.v1.train` the result is `compat_v1.GradientAccumulationOptimizer`, and
-            arguments for the mesh or checkpoints have no effect.
+            arguments for the mesh or checkpoints have no effect. A subclass takes mesh optimizers
+            only.
           backward_passes_per_step: microbatch steps for each update: a whole number of 1 or more,
             or a function from the update step (mtf int32 scalar) to one. A function is evaluated
             when an accumulation begins; the number does not change before the update.
@@ -131,12 +130,13 @@ class GradientAccumulationOptimizer(Wrapper):
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
         dtype = _floating(accumulator_dtype)
-        opt = given_optimizer(opt, learning_rate, cls.__name__)
-        if is_v1(opt):
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if type(self) is GradientAccumulationOptimizer and is_v1(opt):
             refuse_with_v1(opt, should_skip_update_fn=should_skip_update_fn)
-            counterpart = compat_v1.GradientAccumulationOptimizer(
+            self._become(
+                compat_v1.GradientAccumulationOptimizer,
                 opt,
-                backward_passes_per_step,  # type: ignore[arg-type]  # it refuses functions itself
+                backward_passes_per_step,
                 average_aggregated_gradients,
                 sparse_as_dense,
                 allreduce_fn,
@@ -144,7 +144,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 name,
             )
             hints.hint_if_micro_steps_are_counted(optimizers_inside(opt)[-1], name)
-            return counterpart
+            return
         if allreduce_fn is not None:
             raise ValueError(
                 "allreduce_fn is only for optimizers of tf.compat.v1, but got allreduce_fn="
@@ -156,7 +156,6 @@ class GradientAccumulationOptimizer(Wrapper):
             raise ValueError(
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
-        self = super().__new__(cls)
         needs_mesh_for = "the shards" if accumulate == LOCAL else ""
         common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
         self._wrap(opt, NOT_GIVEN, *common)
@@ -175,7 +174,6 @@ class GradientAccumulationOptimizer(Wrapper):
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
-        return self
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""

@@ -145,7 +145,7 @@ class OuterOptimizer(ReportsSkips):
                     f"of each island: put {type(inner).__name__} directly inside {self.name}, or "
                     "around it."
                 )
-            inner._stand_inside(self.islands, self.inside)
+            inner._check_inside(self.islands, self.inside)
 
     def _gradient_reduction(self) -> Reduction:
         # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.

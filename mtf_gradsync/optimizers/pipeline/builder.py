@@ -160,11 +160,12 @@ class StepBuilder(StepConditions):
             strategy = reduction.strategy
             gradients = self.reduce_now(gradients, reduction)
         else:
-            axes, strategy, shape_of, name = partition
+            axes, strategy, shapes_of, name = partition
             own = Reduction(strategy, axes.batch_dims, axes, name)
             gradients = self._by_strategy.reduce(gradients, own)
             unscattered = gradients.present
-            shapes = [shape_of(v) or v.shape for v in gradients.owners]
+            of_parts = shapes_of(gradients.owners)
+            shapes = [of_parts.get(v, v.shape) for v in gradients.owners]
             sources, parts = scatter_gradients(
                 unscattered, gradients.owners, shapes, axes, strategy
             )

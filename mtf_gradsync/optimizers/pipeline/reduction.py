@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+from typing import Callable, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -38,13 +38,13 @@ class Reduction(NamedTuple):
 class Partition(NamedTuple):
     """How updates are sharded: which part of a variable each replica updates.
 
-    `shape_of` gives the shape of a variable's parts, or None for a variable that is not split. The
-    name is the wrapper's.
+    `shapes_of` gives the shapes of the parts of variables that get gradients in one step, without
+    those that are not split. The name is the wrapper's.
     """
 
     axes: ReplicaAxes
     strategy: Strategy
-    shape_of: Callable[[mtf.Variable], mtf.Shape | None]
+    shapes_of: Callable[[Sequence[mtf.Variable]], Mapping[mtf.Variable, mtf.Shape]]
     name: str = ""
 
 

@@ -73,8 +73,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
     steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         opt: OptimizerLike,
         replicas_to_aggregate: int = gin.REQUIRED,
         total_num_replicas: int | None = None,
@@ -93,15 +93,13 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         batch_dims: str | Sequence[str] = ("batch",),
         reducer: Strategy | None = None,
         reduce_dtype: WireDtype | None = None,
-    ) -> Any:
+    ) -> None:
         """Wraps an optimizer.
-
-        A subclass with arguments of its own overrides ``__new__``; there is no ``__init__``.
 
         Args:
           opt: a Mesh-TF optimizer, or a class or factory of one. With an optimizer of
             `tf.compat.v1.train` the result is `tf.compat.v1.train.SyncReplicasOptimizer`, and
-            arguments for the mesh have no effect.
+            arguments for the mesh have no effect. A subclass takes mesh optimizers only.
           replicas_to_aggregate: the number of contributions to an update, 1 or more. With fewer
             than there are replicas, some may skip a step; with more, an update takes several steps.
           total_num_replicas: number of shards; None takes the mesh's.
@@ -139,15 +137,16 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
         if max_steps_without_update is not None:
             check_whole_number("max_steps_without_update", max_steps_without_update)
-        opt = given_optimizer(opt, learning_rate, cls.__name__)
-        if is_v1(opt):
+        opt = given_optimizer(opt, learning_rate, type(self).__name__)
+        if type(self) is SyncReplicasOptimizer and is_v1(opt):
             refuse_with_v1(
                 opt,
                 contributes=contributes,
                 local_steps=local_steps,
                 max_steps_without_update=max_steps_without_update,
             )
-            return compat_v1.SyncReplicasOptimizer(
+            self._become(
+                compat_v1.SyncReplicasOptimizer,
                 opt,
                 replicas_to_aggregate,
                 total_num_replicas,
@@ -156,8 +155,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 use_locking=use_locking,
                 name=name,
             )
+            return
         decay, averaged = check_averages(variable_averages, variables_to_average)
-        self = super().__new__(cls)
         common = (name, axes, mesh_shape, layout, batch_dims, reducer, "the replicas", reduce_dtype)
         self._wrap(opt, NOT_GIVEN, *common)
         if total_num_replicas not in (None, self.axes.num_shards):
@@ -182,7 +181,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             counts_shards=True,
         )
         self._check_order()
-        return self
 
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
