@@ -159,8 +159,10 @@ def test_strangers_have_some_time_only(intruders, monkeypatch):
         stranger = intruders(port)
         assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(1000) == b""
-        pool.submit(meeting, port, 1)
-        first.result()
+        second = pool.submit(meeting, port, 1)
+    for connections in (first.result(), second.result()):
+        for connection in connections.values():
+            connection.close()
 
 
 def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
@@ -232,7 +234,7 @@ def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message)
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(error, match=message):
-            meeting(server.getsockname()[1], 1, timeout=0.5)
+            meeting(server.getsockname()[1], 1, timeout=3.0)
         thread.join()
 
 
