@@ -75,6 +75,7 @@ def training_spec(num_cores, optimizer):
     return program, spec
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(xla.why_no_tpu_compiler()), reason=xla.why_no_tpu_compiler())
 def test_the_tpu_compiler_takes_the_program():

@@ -160,8 +160,10 @@ def test_strangers_have_some_time_only(intruders, monkeypatch):
         stranger = intruders(port)
         assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(1000) == b""
-        pool.submit(a_meeting, port, 1)
-        first.result()
+        second = pool.submit(a_meeting, port, 1)
+    for connections in (first.result(), second.result()):
+        for connection in connections.values():
+            connection.close()
 
 
 def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
@@ -233,7 +235,7 @@ def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message)
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(error, match=message):
-            a_meeting(server.getsockname()[1], 1, timeout=0.5)
+            a_meeting(server.getsockname()[1], 1, timeout=3.0)
         thread.join()
 
 

@@ -152,6 +152,7 @@ def test_a_second_start_takes_the_cache(tmp_path, monkeypatch):
     np.testing.assert_array_equal(start()[1], first[1])
 
 
+@pytest.mark.slow
 def test_twenty_runs_have_the_same_bits():
     """Sums across devices in one order, whichever thread comes first."""
     batches = models.mlp_batches(3)
@@ -357,6 +358,7 @@ def test_checkpoints_cross_between_runtimes(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_accumulated_sums_go_on_on_another_mesh(tmp_path):
     """Saved in the middle of an update, with the sums of each shard; placement meshes included."""
     batches = models.mlp_batches(4)

@@ -46,6 +46,7 @@ def of_steps_and_rounds(rows):
     return [r for r in rows if not r.is_conditional], [r for r in rows if r.is_conditional]
 
 
+@pytest.mark.slow
 def test_between_outer_steps_only_numbers_are_sent_between_islands():
     for mesh in ("4", "2x2x2"):
         bare = sent(rows_between_islands(models.OPTIMIZERS["adam"], mesh))

@@ -37,6 +37,7 @@ def both(kind, mesh, optimizer, **kwargs):
     return parts.variables, unsharded.variables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "optimizer"),
     [
@@ -53,6 +54,7 @@ def test_bits_are_those_of_the_inner_optimizer(kind, mesh, optimizer):
     assert_same_bits(*both(kind, mesh, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_another_program_of_xla_rounds_differently():
     """Values differ by ulp, because XLA fuses multiplications and additions as it likes.
@@ -88,6 +90,7 @@ def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs, small_slots
 FLOAT32, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), (tf.bfloat16,) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "dtypes", "autostack"),
     [

@@ -13,7 +13,7 @@ DTYPES = ["float32", "bfloat16", "float16", "float64", "int8", "int32", "int64",
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SHAPES, st.sampled_from(DTYPES))
 def test_unpack_undoes_pack(shapes, dtype):
     with tf.Graph().as_default():
@@ -45,7 +45,7 @@ PLANNERS = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     SHAPES,
     st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),

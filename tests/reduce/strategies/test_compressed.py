@@ -114,6 +114,7 @@ def lm_gradients():
 
 
 # What a strategy makes of the bound is above.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wire", "strategy", "prescale"), [("bfloat16", "levels", 1.0), ("float16", "packs", 1024.0)]
 )
@@ -130,6 +131,7 @@ def test_gradients_of_a_language_model_stay_within_the_bound(
             assert len({y[p].tobytes() for p in group}) == 1
 
 
+@pytest.mark.slow
 def test_prescale_brings_small_gradients_into_float16_s_range(lm_gradients):
     groups = mtf.processor_groups(mtf.convert_to_shape(MESH), [0])
     small = [x / 1024 for x in lm_gradients]

@@ -174,6 +174,7 @@ def test_an_exported_folder_takes_what_was_not_sent_along(programs, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_full_rank_is_the_plain_sum(kind):
     full = optimizer(rank=20, min_compression_rate=0.1)
@@ -186,6 +187,7 @@ def test_full_rank_is_the_plain_sum(kind):
     assert np.abs(waits).max() <= (24 + 20) * EPS * size
 
 
+@pytest.mark.slow
 def test_it_moves_to_another_mesh_with_the_sum_of_what_was_not_sent(programs, tmp_path):
     path = None
     for number, (mesh, kind) in enumerate([("4", "simd"), ("2x2", "placement"), ("4", KINDS[-1])]):

@@ -118,6 +118,7 @@ def test_fifty_steps_are_numpy_s_to_the_bit_and_so_is_a_restart(kind, programs, 
     assert np.abs(applied + waits - total).max() <= eps * np.abs(total).max()
 
 
+@pytest.mark.slow
 def test_it_moves_between_meshes_and_runtimes_with_the_sum_of_what_was_not_sent(programs, tmp_path):
     """On "2x2" a slice of b is too small to be sent in blocks: what waits is sent as it is."""
     reference, path = Reference("4"), None

@@ -65,6 +65,7 @@ def greedy(directory, prompt, count):
     return model.vocabulary.decode(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
 def test_sample_writes_from_any_run_s_checkpoint(train, capsys, tmp_path, runtime):
     directory = str(tmp_path / "a,run")  # a comma separates gin files, not this

@@ -14,6 +14,7 @@ def job(jobs):
     return jobs.run(4, script=order_program.__file__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["one program", "many programs"])
 def test_collectives_keep_their_order_though_processes_are_late(job, what):
     """Every kind, in loops and branches; programs in a row, and exchanges of the host."""

@@ -76,6 +76,7 @@ def test_processes_with_unlike_shares(owners, said):
         cores.Cores([device(owner) for owner in owners])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_processes")
 def test_shares_may_be_mixed_and_alone():
     mixed = cores.Cores([device(owner) for owner in (0, 1, 1, 0)])
