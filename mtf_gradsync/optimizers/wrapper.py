@@ -31,7 +31,7 @@ from mtf_gradsync.optimizers.pipeline import (
 from mtf_gradsync.optimizers.shard_shapes import ShardShapes
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Plan
 

@@ -22,7 +22,7 @@ from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
 
 #: Where gradients of microbatch steps add up: on each shard, or reduced over the mesh.
 Accumulate = Literal["local", "synced"]

@@ -34,7 +34,7 @@ from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     make_state,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
 
 
 @gin.configurable(module="mtf_gradsync")

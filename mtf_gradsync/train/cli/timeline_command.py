@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtf_gradsync.runtimes.errors import ACCEPT_FLAG
-from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     process_of_flags,
@@ -92,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
+    from mtf_gradsync.runtimes.manifest import write_text  # imports TensorFlow
+
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
     timeline = _merged(args.merge) if args.merge else _recorded(args)
