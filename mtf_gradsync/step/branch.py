@@ -9,6 +9,7 @@ from mtf_gradsync._names import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.mesh.shared_copies import check_writers
 from mtf_gradsync.step.as_call import can_call, run_as_call
 from mtf_gradsync.step.gate import Gate
 from mtf_gradsync.step.plan import Plan, takes_stack_apart
@@ -82,6 +83,8 @@ class Conditional(mtf.Operation):
                 for op in plan.members(self._branch):
                     with tf.name_scope(op.name):
                         op.lower(lowering)
+                if in_call:  # a graph of its own
+                    check_writers(lowering.variables.values())
             return tf.group(*[lowering.operations[op] for op in self.updates])
 
         before = set(lowering.operations)

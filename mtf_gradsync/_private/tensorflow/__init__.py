@@ -11,6 +11,8 @@ from mtf_gradsync._private.tensorflow.graphs import (
     replace_capture,
     set_attr,
     trace_function,
+    variable_key,
+    variables_written,
 )
 from mtf_gradsync._private.tensorflow.optimizers import (
     MovingAverageSettings,
@@ -92,6 +94,8 @@ __all__ = [
     "tpu_replicated_input",
     "tpu_shard_context",
     "trace_function",
+    "variable_key",
+    "variables_written",
     "with_own_types",
     "write_to_own_memory",
     "xla_custom_call",
