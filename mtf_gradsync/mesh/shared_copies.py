@@ -7,7 +7,7 @@ import weakref
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.tensorflow import variable_key, variables_written
+from mtf_gradsync._private.tensorflow import calls_function, variable_key, variables_written
 from mtf_gradsync.mesh.devices import full_name
 from mtf_gradsync.mesh.topology import memories
 
@@ -150,17 +150,22 @@ def writers_of(laid_out_variable: Any) -> list[int]:
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
 
 
-# For each graph the numbers of the operations that were made inside `writing`.
-_WRITING: weakref.WeakKeyDictionary[tf.Graph, list[range]] = weakref.WeakKeyDictionary()
+# For each graph the numbers of the operations that were made inside `writing`, and whether those
+# are only its calls.
+_WRITING: weakref.WeakKeyDictionary[tf.Graph, list[tuple[range, bool]]]
+_WRITING = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def writing() -> Iterator[None]:
-    """Lets the operations that are made inside the block write shared slices, each of them once."""
+def writing(only_calls: bool = False) -> Iterator[None]:
+    """Lets the operations that are made inside the block write shared slices, each of them once.
+
+    With `only_calls`, those that call functions, which have been checked themselves.
+    """
     graph = tf.get_default_graph()
     first = graph.version
     yield
-    _WRITING.setdefault(graph, []).append(range(first, graph.version))
+    _WRITING.setdefault(graph, []).append((range(first, graph.version), only_calls))
 
 
 def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
@@ -177,10 +182,14 @@ def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
         for x in variable.laid_out_tensor.all_slices
     }
     graph = tf.get_default_graph()
-    allowed = {number for numbers in _WRITING.get(graph, ()) for number in numbers}
+    allowed: dict[bool, set[int]] = {True: set(), False: set()}
+    for numbers, only_calls in _WRITING.get(graph, ()):
+        allowed[only_calls].update(numbers)
     for number, op in enumerate(graph.get_operations()[first:] if shared else (), first):
+        if number in allowed[False] or (number in allowed[True] and calls_function(op)):
+            continue
         for key in variables_written(op):
-            if key in shared and number not in allowed:
+            if key in shared:
                 raise ValueError(
                     f"Operation {op.name!r} writes a slice of variable {shared[key]!r}, which "
                     "several processors share: a slice has one writer, as two writes of one step "

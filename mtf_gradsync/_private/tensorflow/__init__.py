@@ -6,6 +6,7 @@ version means something else.
 
 from mtf_gradsync._private.tensorflow.graphs import (
     TracedFunction,
+    calls_function,
     control_flow_context,
     control_flow_v1,
     replace_capture,
@@ -65,6 +66,7 @@ __all__ = [
     "MovingAverageSettings",
     "TracedFunction",
     "add_saving_listeners",
+    "calls_function",
     "collective_sum",
     "control_flow_context",
     "control_flow_v1",

@@ -68,14 +68,18 @@ def variable_key(handle: tf.Operation) -> str:
     return shared.decode() or handle.name
 
 
+def calls_function(operation: tf.Operation) -> bool:
+    """Returns whether an operation runs functions, such as a conditional of control flow v2."""
+    return operation.type in _CALLS
+
+
 def variables_written(operation: tf.Operation) -> list[str]:
     """Returns the keys of variables that an operation writes; see `variable_key`.
 
-    A call of a function writes those that the function takes for more than reading.
+    One that calls a function writes those that the function takes for more than reading.
     """
-    kind = operation.type
-    is_call = kind in _CALLS
-    if not is_call and (kind in _READS or not kind.startswith(_WRITES)):
+    is_call = calls_function(operation)
+    if not is_call and (operation.type in _READS or not operation.type.startswith(_WRITES)):
         return []
     inputs = list(operation.inputs)
     if is_call and "_read_only_resource_inputs" in operation.node_def.attr:
