@@ -20,7 +20,7 @@ from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduc
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.step import Plan, built, gated_update, values_after
+from mtf_gradsync.step import Plan, WriteOrder, built, gated_update, in_order, values_after
 
 
 class StepBuilder(StepConditions):
@@ -73,6 +73,7 @@ class StepBuilder(StepConditions):
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
         """Returns the operations of the step, from the gradients for the outermost wrapper."""
         self.plan = Plan.of(gradients.graph)
+        before = set(gradients.graph.operations)
         with self._branches:
             for segment in self._segments:
                 self.received.append(gradients)
@@ -102,6 +103,8 @@ class StepBuilder(StepConditions):
         for note in self._notes:
             note()
         self._by_strategy.warn_of_unused(self._segments)
+        made = [op for op in gradients.graph.operations if op not in before]
+        self.plan.part(WriteOrder).one_step(made)
         return operations
 
     @property
@@ -248,7 +251,7 @@ class StepBuilder(StepConditions):
                 "Return an empty list for no operations."
             )
         inside = getattr(self._opt, "variables", None)
-        updates = built(updates)
+        updates = in_order(built(updates))
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
