@@ -14,6 +14,7 @@ from mtf_gradsync.gradients.pending import (
     Layout,
     Mixing,
     check_batch_dims,
+    gradient_name,
     names_of_batch,
     own_slices,
 )
@@ -100,7 +101,7 @@ class Apart:
     def check(self, names: Sequence[str] | None = None, remakes: bool = False) -> None:
         """Raises ValueError unless per-shard gradients are recoverable.
 
-        The error names the gradients, by `names` or by their tensors, and the operations, and says
+        The error names the gradients, by `names` or by their variables, and the operations, and says
         what helps. With `remakes`, gradients `made_of_sums` and `shared` ones are no error.
         """
         bad = {**self.mixed, **self.shared}
@@ -189,7 +190,7 @@ def _says(grads: MaybeGradients, mixed: dict[int, Mixing], names: Sequence[str] 
         for i, (operation, why) in mixed.items():
             grad = grads[i]
             if why is cause and grad is not None:
-                name = names[i] if names else f"gradient {i} ({grad.name})"
+                name = names[i] if names else f"gradient {i} ({gradient_name(grad)})"
                 lines.append(f"\n  {name}: {type(operation).__name__} {operation.name!r}")
         what, cure = _SAYS[cause]
         paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")

@@ -8,6 +8,7 @@ from typing import Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, shard_norms
 from mtf_gradsync.gradients.pending import gradient_name
@@ -55,12 +56,13 @@ def norms_of_shards(
     reason = "know of all shards" if mixed else "take sums over other mesh axes first"
     unfit = sorted(mixed) or summed_elsewhere(own, axes)
     if unfit:
-        _logger.info(
-            "Norms of shards are not reported: %d gradients %s, such as %s.",
-            len(unfit),
-            reason,
-            gradient_name(grads[unfit[0]]),
-        )
+        text = "Norms of shards are not reported: %d gradients %s, such as %s."
+        what = (len(unfit), reason, gradient_name(grads[unfit[0]]))
+        if any(axes.free_shard_dims(grads[i].shape) != axes.shard_dims for i in mixed):
+            # The variable's layout mixes shards, and nothing that the program does.
+            warn_once("norms of shards", text, *what)
+        else:
+            _logger.info(text, *what)
         return None, None
     shards = per_shard(grads, axes, strategy)
     return mtf.anonymize(shard_norms(shards, axes, strategy)), None
