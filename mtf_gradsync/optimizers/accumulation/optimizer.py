@@ -227,7 +227,7 @@ class _Accumulate(Stage):
 
     gives = Form.REDUCED
     wants_reduced = True
-    mixed = "reduce"
+    mixed, adds_up = "reduce", True
     mixed_warning = (
         "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
         "%s), so they are reduced on each of them, and their sums are added up. Do that after "

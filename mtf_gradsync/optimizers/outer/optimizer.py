@@ -16,7 +16,7 @@ import gin
 from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.recoverable import check_recoverable
+from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer.stage import OuterState, OuterSteps
 from mtf_gradsync.optimizers.pairs import OfStep
@@ -190,7 +190,9 @@ class OuterOptimizer(ReportsSkips):
                 f"but got {len(given)}: {[v.name for v in given]}. Give fewer fragments."
             )
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-        check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
+        names = [f"variable {v.name!r}" for v in variables]
+        check_addable(own, self.axes, names)
+        check_recoverable(own, self.islands, names)
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
         dims = self._shard_dims(loss.shape)

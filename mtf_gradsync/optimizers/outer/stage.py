@@ -42,6 +42,7 @@ class OuterSteps(Stage):
 
     takes = Form.PER_SHARD
     mixed = "refuse"
+    adds_up = True  # inside an island; the wrapper's check is for islands
 
     def __init__(self, wrapper: OuterOptimizer):
         self._wrapper, self._islands = wrapper, wrapper.islands

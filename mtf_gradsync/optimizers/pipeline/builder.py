@@ -8,7 +8,7 @@ from mtf_gradsync._names import counted, some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.gradients.pending import Cause
-from mtf_gradsync.gradients.recoverable import mixed_gradients
+from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
 from mtf_gradsync.gradients.scatter import scatter_gradients
 from mtf_gradsync.gradients.stage import dims_to_sum
 from mtf_gradsync.gradients.stages import SumGradients, shard_dims_in, split_into_shards
@@ -208,30 +208,38 @@ class StepBuilder(StepConditions):
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-        found = mixed_gradients(own, axes)
+        apart = Apart(own, axes)
+        found = mixed_gradients(own, axes) if stage.adds_up else apart.mixed
+        made = apart.made_of_sums if stage.remakes else {}
+        shared = apart.shared if stage.remakes else ()
+        if stage.mixed == "refuse" and not stage.adds_up:
+            apart.check([f"variable {v.name!r}" for v in gradients.variables], stage.remakes)
         # Where an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()
-            if stage.mixed == "reduce" and cause is not Cause.DROPS_SUM
+            if stage.mixed == "reduce" and cause is not Cause.DROPS_SUM and i not in made
         }
-        reduced: list[mtf.Tensor | None] = [None] * len(grads)
-        if mixed:
-            if stage.mixed_warning:
-                names = counted([gradients.variables[i].name for i in mixed], "variable")
-                mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
-                warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, names, mixing)
-            some = gradients.with_grads([g if i in mixed else None for i, g in enumerate(grads)])
-            reduced = list(self.reduce_now(some, reduction).grads)
+        if mixed and stage.mixed_warning:
+            which = counted([gradients.variables[i].name for i in mixed], "variable")
+            mixing = some_of(list(dict.fromkeys(repr(op.name) for op in mixed.values())))
+            warn_once(stage.mixed_warning, stage.mixed_warning, reduction.name, which, mixing)
+        reduced = [grads[i] if i in made else None for i in range(len(grads))]
+        to_reduce = {*mixed, *shared}
+        if to_reduce:
+            some = [g if i in to_reduce else None for i, g in enumerate(grads)]
+            now = self.reduce_now(gradients.with_grads(some), reduction).grads
+            reduced = [x if r is None else r for x, r in zip(now, reduced)]
         others = [None if r is not None else g for r, g in zip(reduced, grads)]
         strategy = reduction.other_axes or reduction.strategy
         shards = split_into_shards(others, axes, strategy, accept_summed=stage.mixed != "refuse")
         result = gradients.with_grads(
             [s if r is None else r for r, s in zip(reduced, shards)],
             Form.PER_SHARD,
-            already_reduced=frozenset(mixed),
+            already_reduced=frozenset({*to_reduce, *made}),
+            made_of_sums=made,
         )
-        if not found and not gradients.form.is_reduced:
+        if not (apart.mixed or apart.shared or gradients.form.is_reduced):
             self.per_shard = result
         return result
 

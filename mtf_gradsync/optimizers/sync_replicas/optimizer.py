@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence, Union
+from typing import Any, Mapping, Sequence, Union
 
 import gin
 
@@ -14,6 +14,8 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
 from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.recoverable import check_recoverable
+from mtf_gradsync.gradients.remade import MadeOfSums
+from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pairs import OfStep
@@ -21,6 +23,7 @@ from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuild
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     DirectUpdate,
+    ZerosWhere,
     times,
     without_skipped,
 )
@@ -266,7 +269,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             return
         if self.traits.needs_shards:
             own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
-            check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
+            names = [f"variable {v.name!r}" for v in variables]
+            check_recoverable(own, self.axes, names, remakes=True)
         mesh = variables[0].mesh
         freshness.check_mesh("contributes", self._contributes, mesh)
         freshness.check_mesh("local_steps", self._local_steps, mesh)
@@ -287,6 +291,7 @@ class _AggregateReplicas(Stage):
     takes = Form.PER_SHARD
     gives = Form.REDUCED
     wants_reduced = True
+    remakes = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
@@ -299,8 +304,9 @@ class _AggregateReplicas(Stage):
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
         )
         steps = freshness.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
+        own, reduced, parts = _by_replica(gradients, axes, reducer)
         fresh = freshness.fresh_replicas(
-            gradients.present, steps, before.update_step, wrapper._contributes, axes, reducer
+            own, reduced, steps, before.update_step, wrapper._contributes, axes, reducer
         )
         skipped = mtf.logical_not(fresh)
         # If one step can be enough, only steps that are not enough need accumulators.
@@ -310,7 +316,7 @@ class _AggregateReplicas(Stage):
         # Besides gradients, only this is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
-        gradients = gradients.change_reduced(lambda g: times(contributions, g))
+        gradients = _of_contributions(gradients, parts, skipped, contributions, wrapper)
         accumulators = Accumulators(
             gradients, wrapper._slots, is_share=True, counter=before.count.name
         )
@@ -341,3 +347,51 @@ class _AggregateReplicas(Stage):
             check = StepsWithoutUpdate(self._before, self._now, operations, limit)
         wrapper.steps_without_update = check
         return [check] if check else []
+
+
+# For some gradients, by position, each replica's parts of the sums that they are made of.
+_Parts = Mapping[int, Sequence[mtf.Tensor]]
+
+
+def _by_replica(
+    gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
+) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
+    """Returns what each replica has computed, what all of them together, and parts of sums.
+
+    The first are per-shard gradients and all parts of sums, in which a NaN is that of a replica.
+    """
+    made = gradients.made_of_sums
+    sums = [x for one in made.values() for x in one.sums]
+    each = iter(split_into_shards(sums, axes, reducer, accept_summed=False))
+    parts = {i: [x for _, x in zip(one.sums, each) if x is not None] for i, one in made.items()}
+    own = [x for some in parts.values() for x in some]
+    reduced = []
+    for i, grad in enumerate(gradients.grads):
+        if grad is not None and i not in made:
+            (reduced if i in gradients.already_reduced else own).append(grad)
+    return own, reduced, parts
+
+
+def _of_contributions(
+    gradients: GradientSet,
+    parts: _Parts,
+    skipped: mtf.Tensor,
+    contributions: mtf.Tensor,
+    wrapper: SyncReplicasOptimizer,
+) -> GradientSet:
+    """Makes the gradients at `already_reduced` the sums of those of replicas that contribute.
+
+    A gradient in which they are mixed counts once for each of them.
+    """
+    axes, reducer = wrapper.axes, wrapper.reducer
+
+    def made_again(one: MadeOfSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        # A replica's part is 1/num_shards of its contribution.
+        kept = [x * float(axes.num_shards) for x in ZerosWhere(some, skipped).outputs]
+        dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
+        sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
+        return one.remade(sums, [times(contributions, x) for x in one.shared])
+
+    again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
+    counted = gradients.change_reduced(lambda g: times(contributions, g))
+    return counted.with_grads([again.get(i, g) for i, g in enumerate(counted.grads)])
