@@ -192,10 +192,6 @@ class OuterOptimizer(ReportsSkips):
         own = [None if g is None or self._shard_dims(g.shape) else g for g in grads]
         check_recoverable(own, self.axes, [f"variable {v.name!r}" for v in variables])
 
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        dims = self._shard_dims(loss.shape)
-        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
-
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the holder of a variable's outer values; None before gradients were applied."""
         return self._outer.get(var)
