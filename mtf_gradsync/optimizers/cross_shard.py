@@ -85,8 +85,8 @@ class CrossShardOptimizer(Wrapper):
             `tf.compat.v1.train` the result is `compat_v1.CrossShardOptimizer`, and arguments for
             the mesh have no effect.
           reduction: `tf.compat.v1.losses.Reduction.MEAN` or `.SUM`: whether `compute_gradients`
-            scales per-shard losses by 1/num_shards (with groups: 1/group size). Applying
-            gradients always sums.
+            scales per-shard losses by 1/num_shards (with groups: 1/group size), in any wrapper of
+            the stack. Applying gradients always sums.
           name: name of the wrapper.
           group_assignment: groups of shards that sum with each other, for variables with shard
             dims: equally long lists of shard numbers, together a permutation of range(num_shards).

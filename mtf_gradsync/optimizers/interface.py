@@ -30,10 +30,10 @@ class TrainOptimizerInterface:
     def compute_gradients(
         self, loss: mtf.Tensor, var_list: Sequence[mtf.Variable] | None = None
     ) -> checks.GradsAndVars:
-        """Differentiates a loss; with its shard dims, the mean of one loss for each shard.
+        """Differentiates a loss, or the mean of one loss for each shard.
 
-        The sum in place of the mean is taken if the stack has a CrossShardOptimizer with
-        `reduction=SUM`. It does not matter which wrapper of a stack is called, or knows the shards.
+        It is their sum if the stack has a `CrossShardOptimizer` with `reduction=SUM`. Which wrapper
+        is the outermost, and which ones know the shards, makes no difference.
 
         Args:
           loss: an mtf tensor; a scalar, or with its shard dims one loss per shard.

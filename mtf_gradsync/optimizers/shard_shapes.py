@@ -14,12 +14,7 @@ from mtf_gradsync.optimizers.pipeline import shard_names
 
 
 class ShardShapes:
-    """A mixin for wrappers: finds shard dims in shapes.
-
-    Attributes:
-      loss_reduction: how `compute_gradients` joins the losses of shards: None leaves that to the
-        other wrappers of the stack, and is the mean if none of them says anything.
-    """
+    """A mixin for wrappers: finds shard dims in shapes."""
 
     loss_reduction: Reduction | None = None
     axes: ReplicaAxes | None
@@ -44,8 +39,8 @@ class ShardShapes:
         if len(said) > 1:
             found = " and ".join(f"{w.name} has {reduction!r}" for reduction, w in said.items())
             raise ValueError(
-                f"The loss of shape {loss.shape.to_string} is one for each shard, which a stack "
-                f"joins in one way, but of its reductions {found}: give them the same."
+                f"The loss of shape {loss.shape.to_string} is one for each shard, and a stack joins "
+                f"these by one reduction, but {found}: give both the same."
             )
         return 1.0 if tf.losses.Reduction.SUM in said else 1.0 / num_shards
 

@@ -272,3 +272,36 @@ def test_the_mean_over_a_group_of_copies_wherever_the_groups_are_given(mesh_kind
     # A scalar is the mean over all four shards, and a group has two.
     right = expected_copies(stack, feeds, factor=2.0)
     assert_close(shards.reshape(SHARDS, FEATURES), right)
+
+
+@pytest.mark.parametrize("stack", [("LossScaleOptimizer", "knows"), (LOCAL,)], ids=" around ".join)
+def test_a_loop_over_microbatches(mesh_kind, stack):
+    """Each microbatch's losses are the mean over its examples: their gradients are halved."""
+    feeds = batches()
+
+    def build(mesh, inputs):
+        opt = make(stack)
+        w = mtf.get_variable(
+            mesh, "w", [mtf.Dimension("in", FEATURES)], initializer=tf.constant_initializer(START)
+        )
+        parts = tf.stack(tf.split(inputs["x"], 2, 2), 0)
+        micro = mtf.Dimension("micro", 2)
+        sizes = inputs["x"].shape.as_list()
+        dims = [*batch_dims(sizes), mtf.Dimension("example", 1), mtf.Dimension("in", FEATURES)]
+        parts = mtf.import_tf_tensor(mesh, parts, mtf.Shape([micro, *dims]))
+
+        def body(number):
+            x = mtf.gather(parts, number, micro)
+            residual = mtf.einsum([x, w], mtf.Shape(dims[:-1])) - 1.0
+            loss = mtf.reduce_mean(mtf.square(residual), output_shape=mtf.Shape(dims[:2]))
+            ((grad, _),) = opt.compute_gradients(loss * 0.5, [w.operation])
+            return [number + 1, grad]
+
+        start = mtf.constant(mesh, 0, dtype=tf.int32)
+        _, grad = mtf.while_loop(
+            lambda number: mtf.less(number, 2), body, [start], has_accumulators=True
+        )
+        return opt.apply_grads([grad], [w.operation]), {}
+
+    found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables["w"]
+    assert_close(found, expected(stack, feeds))
