@@ -39,8 +39,8 @@ class ShardShapes:
         if len(said) > 1:
             found = " and ".join(f"{w.name} has {reduction!r}" for reduction, w in said.items())
             raise ValueError(
-                f"The loss of shape {loss.shape.to_string} is one for each shard, and a stack joins "
-                f"these by one reduction, but {found}: give both the same."
+                f"The loss of shape {loss.shape.to_string} is one for each shard, and a stack "
+                f"joins these by one reduction, but {found}: give both the same."
             )
         return 1.0 if tf.losses.Reduction.SUM in said else 1.0 / num_shards
 
