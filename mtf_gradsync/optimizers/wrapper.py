@@ -50,6 +50,8 @@ class Wrapper(
 
     Attributes:
       traits: what the wrapper needs of its stack.
+      loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
+        `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
       shown: the values of `reported` that training shows next to the loss, by the names to show.
       opt: the inner optimizer.
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.

@@ -5,19 +5,14 @@ for all. Everything is compared with numpy in float64, in many sessions, as only
 second writer; and the order of all accesses is proved from the graph.
 """
 
-import itertools
-
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models
-from tests.optimizers.outer import outer_reference
+from tests import harness
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import BATCH, HIDDEN, INPUTS, Spec
-from tests.reduce import compressed, rounded
 
 SESSIONS = 6
 # Mesh, layout, batch dimensions, shards. On the last one, one variable is split and one is not.

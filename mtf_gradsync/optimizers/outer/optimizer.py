@@ -194,10 +194,6 @@ class OuterOptimizer(ReportsSkips):
         check_addable(own, self.axes, names)
         check_recoverable(own, self.islands, names)
 
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        dims = self._shard_dims(loss.shape)
-        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
-
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the holder of a variable's outer values; None before gradients were applied."""
         return self._outer.get(var)

@@ -56,11 +56,11 @@ class StepBuilder(StepConditions):
         super().__init__()
         self._slots, self._arguments = slots, arguments
         self._segments = list(segments)
-        self._stages = [stage for segment in segments for stage in segment.stages]
+        self.stages = [stage for segment in segments for stage in segment.stages]
         self._opt, self._takes_pending, self._partition = opt, takes_pending, partition
         self._notes: list[Callable[[], None]] = []
         # Stages, not built yet, that need reduced gradients and not parts.
-        self._wants_reduced = [stage for stage in self._stages if stage.wants_reduced]
+        self._wants_reduced = [stage for stage in self.stages if stage.wants_reduced]
         self._by_strategy = StrategyReductions(slots)
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
@@ -93,12 +93,12 @@ class StepBuilder(StepConditions):
             self.write_state()
             gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
-            updates = gated_update(lambda: self._update(gradients, self._stages), gradients.grads)
+            updates = gated_update(lambda: self._update(gradients, self.stages), gradients.grads)
             self.add(updates)
-            for stage in sorted(reversed(self._stages), key=lambda stage: stage.reads_shown):
+            for stage in sorted(reversed(self.stages), key=lambda stage: stage.reads_shown):
                 self.add(stage.after_update(updates, self))
         (operations,) = self._lists
-        for stage in reversed(self._stages):
+        for stage in reversed(self.stages):
             self.add(stage.end_of_step(list(operations), self))
         for note in self._notes:
             note()

@@ -230,10 +230,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             return []
         return super().apply_gradients(pairs, global_step, name, **kwargs)
 
-    def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
-        dims = self._shard_dims(loss.shape)
-        return loss * (1.0 / mtf.Shape(dims).size) if dims else loss
-
     @property
     def update_step_now(self) -> mtf.Tensor | None:
         """Updates made, after the step that it is fetched with; None before there is a step."""
