@@ -9,6 +9,7 @@ from typing import Any, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION
 from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
+from mtf_gradsync.step import StepWatches
 
 
 class MasterOps:
@@ -17,6 +18,7 @@ class MasterOps:
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
       saver_def: SaverDef of the global variables; None where there are none.
+      watches: looks at the outcome of each step of the graph's programs.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -35,6 +37,7 @@ class MasterOps:
             self.masters = {v.op.name: _value_name(graph, v) for v in variables}
             saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
             self.saver_def = saver.as_saver_def() if saver else None
+            self.watches = StepWatches(graph)
 
     def check_has_variables(self) -> None:
         """Raises ValueError if the graph has no variables to save or restore."""

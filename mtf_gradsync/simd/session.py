@@ -19,8 +19,12 @@ class ReplicaSession(abc.ABC):
     """A session on the cores of a SIMD program. Use it as a context manager.
 
     Running any tensor or operation of a program runs the whole program on all cores, updates
-    included, as a TPU does.
+    included, as a TPU does. After each step it logs what optimizers have skipped, and raises
+    `NoUpdateError` where there were too many steps without an update.
     """
+
+    # Hooks that watch steps leave it to the session.
+    looks_at_steps = True
 
     def __init__(self, session: tf.Session, ops: MasterOps):
         """Begins a session; the graph of `session` holds these operations under their names."""

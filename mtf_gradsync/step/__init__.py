@@ -10,7 +10,7 @@ from mtf_gradsync.step.later import Later, StandIn, build_later, built
 from mtf_gradsync.step.own_writes import OwnWrites
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
-from mtf_gradsync.step.watch import Watch, Watched, WatchHook
+from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
 
 __all__ = [
     "AdvanceStep",
@@ -25,6 +25,7 @@ __all__ = [
     "PartLowering",
     "Plan",
     "StandIn",
+    "StepWatches",
     "ValuesAfter",
     "Watch",
     "WatchHook",
