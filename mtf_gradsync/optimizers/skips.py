@@ -17,10 +17,14 @@ import numpy as np
 from mtf_gradsync._numbers import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
+from mtf_gradsync.gradients.measures import NotFinite
+from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_program
 from mtf_gradsync.mesh.kind import is_simd
 from mtf_gradsync.optimizers.pairs import OfStep
+from mtf_gradsync.optimizers.pipeline import GradientSet
 from mtf_gradsync.optimizers.state.variables import named_state, scalar_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
+from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
 
 # The full list may be as long as the number of variables times the number of shards.
@@ -32,8 +36,8 @@ class NoUpdateError(RuntimeError):
 
     Attributes:
       limit: max_steps_without_update.
-      replicas: the replicas (shards or islands, row by row) that `SyncReplicasOptimizer` was missing
-        in the last step, or that had something that is not finite in the last skipped one.
+      replicas: the shards or islands, row by row, that had something that is not finite in the last
+        skipped step; of `SyncReplicasOptimizer` those that did not contribute in the last step.
     """
 
     def __init__(self, limit: int, replicas: Iterable[int], text: str = ""):
@@ -89,6 +93,26 @@ class Words(NamedTuple):
     none: str
     last: str = "Not finite in the last step that was skipped:"
     only_rows: bool = False
+
+
+def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
+    """Returns the rows of `not_finite_flags`, for `Words`."""
+    shards = range(axes.num_shards) if axes else ()
+    return [*(f"(shard {number})" for number in shards), "(sum over shards)"]
+
+
+def not_finite_flags(
+    given: GradientSet, sums: GradientSet, axes: ReplicaAxes | None, strategy: Strategy
+) -> list[mtf.Tensor]:
+    """Finds which gradients of which shards are not finite, for `Skips.report`.
+
+    `given` are gradients in any form, and `sums` the same ones as they are checked.
+    """
+    found = []
+    if axes:
+        found.append(NotFinite(given.present, axes, strategy, only_apart=True))
+    found.append(NotFinite(sums.present, None, strategy))
+    return [mtf.anonymize(x.outputs[0]) for x in found]
 
 
 class Skips:
@@ -166,7 +190,7 @@ class Skips:
         else:
             named = self.named(found) or words.none
         text = f"{self.owner}: {words.line} {named}."
-        total = int(np.sum(now))
+        total = int(np.max(now))
         if total > 1:
             text += _so_far(str(total))
         if self.floor and floor is not None and floor <= self.floor[1]:
@@ -209,7 +233,7 @@ class Skips:
         else:
             named = self._named_in_graph(found)
             named = tf.where_v2(tf.equal(named, ""), words.none, named)
-        total = tf.reduce_sum(now)
+        total = tf.reduce_max(now)
         parts = [f"{self.owner}: {words.line} ", named, "."]
         parts.append(tf.where_v2(total > 1, _so_far(tf.as_string(total)), ""))
         if self.floor:
@@ -389,13 +413,17 @@ class ReportsSkips(Wrapper):
 
     _skips = OfStep[Union[Skips, None]](None)
 
+    def _axes_now(self) -> ReplicaAxes | None:
+        """The given replica axes, or those of the mesh that the program has made."""
+        return self.axes or axes_of_program(self._shard_names)
+
     def _note_skips(self, skips: Skips | None) -> None:
         self._skips = skips
 
     @property
     def skip_report(self) -> Watched | None:
         """The operation that reports what was skipped; None before gradients were applied."""
-        return self._skips and self._skips.watched
+        return self._skips.watched if self._skips else None
 
     @property
     def steps_without_update(self) -> Watched | None:

@@ -13,7 +13,6 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
-from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
@@ -26,7 +25,9 @@ from mtf_gradsync.optimizers.skips import (
     Skips,
     Words,
     check_limit,
+    not_finite_flags,
     now_waiting,
+    rows_of_shards,
     waiting_state,
 )
 from mtf_gradsync.optimizers.state.schedules import get_update_step
@@ -145,9 +146,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
           reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
             "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
-          max_steps_without_update: most microbatch steps in a row without an update; one more raises
-            an error that names variables and shards (see `NoUpdateError`). It has an effect only
-            with should_skip_update_fn. None for no limit.
+          max_steps_without_update: most microbatch steps in a row without an update, if
+            should_skip_update_fn is given; one more raises an error that names variables and shards
+            (see `NoUpdateError`). None for no limit.
           flush: a boolean scalar, tf or mtf: whether to update on this step even if the sums have
             fewer microbatch steps, as on the last step of a training. Where that step is skipped,
             the update is that of the steps before. None never does.
@@ -291,7 +292,7 @@ class _Accumulate(Stage):
         mini_step, update_step, skipped = (c.value for c in before[:3])
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
-        given = gradients
+        checked = gradients
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
             skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
@@ -330,8 +331,17 @@ class _Accumulate(Stage):
         )
         step.write(counts, gate)
         if wrapper._skip_fn is not None:
-            skips = self._skips = self._make_skips(given, before)
-            step.run_when(skip, gate, lambda: self._report(skips, given, now))
+            skips = self._skips = self._make_skips(checked, before)
+            # Before a reduction, they may say more about shards.
+            received = step.received[-1]
+            step.run_when(
+                skip,
+                gate,
+                lambda: skips.report(
+                    not_finite_flags(received, checked, wrapper._axes_now(), wrapper.reducer),
+                    [now.skipped],
+                ),
+            )
         divisor = count if wrapper._average else None
         return accumulators.take_when(due, step, gate, counts_every_step=True, divisor=divisor)
 
@@ -347,26 +357,15 @@ class _Accumulate(Stage):
 
     def _make_skips(self, gradients: GradientSet, before: _Counters) -> Skips:
         wrapper = self._wrapper
-        shards = wrapper.axes.num_shards if gradients.form is Form.PER_SHARD else 0
         name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
         words = Words(
             "microbatch step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],
-            [*(f"(shard {number})" for number in range(shards)), "(sum over shards)"],
+            rows_of_shards(wrapper._axes_now()),
             f"none, but should_skip_update_fn {name} says so",
         )
         waiting = [before.waiting] if wrapper._limit else ()
         return Skips(wrapper.name, words, [before.skipped], waiting, wrapper._limit)
-
-    def _report(
-        self, skips: Skips, gradients: GradientSet, now: _Counters
-    ) -> list[mtf.Operation]:
-        wrapper, axes = self._wrapper, self._wrapper.axes
-        found = []
-        if gradients.form is Form.PER_SHARD:
-            found.append(NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True))
-        found.append(NotFinite(gradients.present, None, wrapper.reducer))
-        return skips.report([mtf.anonymize(x.outputs[0]) for x in found], [now.skipped])
 
 
 def _floating(dtype: Any) -> tf.DType | None:
@@ -383,7 +382,8 @@ def _floating(dtype: Any) -> tf.DType | None:
 def _check_flush(flush: Any) -> None:
     if flush is None or isinstance(flush, (bool, np.bool_)):
         return
-    if not isinstance(flush, (mtf.Tensor, tf.Tensor)) or flush.dtype != tf.bool or flush.shape.ndims:
+    is_tensor = isinstance(flush, (mtf.Tensor, tf.Tensor))
+    if not is_tensor or flush.dtype != tf.bool or flush.shape.ndims:
         raise TypeError(
             "flush must be a boolean scalar, such as tf.placeholder_with_default(False, []), got "
             f"{flush!r}."

@@ -12,12 +12,19 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
 from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import GradientSet, Stage, StepBuilder, Traits, traits_of
-from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words, check_limit
+from mtf_gradsync.optimizers.skips import (
+    ReportsSkips,
+    Skips,
+    Words,
+    check_limit,
+    not_finite_flags,
+    rows_of_shards,
+)
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Plan, Watched, values_after
 
@@ -208,9 +215,6 @@ class LossScaleOptimizer(ReportsSkips):
         self._state = state
         return state
 
-    def _axes_now(self) -> Any:
-        return self.axes or axes_of_program(self._shard_names)
-
 
 class _SkipNotFinite(Stage):
     """Skips the update if gradients are not finite, and changes the scale."""
@@ -246,8 +250,13 @@ class _SkipNotFinite(Stage):
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
         after = after_step(before, finite, wrapper._rule)
         skips = self._skips = self._make_skips(gradients, before)
+        now = [after.skipped, *([] if after.scale is None else [after.scale])]
         step.run_when(
-            mtf.logical_not(finite), gate, lambda: self._report(skips, gradients, passed_on, after)
+            mtf.logical_not(finite),
+            gate,
+            lambda: skips.report(
+                not_finite_flags(gradients, passed_on, wrapper._axes_now(), wrapper.reducer), now
+            ),
         )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
@@ -273,12 +282,10 @@ class _SkipNotFinite(Stage):
 
     def _make_skips(self, gradients: GradientSet, before: LossScaleState) -> Skips:
         wrapper, rule = self._wrapper, self._wrapper._rule
-        axes = wrapper._axes_now()
-        shards = [f"(shard {number})" for number in range(axes.num_shards if axes else 0)]
         words = Words(
             "step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],
-            [*shards, "(sum over shards)"],
+            rows_of_shards(wrapper._axes_now()),
             "none by itself, but the norm of all",
         )
         return Skips(
@@ -289,21 +296,6 @@ class _SkipNotFinite(Stage):
             wrapper._limit,
             (before.scale, rule.lowest) if rule.is_dynamic else None,
         )
-
-    def _report(
-        self, skips: Skips, gradients: GradientSet, passed_on: GradientSet, after: LossScaleState
-    ) -> list[mtf.Operation]:
-        """Makes the report of gradients that are not finite, for steps with such gradients."""
-        wrapper = self._wrapper
-        found: list[mtf.Tensor] = []
-        axes = wrapper._axes_now()
-        if axes:
-            of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
-            found.append(mtf.anonymize(of_shards.outputs[0]))
-        of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
-        found.append(mtf.anonymize(of_sums.outputs[0]))
-        scale = [] if after.scale is None else [after.scale]
-        return skips.report(found, [after.skipped, *scale])
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> Rule:

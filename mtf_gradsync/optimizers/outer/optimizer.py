@@ -43,7 +43,8 @@ class OuterOptimizer(ReportsSkips):
 
     State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
     `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
-    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`. The variable itself holds the outer values.
+    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`. The variable itself holds
+    the outer values.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`.
@@ -125,11 +126,9 @@ class OuterOptimizer(ReportsSkips):
                 f"inner_steps / fragments updates, got inner_steps={inner_steps!r} and "
                 f"fragments={fragments!r}."
             )
-        limit = check_limit(
-            max_steps_without_update,
-            inner_steps // fragments,
-            f"there is an outer step every inner_steps / fragments={inner_steps // fragments} updates",
-        )
+        between = inner_steps // fragments
+        why = f"there is an outer step every inner_steps / fragments = {between} updates"
+        limit = check_limit(max_steps_without_update, between, why)
         if not is_number(outer_learning_rate) or not outer_learning_rate > 0:
             raise ValueError(
                 f"outer_learning_rate must be greater than 0, got {outer_learning_rate!r}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 from typing import Any, Callable, Collection, Iterable, Sequence
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import with_own_types
+from mtf_gradsync.optimizers import NoUpdateError
 from mtf_gradsync.processes.watchdog import note
 from mtf_gradsync.simd.graph.facts import split_input
 from mtf_gradsync.simd.lowerings import lowerings_in
@@ -25,11 +27,14 @@ from mtf_gradsync.xla.devices.variables import DeviceVariables
 from mtf_gradsync.xla.lowering.stand_ins import initial_state
 from mtf_gradsync.xla.processes.cores import Cores
 from mtf_gradsync.xla.runner.devices import OnDevices, put
-from mtf_gradsync.xla.runner.errors import devices_errors
+from mtf_gradsync.xla.runner.errors import DevicesError, devices_errors
 
 
-# How many steps may be dispatched before the session looks at what the first of them skipped.
-_STEPS_UNTOLD = 16
+_logger = logging.getLogger("mtf_gradsync")
+
+# How many steps may be dispatched before the session waits for what an earlier one has skipped:
+# enough to keep devices busy.
+_STEPS_UNTOLD = 4
 
 
 class Dispatched:
@@ -108,6 +113,7 @@ class XlaSession(ReplicaSession):
         self._cores = cores
         self._plans: dict[tuple[tuple[str, ...], bool], StepPlan] = {}
         self._random_state: OnDevices | None = None
+        self._dispatched = 0  # `steps` belongs to the user
         # What steps told that nobody has looked at, with their numbers.
         self._untold: collections.deque[tuple[int, dict[str, OnDevices]]] = collections.deque()
         self._entropy = int.from_bytes(os.urandom(7), "little")
@@ -143,9 +149,21 @@ class XlaSession(ReplicaSession):
 
         Raises:
           DevicesError: when one of them failed.
+          NoUpdateError: when there were too many steps without an update.
         """
         with devices_errors():
             self._variables.wait()
+        self._look_until(self._dispatched)
+
+    def close(self) -> None:
+        """See `ReplicaSession.close`."""
+        try:
+            self._look_until(self._dispatched)
+        except NoUpdateError as error:
+            _logger.error("%s", error)
+        except DevicesError:
+            pass  # whoever asks for a result of the step gets it
+        super().close()
 
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
@@ -190,7 +208,7 @@ class XlaSession(ReplicaSession):
             everywhere = plan.first.union(*(i.sources for i in compiled.inputs))
         values.update(self._run_outside(sources | plan.first, first, everywhere))
         values.update(self._step(compiled, values, feeds))
-        step = self.steps
+        step = self._dispatched = self._dispatched + 1
         self._untold.append((step, {name: values[name] for name in self._counts}))
         # Nobody may ask for the results.
         self._look_until(step - _STEPS_UNTOLD)
@@ -290,6 +308,7 @@ class XlaSession(ReplicaSession):
         self._cores.together(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
+        self._look_until(self._dispatched)
         self._variables.copy_to_tensorflow()
         super()._bring_masters_up_to_date()
 
