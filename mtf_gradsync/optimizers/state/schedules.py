@@ -162,7 +162,5 @@ class UpdateCounters(Part):
 
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
     """Returns the variables that a graph assigns, by name; those of a stack all by its names."""
-    variables = {
-        v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables
-    }
+    variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}

@@ -350,9 +350,7 @@ class _AggregateReplicas(Stage):
             "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
         )
         waiting = [before.waiting]
-        return Skips(
-            wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed
-        )
+        return Skips(wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed)
 
     def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
         axes, reducer = self._wrapper.axes, self._wrapper.reducer

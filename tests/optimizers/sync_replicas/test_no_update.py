@@ -77,7 +77,9 @@ def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
         for mask in MASKS[:2]:
             built.step(mask)
             assert built.watch.ask(built.session) is None
-        with pytest.raises(tf.errors.InvalidArgumentError if mesh_kind != "simd" else NoUpdateError):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError if mesh_kind != "simd" else NoUpdateError
+        ):
             built.step(MASKS[2])
         error = built.watch.ask(built.session)
     assert isinstance(error, NoUpdateError)
