@@ -91,7 +91,8 @@ def train(built, feeds, caplog, capfd, fetches=None):
         if built.program is None:
             session.run(built.init)
             session.run(built.restore)
-        for number, values in enumerate(feeds, 1):
+        for values in feeds:
+            number += 1
             fed = {built.inputs[name]: value for name, value in values.items()}
             try:
                 session.run([built.fetched, built.updates] if fetches is None else fetches, fed)

@@ -30,6 +30,7 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
     waiting_state,
 )
+from mtf_gradsync.optimizers.state.restoring import note_sums_not_kept
 from mtf_gradsync.optimizers.state.schedules import get_update_step
 from mtf_gradsync.optimizers.state.variables import scalar_state
 from mtf_gradsync.reduce import Strategy
@@ -255,6 +256,15 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
         return super().variables() + (self._counters.present if self._counters else [])
+
+    def _note_step(self, step: StepBuilder) -> None:
+        super()._note_step(step)
+        if not self.traits.schedules_updates:
+            note_sums_not_kept(
+                f"{self.name}/mini_step",
+                f"{self.name} has backward_passes_per_step=1 and no accumulators; with "
+                "backward_passes_per_step=lambda step: 1 its first step applies them.",
+            )
 
     def _note(self, before: _Counters, now: _Counters, skips: Skips | None) -> None:
         self._counters, self._now = before, now

@@ -10,7 +10,6 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._scopes import root_scope
 from mtf_gradsync.optimizers.state.restoring import note_state
 
-ACCUMULATOR = "gradient_accumulator"
 # Variables that nothing reads, so that they need not be initialized.
 _STAND_INS = ("mtf_gradsync stand-ins",)
 

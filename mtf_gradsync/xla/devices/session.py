@@ -29,7 +29,6 @@ from mtf_gradsync.xla.processes.cores import Cores
 from mtf_gradsync.xla.runner.devices import OnDevices, put
 from mtf_gradsync.xla.runner.errors import DevicesError, devices_errors
 
-
 _logger = logging.getLogger("mtf_gradsync")
 
 # How many steps may be dispatched before the session waits for what an earlier one has skipped:
