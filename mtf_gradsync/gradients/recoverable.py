@@ -101,8 +101,8 @@ class Apart:
     def check(self, names: Sequence[str] | None = None, remakes: bool = False) -> None:
         """Raises ValueError unless per-shard gradients are recoverable.
 
-        The error names the gradients, by `names` or by their variables, and the operations, and says
-        what helps. With `remakes`, gradients `made_of_sums` and `shared` ones are no error.
+        The error names the gradients, by `names` or by their variables, and the operations, and
+        says what helps. With `remakes`, gradients `made_of_sums` and `shared` ones are no error.
         """
         bad = {**self.mixed, **self.shared}
         if remakes:

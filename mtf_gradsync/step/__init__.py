@@ -8,7 +8,7 @@ from mtf_gradsync.step.islands import HeldSlices, Islands
 from mtf_gradsync.step.later import Later, StandIn, build_later, built
 from mtf_gradsync.step.part import Part, PartLowering
 from mtf_gradsync.step.plan import Plan
-from mtf_gradsync.step.watch import Watch, Watched, WatchHook
+from mtf_gradsync.step.watch import StepWatches, Watch, Watched, WatchHook
 from mtf_gradsync.step.writes import (
     OwnWrites,
     WriteInPlace,
@@ -32,6 +32,7 @@ __all__ = [
     "PartLowering",
     "Plan",
     "StandIn",
+    "StepWatches",
     "ValuesAfter",
     "Watch",
     "WatchHook",

@@ -93,7 +93,7 @@ def own_slices(
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}
 
-    def own(tensor: mtf.Tensor, found: Axes = Axes()) -> Axes:
+    def own(tensor: mtf.Tensor, found: Axes = frozenset()) -> Axes:
         if tensor in known:
             return known[tensor]
         split = {layout.axis_of(tensor.mesh, d): d.name for d in tensor.shape.dims}

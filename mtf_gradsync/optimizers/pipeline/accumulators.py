@@ -10,8 +10,9 @@ from mtf_gradsync.gradients.stage import StageOperation, reduced_values
 from mtf_gradsync.gradients.stages import on_present
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
+from mtf_gradsync.optimizers.state.resharding import ACCUMULATOR
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, named_state
+from mtf_gradsync.optimizers.state.variables import named_state
 from mtf_gradsync.step import Gate, Plan, WriteInPlace, write_slices
 
 

@@ -19,6 +19,7 @@ from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 from mtf_gradsync.optimizers.pipeline.strategy_state import StrategyReductions
+from mtf_gradsync.optimizers.state.schedules import UpdateCounters
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
 from mtf_gradsync.step import Plan, WriteOrder, built, gated_update, in_order, values_after
 
@@ -93,7 +94,7 @@ class StepBuilder(StepConditions):
             self.write_state()
             gradients = in_dtypes_of(self._opt, gradients)
             self.passed_on[-1] = gradients
-            updates = gated_update(lambda: self._update(gradients, self.stages), gradients.grads)
+            updates = gated_update(lambda: self._counted_update(gradients), gradients.grads)
             self.add(updates)
             for stage in sorted(reversed(self.stages), key=lambda stage: stage.reads_shown):
                 self.add(stage.after_update(updates, self))
@@ -242,6 +243,12 @@ class StepBuilder(StepConditions):
         if not (apart.mixed or apart.shared or gradients.form.is_reduced):
             self.per_shard = result
         return result
+
+    def _counted_update(self, gradients: GradientSet) -> list[mtf.Operation]:
+        """Makes the update, and advances the counters of updates that nothing else advances."""
+        updates = self._update(gradients, self.stages)
+        meshes = {v.mesh for v in gradients.variables}
+        return [*updates, *self.plan.part(UpdateCounters).advances(gradients.graph, meshes)]
 
     def _update(self, gradients: GradientSet, stages: Sequence[Stage]) -> list[mtf.Operation]:
         """Makes the inner optimizer's update inside `Stage.update` of all stages, in order."""

@@ -28,8 +28,9 @@ class Stage:
       mixed: if the stage takes `PER_SHARD`, what to do about gradients in which shards are mixed:
         each shard takes an equal share, or they are reduced (`already_reduced` of the set has
         their positions), or it is an error.
-      adds_up: if the stage takes `PER_SHARD`, whether it treats all shards alike, so that a shard may
-        hold a part of the sum that is not its own gradient, such as an expert's of all examples.
+      adds_up: if the stage takes `PER_SHARD`, whether it treats all shards alike, so that a shard
+        may hold a part of the sum that is not its own gradient, such as an expert's of all
+        examples.
       remakes: if the stage takes `PER_SHARD`, whether it makes gradients at `made_of_sums` again,
         without the shards that it skips. They, and gradients that hold no shard's data but are
         split over a replica axis, are then no error and are at `already_reduced`.

@@ -13,6 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
 from mtf_gradsync.gradients import checks
+from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.gradients.remade import MadeOfSums
 from mtf_gradsync.gradients.stages import SumGradients, split_into_shards
@@ -27,9 +28,9 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
     times,
     without_skipped,
 )
+from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
 from mtf_gradsync.optimizers.sync_replicas import freshness
 from mtf_gradsync.optimizers.sync_replicas.hooks import SessionInterface
-from mtf_gradsync.optimizers.sync_replicas.no_update import StepsWithoutUpdate
 from mtf_gradsync.optimizers.sync_replicas.replica_state import (
     ReplicaState,
     ReplicaSummaries,
@@ -60,8 +61,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     Attributes:
       state: the replicas' mesh variables; None before gradients were applied.
-      steps_without_update: the operation that checks max_steps_without_update; None without a
-        limit, or before gradients were applied.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
@@ -74,7 +73,6 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     )
     state = OfStep[Union[ReplicaState, None]](None)
     _now = OfStep[Union[ReplicaState, None]](None)  # their values after a step
-    steps_without_update = OfStep[Union[StepsWithoutUpdate, None]](None)
 
     def __init__(
         self,
@@ -117,8 +115,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             numbers in the same forms. None takes `<name>/local_step`, which each update sets to the
             new update step for all.
           max_steps_without_update: most steps in a row without an update; one more raises an error
-            that lists the replicas that did not contribute, on SIMD meshes by the hook of
-            `make_session_run_hook`.
+            that lists the replicas that did not contribute, and their variables whose gradients are
+            not finite (see `NoUpdateError`). None for no limit.
           accept_summed: whether to accept gradients in which replicas are mixed (by a clip by the
             global norm, for example). These contain skipped replicas, too, and a NaN of one
             replica drops all of them.
@@ -138,8 +136,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           TypeError: an argument has the wrong type, or opt is a Keras optimizer.
         """
         check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
-        if max_steps_without_update is not None:
-            check_whole_number("max_steps_without_update", max_steps_without_update)
+        limit = check_limit(max_steps_without_update)
         opt = given_optimizer(opt, learning_rate, type(self).__name__)
         if type(self) is SyncReplicasOptimizer and is_v1(opt):
             refuse_with_v1(
@@ -173,7 +170,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         self._to_aggregate = int(replicas_to_aggregate)
         self._decay, self._averaged = decay, averaged
         self._contributes, self._local_steps = contributes, local_steps
-        self._max_steps = max_steps_without_update
+        self._limit = limit
         self.traits = Traits(
             needs_shards=not accept_summed and self.axes.num_shards > 1,
             or_else="give it accept_summed=True",
@@ -277,8 +274,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 "graph than the variables with gradients; make an optimizer for each graph."
             )
 
-    def _note(self, before: ReplicaState, now: ReplicaState) -> None:
+    def _note(self, before: ReplicaState, now: ReplicaState, skips: Skips | None) -> None:
         self.state, self._now = before, now
+        self._note_skips(skips)
 
 
 class _AggregateReplicas(Stage):
@@ -294,7 +292,7 @@ class _AggregateReplicas(Stage):
         self.mixed = "refuse" if wrapper.traits.needs_shards else "reduce"
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        wrapper = self._wrapper
+        wrapper, given = self._wrapper, gradients
         axes, reducer, mesh = wrapper.axes, wrapper.reducer, gradients.mesh
         before = step.plan.state(
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
@@ -324,11 +322,14 @@ class _AggregateReplicas(Stage):
         gate = accumulators.add(step, DirectUpdate(alone, skipped) if one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         step.write([mtf.assign(v, x) for v, x in zip(before, now)], gate)
-        self._before, self._now = before, now
+        skips = self._skips = self._make_skips(given, before)
+        if skips:
+            too_many = mtf.greater(now.waiting, wrapper._limit)
+            step.run_when(too_many, gate, lambda: self._report(skips, given))
         mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
         ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
-        step.when_built(lambda: wrapper._note(before, now))
+        step.when_built(lambda: wrapper._note(before, now, skips))
         # The terms are 1/num_shards of the contributions.
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
@@ -337,12 +338,24 @@ class _AggregateReplicas(Stage):
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
+        del step
+        return self._skips.end_of_step(operations) if self._skips else []
+
+    def _make_skips(self, gradients: GradientSet, before: ReplicaState) -> Skips | None:
         wrapper = self._wrapper
-        limit, check = wrapper._max_steps, None
-        if limit:
-            check = StepsWithoutUpdate(self._before, self._now, operations, limit)
-        wrapper.steps_without_update = check
-        return [check] if check else []
+        if not wrapper._limit:
+            return None
+        rows = [f"(shard {number})" for number in range(wrapper.axes.num_shards)]
+        words = Words(
+            "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
+        )
+        waiting = [before.waiting]
+        return Skips(wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed)
+
+    def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
+        axes, reducer = self._wrapper.axes, self._wrapper.reducer
+        found = NotFinite(gradients.present, axes, reducer).outputs[0]
+        return skips.report([mtf.anonymize(found)])
 
 
 # For some gradients, by position, each replica's parts of the sums that they are made of.
@@ -361,7 +374,7 @@ def _by_replica(
     each = iter(split_into_shards(sums, axes, reducer, accept_summed=False))
     parts = {i: [x for _, x in zip(one.sums, each) if x is not None] for i, one in made.items()}
     own = [x for some in parts.values() for x in some]
-    reduced = []
+    reduced: list[mtf.Tensor] = []
     for i, grad in enumerate(gradients.grads):
         if grad is not None and i not in made:
             (reduced if i in gradients.already_reduced else own).append(grad)

@@ -30,7 +30,6 @@ class SimdProgramRunner(GraphRunner):
             raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
         self.is_alone = cores is None or cores.is_alone
-        self._skips.ask(self._session)
         self._begin()
         if not self.is_alone:
             self._session.steps = self.first_step

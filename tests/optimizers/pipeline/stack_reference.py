@@ -176,8 +176,9 @@ class GradientAccumulationOptimizer:
             return values, False
         grads = _scaled(_total(self.sums), 1 / self.mini_step if self.average else 1)
         self.sums, self.mini_step = [], 0
-        self.update_step += 1
-        return self.inside(values, [grads])
+        values, is_updated = self.inside(values, [grads])
+        self.update_step += is_updated
+        return values, is_updated
 
     def state(self, name: str) -> Values:
         if not self.is_gate:
