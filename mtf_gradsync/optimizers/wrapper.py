@@ -7,7 +7,9 @@ import itertools
 import re
 from typing import Any, Iterable, Sequence, Union
 
+from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
@@ -210,6 +212,7 @@ class Wrapper(
             wrapper.check(grads, variables)
             wrapper.check_arguments(own, variables)
         if all(g is None for g in grads):
+            self._warn_of_no_gradients(variables)
             return []
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]
@@ -240,6 +243,18 @@ class Wrapper(
         grads, variables = checks.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
         return grads, variables
+
+    def _warn_of_no_gradients(self, variables: Sequence[mtf.Variable]) -> None:
+        if variables:
+            names = counted([v.name for v in variables], "variable")
+            warn_once(
+                f"no gradients {self.name} {names}",
+                "%s trains nothing: every gradient is None, of %s. mtf.gradients has none for a "
+                "variable that the loss does not depend on, or only through integers, complex "
+                "numbers or mtf.stop_gradient.",
+                self.name,
+                names,
+            )
 
     def _check_arguments(self, own: OwnArguments) -> None:
         own.check(self._segment_wrappers()[-1].opt)

@@ -157,20 +157,24 @@ class GradientAccumulationOptimizer(Wrapper):
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
         self = super().__new__(cls)
-        needs_mesh_for = "the shards" if accumulate == LOCAL else ""
+        accumulates = backward_passes_per_step != 1 or should_skip_update_fn is not None
+        needs_mesh_for = "the shards" if accumulate == LOCAL and accumulates else ""
         common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
         self._wrap(opt, NOT_GIVEN, *common)
         self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
-        self.traits = Traits(
-            reduces=self.accumulate == SYNCED,
-            needs_shards=self.accumulate == LOCAL,
-            or_else="accumulate reduced gradients, by accumulate='synced'",
-            schedules_updates=backward_passes_per_step != 1 or should_skip_update_fn is not None,
-            skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
-        )
+        # Otherwise it is the inner optimizer, which may be anywhere.
+        self.traits = Traits(reduces=False, takes_parts=True)
+        if accumulates:
+            self.traits = Traits(
+                reduces=self.accumulate == SYNCED,
+                needs_shards=self.accumulate == LOCAL,
+                or_else="accumulate reduced gradients, by accumulate='synced'",
+                schedules_updates=True,
+                skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
+            )
         self._check_order()
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)

@@ -226,7 +226,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         pairs = checks.check_pairs(grads_and_vars)
         if all(grad is None for grad, _ in pairs):
             checks.check_step(global_step)
-            return []
+            return self.apply_grads(*zip(*pairs), **kwargs)
         return super().apply_gradients(pairs, global_step, name, **kwargs)
 
     def _scale_loss(self, loss: mtf.Tensor) -> mtf.Tensor:
