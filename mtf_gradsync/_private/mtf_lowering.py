@@ -1,4 +1,4 @@
-"""What is called before Mesh-TensorFlow rewrites or lowers a graph."""
+"""What is called before Mesh-TensorFlow lowers a graph, and lowered values on other meshes."""
 
 from __future__ import annotations
 
@@ -49,3 +49,16 @@ def keep_apart_when_combined(kind: type) -> None:
         return combine(self, [op for op in assignments if not isinstance(op, kind)]) + apart
 
     mtf.Graph.combine_assignments = combine_others
+
+
+def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
+    """Returns the `LaidOutTensor` of a tensor on another mesh; its own mesh must not split it."""
+    value = lowering.tensors[x].to_laid_out_tensor()
+    if x.mesh is mesh:
+        return value
+    own, other = lowering.mesh_impl(x), lowering.mesh_impl(mesh)
+    slices = list(value.tensor_list)
+    if not isinstance(other, mtf.simd_mesh_impl.SimdMeshImpl):
+        on_device = dict(zip(own.devices, slices))
+        slices = [on_device.get(device, slices[0]) for device in other.devices]
+    return other.LaidOutTensor(slices)

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence, Union
+from typing import Any, NamedTuple, Sequence, Union
 
 import numpy as np
 
 from mtf_gradsync._numbers import is_number
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients
+from mtf_gradsync.gradients.checks import MaybeGradients, check_gradients, check_one_mesh
 from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shard_norms
-from mtf_gradsync.gradients.stage import StageOperation, reduced_values
-from mtf_gradsync.gradients.stages import on_present, per_shard, sum_shards
+from mtf_gradsync.gradients.stage import StageOperation, on_mesh, reduced_values
+from mtf_gradsync.gradients.stages import each_mesh, on_present, per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 
 ClipNorm = Union[float, tf.Tensor, mtf.Tensor]
 
 
-class ScaleGradients(StageOperation):
-    """Multiplies gradients by one factor, or each shard's gradients by that shard's factor.
+class Clipping(NamedTuple):
+    """A clipping of gradients.
 
     Attributes:
-      norm: the gradients' norm before the multiplication.
-      factor: the factor, of the norm's shape.
+      norm: the gradients' norm before.
+      factor: what they were multiplied by, of the norm's shape.
+      size: the number of gradients.
     """
 
-    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, norm: mtf.Tensor):
-        self.norm, self.factor = norm, factor
+    norm: mtf.Tensor
+    factor: mtf.Tensor
+    size: int
+
+
+class ScaleGradients(StageOperation):
+    """Multiplies gradients of a mesh by one factor, or each shard's by that shard's factor.
+
+    Attributes:
+      clipping: the clipping that it is part of.
+    """
+
+    def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, clipping: Clipping):
+        self.clipping = clipping
         super().__init__(
             [*grads, factor], [g.shape for g in grads], "scale_gradients", [g.dtype for g in grads]
         )
@@ -79,22 +92,26 @@ def _clip(
         clip_norm = mtf.cast(clip_norm, norm.dtype)
     elif isinstance(clip_norm, tf.Tensor):
         clip_norm = mtf.import_tf_tensor(norm.mesh, tf.cast(clip_norm, norm.dtype), [])
+    if isinstance(clip_norm, mtf.Tensor):
+        clip_norm = on_mesh(clip_norm, norm.mesh)
     factor = mtf.divide(clip_norm, mtf.maximum(norm, clip_norm), output_shape=norm.shape)
     # As in TensorFlow, a norm that is not finite makes all entries NaN.
     factor = mtf.cwise(
         lambda f, n: tf.where_v2(tf.math.is_finite(n), f, tf.cast(np.nan, f.dtype)), [factor, norm]
     )
-    scaled = on_present(grads, lambda some: ScaleGradients(some, factor, norm).outputs)
-    return scaled, norm
+    clipping = Clipping(norm, factor, len(present))
+
+    def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
+        return ScaleGradients(some, on_mesh(factor, mesh), clipping).outputs
+
+    return on_present(grads, lambda some: each_mesh(some, scaled)), norm
 
 
-def clipping_of(grads: Sequence[mtf.Tensor]) -> ScaleGradients | None:
+def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
     """Finds the one clipping whose outputs the gradients are; None if there is none."""
-    operations = {g.operation for g in grads}
-    (operation,) = operations if len(operations) == 1 else (None,)
-    if not isinstance(operation, ScaleGradients) or len(operation.outputs) != len(grads):
-        return None
-    return operation
+    found = {id(c): c for c in (getattr(g.operation, "clipping", None) for g in grads)}
+    (clipping,) = found.values() if len(found) == 1 else (None,)
+    return clipping if clipping is not None and clipping.size == len(grads) else None
 
 
 def clip_by_shard_norm(
@@ -133,6 +150,7 @@ def clip_by_shard_norm(
       as the documentation of `tf.compat.v1.tpu.CrossShardOptimizer` advises.
     """
     grads = check_gradients(grads)
+    check_one_mesh(grads, "clip_by_shard_norm")
     check_axes(axes)
     check_clip_norm(clip_norm)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
@@ -144,7 +162,7 @@ def clip_by_shard_norm(
 def clip_by_global_norm(
     grads: MaybeGradients, clip_norm: ClipNorm, reducer: Strategy | None = None
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips reduced gradients by the norm over all of them.
+    """Clips reduced gradients by the norm over all of them, which may be of several meshes.
 
     Args:
       grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.

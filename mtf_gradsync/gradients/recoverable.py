@@ -75,7 +75,7 @@ def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[
 
 
 def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
-    return Flow(grads[0].graph, grads, Layout.of(axes))
+    return Flow(grads[0].graph, grads, Layout.of(axes, grads[0].mesh))
 
 
 def check_recoverable(

@@ -25,6 +25,7 @@ from mtf_gradsync.optimizers.pipeline import (
     Stage,
     StepBuilder,
     Traits,
+    check_meshes,
     check_order,
 )
 from mtf_gradsync.optimizers.shard_shapes import ShardShapes
@@ -206,8 +207,9 @@ class Wrapper(
         own = OwnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, own)
         if variables:
-            self._build_pairs(variables[0].mesh)
+            self._build_pairs(variables[0].graph)
         wrappers = self._segment_wrappers()
+        check_meshes(wrappers, grads, variables)
         for wrapper in wrappers:
             wrapper.check(grads, variables)
             wrapper.check_arguments(own, variables)
@@ -280,7 +282,7 @@ class Wrapper(
 
     def _applied_before(self, variable: mtf.Variable) -> bool:
         step = self.step
-        return step is not None and any(x.mesh is variable.mesh for x in step.received[:1])
+        return step is not None and any(x.graph is variable.graph for x in step.received[:1])
 
     def _without_scales(
         self, grads: Iterable[mtf.Tensor | None], variables: Sequence[mtf.Variable]

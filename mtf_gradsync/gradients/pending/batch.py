@@ -69,14 +69,16 @@ def used_axes(
     if not found.dims:
         return Axes(set(by_name.values()) - {None})
     others = {axis: dim for axis, dim in found.dims.items() if axis not in resolved}
-    if missing and others and not found.is_of_weights:
+    # Names for another mesh are no mistake.
+    nowhere = missing_names(graph, None, missing)
+    if nowhere and others and not found.is_of_weights:
         warn_once(
-            f"batch dims {missing}",
+            f"batch dims {nowhere}",
             "No tensor of the graph has the dimensions %s of batch_dims, and its inputs are split "
             "along %s: the mesh axes of these are taken as replica axes. Give batch_dims=%s.",
-            missing,
+            nowhere,
             sorted(others.values()),
-            _better(given, missing, others),
+            _better(given, nowhere, others),
         )
     return resolved | Axes(found.dims)
 
@@ -90,7 +92,7 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     missing = missing_names(graph, mesh, axes.batch_dims)
     if not missing:
         return
-    found = split_of_inputs(graph, mesh, Layout.of(axes).axis_of, targets)
+    found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
     others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
     if others and not found.is_of_weights:
         raise ValueError(
@@ -107,12 +109,12 @@ def _better(
     return (*(name for name in names if name not in missing), *sorted(others.values()))
 
 
-def missing_names(graph: mtf.Graph, mesh: mtf.Mesh, names: Sequence[str]) -> list[str]:
-    """Returns those of some names that no dimension of a mesh's tensors has."""
+def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
+    """Returns those of some names that no dimension of a mesh's tensors has, or of all meshes'."""
     known = {
         dim.name
         for operation in flat(graph.operations)
-        if operation.mesh is mesh and not isinstance(operation, StageOperation)
+        if mesh in (None, operation.mesh) and not isinstance(operation, StageOperation)
         for tensor in operation.outputs
         for dim in tensor.shape.dims
     }

@@ -12,6 +12,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
 from mtf_gradsync.optimizers.accumulation.passes import Passes, check_passes, passes_at
@@ -28,6 +29,9 @@ from mtf_gradsync.reduce.strategies.compressed import WireDtype
 Accumulate = Literal["local", "synced"]
 LOCAL: Accumulate = "local"
 SYNCED: Accumulate = "synced"
+
+
+_SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one update of all"
 
 
 class _Counters(NamedTuple):
@@ -174,6 +178,7 @@ class GradientAccumulationOptimizer(Wrapper):
                 or_else="accumulate reduced gradients, by accumulate='synced'",
                 schedules_updates=True,
                 skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
+                one_mesh="" if self.accumulate == SYNCED else _SYNCED_INSTEAD,
             )
         self._check_order()
         self._dtype = dtype
@@ -223,7 +228,7 @@ class GradientAccumulationOptimizer(Wrapper):
     def _make_counters(self, mesh: mtf.Mesh) -> _Counters:
         return _Counters(
             scalar_state(mesh, f"{self.name}/mini_step", checkpointed=self._checkpointed),
-            get_update_step(mesh, self.name).operation,
+            _update_step(mesh, self.name),
             scalar_state(mesh, f"{self.name}/skipped"),
         )
 
@@ -247,12 +252,12 @@ class _Accumulate(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper, mesh = self._wrapper, gradients.mesh
         before = step.plan.state(wrapper, wrapper.name, lambda: wrapper._make_counters(mesh))
-        mini_step, update_step, skipped = (c.value for c in before)
+        mini_step, update_step, skipped = (on_mesh(c.value, mesh) for c in before)
         for state in before:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
         counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if wrapper._skip_fn is not None:
-            skip = says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer)
+            skip = on_mesh(says_skip(wrapper._skip_fn, gradients.present, wrapper.reducer), mesh)
             skip = step.agreed(skip, by_any=True)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
@@ -265,7 +270,9 @@ class _Accumulate(Stage):
             counter=before.mini_step.name,
         )
         count = mini_step + counted
-        due = mtf.greater_equal(count, passes_at(wrapper.backward_passes_per_step, update_step))
+        passes = passes_at(wrapper.backward_passes_per_step, update_step)
+        passes = on_mesh(passes, mesh) if isinstance(passes, mtf.Tensor) else passes
+        due = mtf.greater_equal(count, passes)
         if wrapper._skip_fn is not None:
             # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
@@ -275,7 +282,7 @@ class _Accumulate(Stage):
         step.when_built(lambda: wrapper._note_counters(before, now))
         gate = accumulators.add(step)
         counts = step.plan.graph.combine_assignments(
-            [mtf.assign(variable, value) for variable, value in zip(before, now)]
+            [mtf.assign(c, on_mesh(value, c.mesh)) for c, value in zip(before, now)]
         )
         step.write(counts, gate)
         divisor = count if wrapper._average else None
@@ -295,8 +302,13 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     Returns:
       An int32 mtf scalar.
     """
+    return on_mesh(_update_step(mesh, name).value, mesh)
+
+
+def _update_step(mesh: mtf.Mesh, name: str) -> mtf.Variable:
+    """Finds or makes the counter of updates, which may be on another mesh of the graph already."""
     # In a run without the wrapper every step was an update.
-    return scalar_state(mesh, f"{name}/update_step", start="global_step").value
+    return scalar_state(mesh, f"{name}/update_step", start="global_step")
 
 
 def _floating(dtype: Any) -> tf.DType | None:

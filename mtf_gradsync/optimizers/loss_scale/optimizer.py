@@ -11,7 +11,13 @@ from mtf_gradsync._numbers import check_whole_number, is_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
-from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
+from mtf_gradsync.gradients.measures import (
+    NotFinite,
+    global_norm,
+    not_finite,
+    which_not_finite,
+)
+from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
 from mtf_gradsync.optimizers.loss_scale.not_finite import ReportNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
@@ -226,6 +232,7 @@ class _SkipNotFinite(Stage):
         else:
             found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
+        finite = on_mesh(finite, before.skipped.mesh)
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
         step.run_when(
             mtf.logical_not(finite), gate, lambda: self._report(gradients, passed_on, before)
@@ -253,11 +260,11 @@ class _SkipNotFinite(Stage):
         wrapper = self._wrapper
         found: list[mtf.Tensor] = []
         axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
-        if axes:
-            of_shards = NotFinite(gradients.present, axes, wrapper.reducer, only_apart=True)
-            found.append(mtf.anonymize(of_shards.outputs[0]))
-        of_sums = NotFinite(passed_on.present, None, wrapper.reducer)
-        found.append(mtf.anonymize(of_sums.outputs[0]))
+        reducer, mesh = wrapper.reducer, before.skipped.mesh
+        if axes and len({g.mesh for g in gradients.present}) == 1:
+            found.append(which_not_finite(gradients.present, axes, reducer, only_apart=True))
+        found.append(which_not_finite(passed_on.present, None, reducer))
+        found = [on_mesh(x, mesh) for x in found]
         wrapper._skip_report = ReportNotFinite(found, before.skipped, names, wrapper.name)
         return [wrapper._skip_report]
 

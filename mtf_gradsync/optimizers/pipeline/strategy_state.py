@@ -114,12 +114,23 @@ class StrategyReductions:
         names of state end with the wrapper's where they are taken.
 
         Raises:
-          ValueError: the mesh is not known, or the graph has a variable of a state's name.
+          ValueError: the mesh is not known, there are several, or the graph has a variable of a
+            state's name.
           TypeError: the strategy's state is not a structure of variables that its maker made.
         """
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
         strategy, axes = reduction.strategy, reduction.axes
+        first: dict[mtf.Mesh, str] = {}
+        for variable in gradients.owners:
+            first.setdefault(variable_of(variable).mesh, repr(variable.name))
+        if len(first) > 1:
+            raise ValueError(
+                f"{type(strategy).__name__} keeps state for the cores of one mesh, but the "
+                f"variables {', '.join(first.values())} are on different ones: make a "
+                f"{reduction.name} for the variables of each mesh, each with a name= of its own, "
+                "or give reducer= a strategy without state."
+            )
         if axes is None:
             axes = axes_of_pipeline(
                 reduction.name, "the cores that gradients are reduced over", reduction.batch_dims

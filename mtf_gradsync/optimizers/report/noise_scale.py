@@ -131,6 +131,11 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "before and after its sum are not of one batch: gradient_noise_scale needs another "
             "wrapper."
         )
+    if opt.step.received and len({g.mesh for g in opt.step.received[0].present}) > 1:
+        raise ValueError(
+            "gradient_noise_scale compares the shards of one mesh, but the gradients are on "
+            "several meshes: use a wrapper for the variables of each mesh."
+        )
     axes = axes or next((w.axes for w in wrappers if w.axes), None) or axes_of_program()
     steps = [w.step for w in wrappers if w.step is not None]
     reduced = next((s.reduced for s in steps if s.reduced is not None), None)

@@ -17,7 +17,14 @@ from mtf_gradsync.gradients.recoverable import check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pairs import OfStep
-from mtf_gradsync.optimizers.pipeline import Form, GradientSet, Stage, StepBuilder, Traits
+from mtf_gradsync.optimizers.pipeline import (
+    ONE_FOR_EACH_MESH,
+    Form,
+    GradientSet,
+    Stage,
+    StepBuilder,
+    Traits,
+)
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     DirectUpdate,
@@ -180,6 +187,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
             averages=bool(averaged),
             skips_shards=self.axes.num_shards > 1 and not accept_summed,
             counts_shards=True,
+            one_mesh=ONE_FOR_EACH_MESH,
         )
         self._check_order()
         return self
