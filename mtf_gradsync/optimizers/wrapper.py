@@ -13,6 +13,7 @@ from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
 from mtf_gradsync.gradients.losses import take_without_scale
+from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import DeprecatedNames, TrainOptimizerInterface
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
@@ -134,6 +135,14 @@ class Wrapper(
         """The stages of a step that this wrapper adds, from the outside in."""
         return []
 
+    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
+        """Decides what depends on the program's mesh, before the stages of a step are made.
+
+        Args:
+          grads: gradients as given to the outermost wrapper, or None.
+          around: the wrappers around this one, from the outside in.
+        """
+
     def partition(self) -> Partition | None:
         """How this wrapper shards the updates of the inner optimizer; None if it does not."""
         return None
@@ -209,6 +218,8 @@ class Wrapper(
         if variables:
             self._build_pairs(variables[0].graph)
         wrappers = self._segment_wrappers()
+        for number, wrapper in enumerate(wrappers):
+            wrapper.settle(grads, wrappers[:number])
         check_meshes(wrappers, grads, variables)
         for wrapper in wrappers:
             wrapper.check(grads, variables)
@@ -294,6 +305,15 @@ class Wrapper(
         return grads
 
     # The stack.
+
+    def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
+        """The replica axes of the stack: given ones, or those of the program; None if not known.
+
+        Args:
+          grads: gradients that it has applied.
+        """
+        given = next((w.axes for w in self._wrappers() if w.axes), None)
+        return given or find_axes(grads, self._shard_names)
 
     def inner_stack(self) -> list[Any]:
         """The optimizers inside this one, from the outside in."""

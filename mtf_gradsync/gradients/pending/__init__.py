@@ -1,6 +1,6 @@
 """Keeps sums over the mesh pending from the batch to the gradients, and reduces them together."""
 
-from mtf_gradsync.gradients.pending.batch import check_batch_dims
+from mtf_gradsync.gradients.pending.batch import check_batch_dims, find_axes
 from mtf_gradsync.gradients.pending.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.pending.layout import Layout
 from mtf_gradsync.gradients.pending.part import PendingSums
@@ -15,5 +15,6 @@ __all__ = [
     "PendingSum",
     "PendingSums",
     "check_batch_dims",
+    "find_axes",
     "gradient_name",
 ]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any, Literal, NamedTuple, Sequence, Union
 
 import gin
 
 from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
+from mtf_gradsync._warn import log_once
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.checks import refuse_with_v1
+from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.stage import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.accumulation import hints
@@ -31,6 +35,10 @@ LOCAL: Accumulate = "local"
 SYNCED: Accumulate = "synced"
 
 
+_HOW = {
+    LOCAL: ": each shard adds up its own gradients, which are reduced once an update",
+    SYNCED: ": gradients are reduced on every microbatch step",
+}
 _SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one update of all"
 
 
@@ -51,13 +59,14 @@ class GradientAccumulationOptimizer(Wrapper):
 
     Gradients accumulate in one of two places. "local": each shard adds up its own partial sums,
     which are reduced once for each update; the mesh must be known when the graph is built.
-    "synced": gradients are reduced on each microbatch step.
+    "synced": gradients are reduced on each microbatch step. The log says once which it is.
 
     State, by name: `<variable>/gradient_accumulator` for each variable, and
     `<name>/mini_step`, `<name>/update_step`, `<name>/skipped`.
 
     Attributes:
-      accumulate: where gradients accumulate, "local" or "synced".
+      accumulate: where gradients accumulate, "local" or "synced"; None if that is decided when they
+        are applied.
       backward_passes_per_step: microbatch steps for each update, as given.
 
     References:
@@ -69,7 +78,7 @@ class GradientAccumulationOptimizer(Wrapper):
         ("update step", "update_step"),
         ("skipped", "accumulation/skipped"),
     )
-    accumulate: Accumulate
+    accumulate = OfStep[Union[Accumulate, None]](None)
     backward_passes_per_step: Passes
     # For the graph that gradients were last applied in: variables, and their values after a step.
     _counters = OfStep[Union[_Counters, None]](None)
@@ -114,14 +123,16 @@ class GradientAccumulationOptimizer(Wrapper):
           accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             new accumulation, and local sums need no master copy on the host.
-          accumulate: "local" or "synced"; None takes "local" if the mesh is given.
+          accumulate: "local" or "synced". None takes "local" if the mesh is known when gradients
+            are applied: given, or the only one that the program has made for this graph by then;
+            if not, or if a wrapper around this one reduces on every step, "synced".
           sparse_as_dense: only with an optimizer of `tf.compat.v1.train`: turn `tf.IndexedSlices`
             into dense gradients. Those of mesh variables are always dense.
           allreduce_fn: only with such an optimizer; see there.
           name: name of the wrapper, prefix of its counters.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
-          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either,
-            accumulate="local" takes those of the mesh that the program has made for this graph.
+          axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either they
+            are those of the mesh that the program has made for this graph.
           mesh_shape: Mesh-TF's mesh shape.
           layout: Mesh-TF's layout rules.
           batch_dims: names of the tensor dimensions that the batch is split along.
@@ -161,34 +172,57 @@ class GradientAccumulationOptimizer(Wrapper):
                 f"accumulate must be {LOCAL!r}, {SYNCED!r} or None, got {accumulate!r}."
             )
         self = super().__new__(cls)
-        accumulates = backward_passes_per_step != 1 or should_skip_update_fn is not None
-        needs_mesh_for = "the shards" if accumulate == LOCAL and accumulates else ""
+        self._accumulates = backward_passes_per_step != 1 or should_skip_update_fn is not None
+        needs_mesh_for = "the shards" if accumulate == LOCAL and self._accumulates else ""
         common = (name, axes, mesh_shape, layout, batch_dims, reducer, needs_mesh_for, reduce_dtype)
         self._wrap(opt, NOT_GIVEN, *common)
-        self.accumulate = accumulate or (LOCAL if self.axes is not None else SYNCED)
+        self._given_dims = self._shard_names
+        self._is_open = accumulate is None and self.axes is None
+        self.accumulate = accumulate or (None if self._is_open else LOCAL)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = bool(average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
-        # Otherwise it is the inner optimizer, which may be anywhere.
-        self.traits = Traits(reduces=False, takes_parts=True)
-        if accumulates:
-            self.traits = Traits(
-                reduces=self.accumulate == SYNCED,
-                needs_shards=self.accumulate == LOCAL,
-                or_else="accumulate reduced gradients, by accumulate='synced'",
-                schedules_updates=True,
-                skips_not_finite=getattr(should_skip_update_fn, "leaves_out_not_finite", False),
-                one_mesh="" if self.accumulate == SYNCED else _SYNCED_INSTEAD,
-            )
+        self.traits = self._traits()
         self._check_order()
         self._dtype = dtype
         self._checkpointed = bool(checkpoint_accumulators)
         hints.hint_if_micro_steps_are_counted(self.innermost(), name)
         return self
 
+    def _traits(self) -> Traits:
+        if not self._accumulates:  # it is the inner optimizer, which may be anywhere
+            return Traits(reduces=False, takes_parts=True)
+        is_local = self.accumulate == LOCAL
+        return Traits(
+            reduces=not is_local,
+            needs_shards=is_local,
+            or_else="accumulate reduced gradients, by accumulate='synced'",
+            schedules_updates=True,
+            skips_not_finite=getattr(self._skip_fn, "leaves_out_not_finite", False),
+            one_mesh=_SYNCED_INSTEAD if is_local else "",
+        )
+
+    def settle(self, grads: Sequence[mtf.Tensor | None], around: Sequence[Wrapper]) -> None:
+        """Decides where gradients accumulate, if neither that nor the mesh was given; logs it."""
+        present = [g for g in grads if g is not None]
+        if not present or not self._accumulates:
+            return
+        why = ""
+        if self._is_open:
+            found = self._inside or find_axes(present, self._given_dims)
+            is_split = found is not None and found.num_shards > 1
+            why = _why_synced(present, around, is_known=found is not None)
+            self.accumulate = LOCAL if is_split and not why else SYNCED
+            self.axes = found if self.accumulate == LOCAL else None
+            self._shard_names = self.axes.batch_dims if self.axes else self._given_dims
+            self.traits = self._traits()
+        how = _HOW[LOCAL] if self.accumulate == LOCAL else _HOW[SYNCED]
+        level = logging.WARNING if why else logging.INFO
+        log_once(f"{self.name} {how} {why}", level, "%s%s%s.", self.name, how, why)
+
     def stages(self) -> list[Stage]:
         """See `Wrapper.stages`."""
-        return [_Accumulate(self)] if self.traits.schedules_updates else []
+        return [_Accumulate(self)] if self._accumulates else []
 
     @property
     def mini_step(self) -> mtf.Variable | None:
@@ -287,6 +321,26 @@ class _Accumulate(Stage):
         step.write(counts, gate)
         divisor = count if wrapper._average else None
         return accumulators.take_when(due, step, gate, counts_every_step=True, divisor=divisor)
+
+
+def _why_synced(grads: Sequence[mtf.Tensor], around: Sequence[Wrapper], is_known: bool) -> str:
+    """Returns, for the log, why gradients cannot accumulate on each shard; "" if they can.
+
+    `is_known` says whether the replica axes are.
+    """
+    reduces = [w for w in around if w.traits.reduces and not w.traits.watches_not_finite]
+    if reduces:
+        outer = type(reduces[0]).__name__
+        return f", because {outer} around it does so: turn them round, to reduce once an update"
+    if len({g.mesh for g in grads}) > 1:
+        return ", because they are on several meshes: use one for each, to reduce once an update"
+    if is_known or len(meshes_made()) == 1:
+        return ""
+    what = "several meshes" if meshes_made() else "no mesh yet"
+    return (
+        f", because the program has made {what}: give mesh_shape and layout, to reduce once an "
+        "update, or accumulate='synced'"
+    )
 
 
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:

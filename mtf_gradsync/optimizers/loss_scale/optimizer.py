@@ -18,7 +18,7 @@ from mtf_gradsync.gradients.measures import (
     which_not_finite,
 )
 from mtf_gradsync.gradients.stage import on_mesh
-from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, axes_of_program
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.loss_scale.not_finite import ReportNotFinite
 from mtf_gradsync.optimizers.loss_scale.state import LossScaleState, Rule, after_step, make_state
 from mtf_gradsync.optimizers.own_arguments import OwnArguments, variables_behind
@@ -197,9 +197,6 @@ class LossScaleOptimizer(ReportsSkips):
         self._state = state
         return state
 
-    def _axes_now(self) -> Any:
-        return self.axes or axes_of_program(self._shard_names)
-
 
 class _SkipNotFinite(Stage):
     """Skips the update if gradients are not finite, and changes the scale."""
@@ -230,7 +227,8 @@ class _SkipNotFinite(Stage):
             finite = self._are_finite(passed_on.present, any(t.squares for t in inside))
             finite = step.agreed(finite)
         else:
-            found = NotFinite(passed_on.present, wrapper._axes_now(), wrapper.reducer).outputs[0]
+            axes = wrapper.axes_now(gradients.present)
+            found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         finite = on_mesh(finite, before.skipped.mesh)
         gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
@@ -259,7 +257,7 @@ class _SkipNotFinite(Stage):
         """Makes the report of gradients that are not finite, for steps with such gradients."""
         wrapper = self._wrapper
         found: list[mtf.Tensor] = []
-        axes, names = wrapper._axes_now(), [v.name for v in gradients.owners]
+        axes, names = wrapper.axes_now(gradients.present), [v.name for v in gradients.owners]
         reducer, mesh = wrapper.reducer, before.skipped.mesh
         if axes and len({g.mesh for g in gradients.present}) == 1:
             found.append(which_not_finite(gradients.present, axes, reducer, only_apart=True))

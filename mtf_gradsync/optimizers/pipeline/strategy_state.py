@@ -8,6 +8,7 @@ from typing import Any, Collection, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._warn import warn_once
+from mtf_gradsync.gradients.pending import find_axes
 from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
@@ -132,8 +133,9 @@ class StrategyReductions:
                 "or give reducer= a strategy without state."
             )
         if axes is None:
-            axes = axes_of_pipeline(
-                reduction.name, "the cores that gradients are reduced over", reduction.batch_dims
+            what = "the cores that gradients are reduced over"
+            axes = find_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
+                reduction.name, what, reduction.batch_dims
             )
         self._used.append(strategy)
         sums: dict[mtf.Variable, mtf.Tensor] = {}
