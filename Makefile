@@ -1,5 +1,5 @@
 # make train   the main job: trains a small language model on a CPU mesh
-# make test    the first tier of the tests: all that are short. make test-all has the others, too
+# make test    all tests but those that are marked slow. make test-all has these, too
 # make soak    a thousand faults, and what is left; ARGS="--faults=50" for fewer
 # make programs  small programs of every style, by every wrapper, on every runtime
 # make docs    the documentation site, in build/site
@@ -52,11 +52,11 @@ test-rest: venv
 test-all: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
-# Measures all tests, and so chooses those of the first tier: tests/tiers.py. One a processor.
+# The longest tests, from the longest: what takes more than about a second is to be marked slow.
 durations: venv
-	$(BIN)/python -m pytest --write-durations -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --durations=100 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
 
-# Which of the package's lines the first tier runs.
+# Which of the package's lines make test runs.
 coverage: venv
 	$(BIN)/python -m pytest -m "not slow" --cov $(PYTEST_ARGS) $(ARGS)
 

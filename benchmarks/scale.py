@@ -11,7 +11,7 @@ from typing import Any, Iterator, NamedTuple
 
 from benchmarks import models, report, timing
 from mtf_gradsync import simd, xla
-from mtf_gradsync.simd.compiled_only import compiled_only
+from mtf_gradsync.simd.program import compiled_only
 
 CORES = (8, 32, 128, 512, 1024)
 LAYERS = (2, 4, 8, 16)

@@ -23,11 +23,9 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._warn import reset_warnings
 from tests import grappler
 
-pytest_plugins = ["pytester", "tests.tiers"]
-
+tf.logging.set_verbosity(tf.logging.ERROR)
 tf.disable_v2_behavior()
 tf.enable_resource_variables()
-tf.logging.set_verbosity(tf.logging.ERROR)
 # Mesh-TF's SIMD mesh reads absl flags that only a parsed command line has.
 absl.flags.FLAGS.mark_as_parsed()
 grappler.turn_off()

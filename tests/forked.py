@@ -17,8 +17,11 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 from typing import Any, Sequence
 
+# Seconds. Bounds a hang; far above what a test takes on a machine that is busy with other things.
+TIME_LIMIT = 900.0
 _FORK_SERVER = multiprocessing.get_context("forkserver")
 _FORK_SERVER.set_forkserver_preload(["tensorflow"])
 
@@ -78,6 +81,8 @@ class Forked:
         """
         # Files and not pipes: nobody has to read for the program to go on.
         self._outputs = [tempfile.NamedTemporaryFile() for _ in range(2)]  # noqa: SIM115
+        for file in self._outputs:
+            weakref.finalize(self, file.close)
         given = (
             [str(word) for word in command],
             os.path.abspath(cwd),
@@ -104,7 +109,7 @@ class Forked:
         """What it ended with, negative for a signal; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float = TIME_LIMIT) -> int | None:
         """Waits for its end, or some seconds; returns what `poll` does."""
         self._process.join(timeout)
         return self.poll()

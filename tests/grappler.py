@@ -14,7 +14,7 @@ import functools
 from typing import Any, Iterator, Mapping, Sequence
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.xla.devices import executable
+from mtf_gradsync.xla import executable
 from mtf_gradsync.xla.runner import program
 
 # As a flag of XLA's, for programs that have no `turn_off`.

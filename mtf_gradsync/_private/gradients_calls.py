@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mtf_lowering import lowered_on
+from mtf_gradsync._private.mesh_tensorflow import lowered_on
+from mtf_gradsync._private.patches import patch
 
 
 class Seed(mtf.Constant):
@@ -60,27 +60,27 @@ _CALLS = "mtf_gradsync_gradients"
 
 def note_gradients() -> None:
     """Makes every mtf graph record the losses differentiated in it; see `gradients_calls`."""
-    made = mtf.gradients
-    if hasattr(made, "__wrapped__"):
-        return
 
-    @functools.wraps(made)
-    def differentiate_and_note(
-        ys: list[mtf.Tensor],
-        xs: list[mtf.Tensor],
-        grad_ys: list[mtf.Tensor] | None = None,
-        operations: list[mtf.Operation] | None = None,
-    ) -> list[mtf.Tensor | None]:
-        if grad_ys:
-            return made(ys, xs, grad_ys, operations)
-        seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
-        grads = made(ys, xs, [seed.outputs[0] for seed in seeds], operations)
-        pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
-        call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
-        vars(ys[0].graph).setdefault(_CALLS, []).append(call)
-        return grads
+    def with_note(gradients: Any) -> Any:
+        def differentiate_and_note(
+            ys: list[mtf.Tensor],
+            xs: list[mtf.Tensor],
+            grad_ys: list[mtf.Tensor] | None = None,
+            operations: list[mtf.Operation] | None = None,
+        ) -> list[mtf.Tensor | None]:
+            if grad_ys:
+                return gradients(ys, xs, grad_ys, operations)
+            seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
+            grads = gradients(ys, xs, [seed.outputs[0] for seed in seeds], operations)
+            pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
+            call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
+            vars(ys[0].graph).setdefault(_CALLS, []).append(call)
+            return grads
 
-    mtf.gradients = mtf.ops.gradients = differentiate_and_note
+        return differentiate_and_note
+
+    for module in (mtf, mtf.ops):
+        patch(module, "gradients", with_note)
 
 
 def gradients_calls(graph: mtf.Graph) -> list[GradientsCall]:

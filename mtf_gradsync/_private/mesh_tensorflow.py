@@ -6,10 +6,10 @@ fails where a version means something else.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Callable, NamedTuple
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.patches import patch
 from mtf_gradsync._private.reshaped import Reshaped
 
 #: A graph's collection of the slices of a SIMD mesh's variables, which are no global variables.
@@ -164,17 +164,16 @@ def keep_masks_finite() -> None:
 
     In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
-    made = mtf.ScalarMultiplyOperation.__init__
-    if hasattr(made, "__wrapped__"):
-        return
 
-    @functools.wraps(made)
-    def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
-        if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
-            scalar = float(tf.float16.min)
-        made(self, x, scalar, **how)
+    def with_finite_masks(init: Any) -> Any:
+        def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
+            if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
+                scalar = float(tf.float16.min)
+            init(self, x, scalar, **how)
 
-    mtf.ScalarMultiplyOperation.__init__ = make
+        return make
+
+    patch(mtf.ScalarMultiplyOperation, "__init__", with_finite_masks)
 
 
 def check_imported_shapes() -> None:
@@ -183,26 +182,25 @@ def check_imported_shapes() -> None:
     Where TensorFlow does not know the shape before, the meshes would take as much of the input as
     the mtf tensor has, and train on a part of the batch.
     """
-    made = mtf.ImportOperation.__init__
-    if hasattr(made, "__wrapped__"):
-        return
 
-    @functools.wraps(made)
-    def make(
-        self: mtf.ImportOperation,
-        mesh: mtf.Mesh,
-        tf_tensor: Any,
-        shape: mtf.Shape,
-        name: str | None = None,
-    ) -> None:
-        tf_tensor = tf.convert_to_tensor(tf_tensor)
-        expected = shape.to_integer_list
-        is_known = tf_tensor.shape.is_fully_defined()
-        if not is_known and tf_tensor.shape.is_compatible_with(expected):
-            tf_tensor = tf.ensure_shape(tf_tensor, expected)
-        made(self, mesh, tf_tensor, shape, name)
+    def with_checked_shape(init: Any) -> Any:
+        def make(
+            self: mtf.ImportOperation,
+            mesh: mtf.Mesh,
+            tf_tensor: Any,
+            shape: mtf.Shape,
+            name: str | None = None,
+        ) -> None:
+            tf_tensor = tf.convert_to_tensor(tf_tensor)
+            expected = shape.to_integer_list
+            is_known = tf_tensor.shape.is_fully_defined()
+            if not is_known and tf_tensor.shape.is_compatible_with(expected):
+                tf_tensor = tf.ensure_shape(tf_tensor, expected)
+            init(self, mesh, tf_tensor, shape, name)
 
-    mtf.ImportOperation.__init__ = make
+        return make
+
+    patch(mtf.ImportOperation, "__init__", with_checked_shape)
 
 
 # A tf graph's collection of its meshes. Collections whose keys are no text are not exported.
@@ -211,16 +209,15 @@ _MESHES = ("mtf_gradsync meshes",)
 
 def note_meshes() -> None:
     """Makes every graph of TensorFlow record the meshes made in it; see `meshes_made`."""
-    made = mtf.MeshImpl.__init__
-    if hasattr(made, "__wrapped__"):
-        return
 
-    @functools.wraps(made)
-    def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        tf.add_to_collection(_MESHES, self)
+    def with_note(init: Any) -> Any:
+        def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            tf.add_to_collection(_MESHES, self)
 
-    mtf.MeshImpl.__init__ = make_and_note
+        return make_and_note
+
+    patch(mtf.MeshImpl, "__init__", with_note)
 
 
 def mesh_impls_made() -> list[mtf.MeshImpl]:
@@ -247,3 +244,16 @@ def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
 def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]:
     """Returns a value that is equal for meshes of one shape and layout."""
     return shape.to_string, frozenset(layout._pairs)
+
+
+def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
+    """Returns the `LaidOutTensor` of a tensor on another mesh; its own mesh must not split it."""
+    value = lowering.tensors[x].to_laid_out_tensor()
+    if x.mesh is mesh:
+        return value
+    own, other = lowering.mesh_impl(x), lowering.mesh_impl(mesh)
+    slices = list(value.tensor_list)
+    if not isinstance(other, mtf.simd_mesh_impl.SimdMeshImpl):
+        on_device = dict(zip(own.devices, slices))
+        slices = [on_device.get(device, slices[0]) for device in other.devices]
+    return other.LaidOutTensor(slices)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.patches import patch
 
 # What Mesh-TF multiplies the gradient by: so small that nothing changes by it, but for a NaN.
 _NOTHING = 1e-30
@@ -15,7 +18,11 @@ def recompute_each_shard_by_itself() -> None:
     the incoming gradient to what the block is recomputed from, but of its sum over all examples: an
     all-reduce for each block, by which a NaN of one shard reaches the gradients of all.
     """
-    mtf.ops._recompute_grad_grad = _recompute
+
+    def each_shard_by_itself(unused_original: Any) -> Any:
+        return _recompute
+
+    patch(mtf.ops, "_recompute_grad_grad", each_shard_by_itself)
 
 
 def _recompute(

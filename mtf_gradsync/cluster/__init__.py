@@ -2,7 +2,7 @@
 
 from mtf_gradsync.cluster.join import Cluster, join_cluster
 from mtf_gradsync.cluster.task import Task, task_of_environment, task_of_spec
-from mtf_gradsync.processes.errors import ProcessesError
+from mtf_gradsync.processes.members import ProcessesError
 
 __all__ = [
     "Cluster",

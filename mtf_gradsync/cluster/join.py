@@ -11,11 +11,9 @@ from typing import Any, Mapping, Sequence
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.cluster.task import Task, task_of_environment, task_of_spec
-from mtf_gradsync.processes.errors import ProcessesError
 from mtf_gradsync.processes.meeting import Place, meet
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.membership import Membership
-from mtf_gradsync.processes.watchdog import Watchdog
+from mtf_gradsync.processes.members import Member, ProcessesError
+from mtf_gradsync.processes.watchdog import Membership, Watchdog
 from mtf_gradsync.session import session_config
 
 # What a session may raise when a task is gone.

@@ -71,6 +71,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         self.opt: tf.train.Optimizer = opt
         self._last: _State | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies have: the optimizer, and nothing of the steps that were built."""
+        return {**self.__dict__, "_last": None}
+
     def apply_grads(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:

@@ -12,7 +12,7 @@ from mtf_gradsync.estimator import summaries as summaries_lib
 from mtf_gradsync.estimator.meshes import model_mesh, outside_programs
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
 from mtf_gradsync.optimizers import reported
-from mtf_gradsync.runtimes.checkpoints.saving import RunSaver
+from mtf_gradsync.runtimes.saving import RunSaver
 from mtf_gradsync.step import is_advanced
 
 _Modes = tf.estimator.ModeKeys

@@ -8,8 +8,8 @@ from typing import Any, Callable, Mapping, NamedTuple
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.estimator.inputs import call_with_named, features_and_labels, set_items
 from mtf_gradsync.estimator.meshes import outside_programs
-from mtf_gradsync.runtimes.checkpoints.saving import RunSaver
-from mtf_gradsync.runtimes.places import OnCores, OnDevices
+from mtf_gradsync.runtimes.saving import RunSaver
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 
 _TRAIN = tf.estimator.ModeKeys.TRAIN
 

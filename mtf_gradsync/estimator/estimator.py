@@ -19,9 +19,8 @@ from mtf_gradsync.estimator.runtimes import check_runtime
 from mtf_gradsync.estimator.summaries import traffic_of_program
 from mtf_gradsync.estimator.writing import training_hooks, write_summary
 from mtf_gradsync.optimizers.state.averaged import check_averages_kept
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, newest
-from mtf_gradsync.runtimes.checkpoints.start import Start
-from mtf_gradsync.runtimes.places import OnCores, OnDevices, RuntimeName
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices, RuntimeName
+from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
 
 _logger = logging.getLogger(__name__)
 _Modes = tf.estimator.ModeKeys

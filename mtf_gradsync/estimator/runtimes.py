@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes.places import RUNTIMES, RuntimeName
+from mtf_gradsync.runtimes.sessions import RUNTIMES, RuntimeName
 
 
 def check_runtime(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:

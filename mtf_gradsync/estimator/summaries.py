@@ -9,7 +9,7 @@ import tensorflow as tf2
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import split_by_shard, traits_of
-from mtf_gradsync.simd.traffic.transfers import has_calls
+from mtf_gradsync.simd.traffic import has_calls
 
 # The metadata of `tf.summary.scalar`, which needs TensorBoard; TensorFlow 2.21 does not install it.
 _SCALAR = tf.SummaryMetadata(

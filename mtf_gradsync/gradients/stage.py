@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_outputs
-from mtf_gradsync._private.mtf_lowering import lowered_on
+from mtf_gradsync._private.mesh_tensorflow import give_outputs, lowered_on
 
 
 class StageOperation(mtf.Operation):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import re
-from typing import Any, Iterable, Sequence, Union
+from inspect import getattr_static
+from typing import Any, Iterable, Iterator, Sequence, Union
 
 from mtf_gradsync._names import counted
-from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import each_inside
 from mtf_gradsync._warn import warn_once
 from mtf_gradsync.compat_v1 import given_optimizer, is_v1
 from mtf_gradsync.gradients import checks
@@ -32,10 +35,11 @@ from mtf_gradsync.optimizers.pipeline import (
 from mtf_gradsync.optimizers.shard_shapes import ShardShapes
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.reduce.strategies.compressed import WireDtype
+from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Plan
 
+_OF_TENSORFLOW = (tf.Tensor, tf.Variable, tf.Operation, tf.Graph)
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
@@ -50,9 +54,11 @@ class Wrapper(
 
     Attributes:
       traits: what the wrapper needs of its stack.
+      loss_reduction: how `compute_gradients` joins losses of shards, `tf.losses.Reduction.MEAN` or
+        `.SUM`. None leaves that to the rest of the stack, where it is the mean if all have None.
       shown: the values of `reported` that training shows next to the loss, by the names to show.
       opt: the inner optimizer.
-      axes: `ReplicaAxes`, or None if no mesh was given.
+      axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
       reducer: the reduction strategy.
       name: name of the wrapper, a prefix of names of its variables and operations.
       step: the step that was built last, by the outermost wrapper of the stack; None before.
@@ -69,8 +75,6 @@ class Wrapper(
     step = OfStep[Union[StepBuilder, None]](None)
     times_applied = OfStep(0)
     _slots = OfStep(SlotBook())
-    # The replica axes of an island, where it stands inside of one.
-    _inside: ReplicaAxes | None = None
 
     def _wrap(
         self,
@@ -100,10 +104,10 @@ class Wrapper(
                 f"{self.opt!r}. On a mesh: {kind}(gs.MeshOptimizer(optimizer)), or use one of "
                 "mtf.optimize."
             )
-        self.axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
-        if self.axes is None and needs_mesh_for:
-            self.axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
-        self._shard_names = self.axes.batch_dims if self.axes else as_dim_names(batch_dims)
+        self._given_axes = resolve_axes(axes, mesh_shape, layout, batch_dims)
+        if self._given_axes is None and needs_mesh_for:
+            self._given_axes = axes_of_pipeline(kind, needs_mesh_for, batch_dims)
+        self._given_names = as_dim_names(batch_dims)
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
         self._gradient_reducer = self.reducer
         if reduce_dtype is not None:
@@ -118,16 +122,56 @@ class Wrapper(
         self.name = name
         self._slots = SlotBook()
 
+    def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes this new object one of another class, its counterpart without a mesh.
+
+        Whether an optimizer of `tf.compat.v1` is inside is known only in ``__init__``, where gin
+        has added arguments, and a class or factory was called. ``__new__`` has neither, and would
+        stand in the way of copies and of subclasses with arguments of their own.
+        """
+        self.__class__ = counterpart
+        counterpart.__init__(self, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies have: the settings, and nothing of the steps that were built."""
+        kind = type(self)
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "_to_build" and not isinstance(getattr_static(kind, name, None), OfStep)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _slots=SlotBook())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        # What belongs to a graph (a learning rate, variables to average) stays what it is.
+        for opt in (self, *self.inner_stack()):
+            memo.update((id(x), x) for x in _of_graphs(getattr(opt, "__dict__", {})))
+        made = memo[id(self)] = copy.copy(self)
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
     def _check_order(self) -> None:
         """Raises ValueError for an order of wrappers that makes no sense."""
         check_order(self, self.inner_stack())
 
-    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Takes the replica axes inside an island, in place of given axes that contain islands."""
-        self._inside = inside
-        if self.axes is not None and set(self.axes.mesh_axes) & set(islands.mesh_axes):
-            self.axes = inside
-            self._shard_names = inside.batch_dims
+    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+        """Raises ValueError if the wrapper makes no sense inside of islands."""
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Gives the wrappers inside of islands the replica axes of an island, within the block."""
+        stack = iter(self._wrappers())
+        around = next((w for w in stack if w.traits.makes_islands), None)
+        before = {wrapper: wrapper._in_islands_of for wrapper in stack}
+        try:
+            for wrapper in before:
+                wrapper._in_islands_of = around
+            yield
+        finally:
+            for wrapper, outer in before.items():
+                wrapper._in_islands_of = outer
 
     # Methods that subclasses override.
 
@@ -175,7 +219,7 @@ class Wrapper(
 
         Args:
           own: more arguments for `apply_grads` of the innermost optimizer.
-          variables: the variables.
+          variables: the variables that get a gradient.
         """
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -218,18 +262,20 @@ class Wrapper(
         if variables:
             self._build_pairs(variables[0].graph)
         wrappers = self._segment_wrappers()
-        for number, wrapper in enumerate(wrappers):
-            wrapper.settle(grads, wrappers[:number])
-        check_meshes(wrappers, grads, variables)
-        for wrapper in wrappers:
-            wrapper.check(grads, variables)
-            wrapper.check_arguments(own, variables)
-        if all(g is None for g in grads):
-            self._warn_of_no_gradients(variables)
-            return []
+        owners = [v for g, v in zip(grads, variables) if g is not None]
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]
         with contextlib.ExitStack() as undone:
+            undone.enter_context(self._placed())
+            for number, wrapper in enumerate(wrappers):
+                wrapper.settle(grads, wrappers[:number])
+            check_meshes(wrappers, grads, variables)
+            for wrapper in wrappers:
+                wrapper.check(grads, variables)
+                wrapper.check_arguments(own, owners)
+            if not owners:
+                self._warn_of_no_gradients(variables)
+                return []
             undone.enter_context(Plan.of(variables[0].graph).undone_on_error())
             for book in books:
                 undone.enter_context(book.undone_on_error())
@@ -275,7 +321,8 @@ class Wrapper(
     def _gradient_reduction(self) -> Reduction:
         """How this wrapper reduces gradients."""
         strategy = self._gradient_reducer
-        axes = self.axes or self._inside
+        around = self._in_islands_of
+        axes = self.axes or (around.inside if around else None)
         return Reduction(strategy, self._shard_names, axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:
@@ -307,25 +354,28 @@ class Wrapper(
     # The stack.
 
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """The replica axes of the stack: given ones, or those of the program; None if not known.
+        """The replica axes of the stack: given ones, or those of the program.
 
-        Args:
-          grads: gradients that it has applied.
+        They are None if they are not known, or the gradients that it applies are on several meshes.
         """
+        if len({g.mesh for g in grads}) > 1:
+            return None
         given = next((w.axes for w in self._wrappers() if w.axes), None)
         return given or find_axes(grads, self._shard_names)
 
     def inner_stack(self) -> list[Any]:
-        """The optimizers inside this one, from the outside in."""
-        stack: list[Any] = []
-        opt: Any = self.opt
-        while opt is not None:
-            stack.append(opt)
+        """The optimizers inside this one, from the outside in.
+
+        Raises ValueError if one of them contains itself.
+        """
+
+        def inside(opt: Any) -> Any:
             # Wrappers of other libraries may have an attribute for the optimizer inside.
             names = ("opt", "optimizer", "_opt", "_optimizer")
-            inside = (getattr(opt, name, None) for name in names)
-            opt = next((o for o in inside if callable(getattr(o, "apply_grads", None))), None)
-        return stack
+            found = (getattr(opt, name, None) for name in names)
+            return next((o for o in found if callable(getattr(o, "apply_grads", None))), None)
+
+        return each_inside(self, inside)[1:]
 
     def _wrappers(self) -> list[Wrapper]:
         """The wrappers of the stack, from the outside in."""
@@ -353,18 +403,34 @@ class Wrapper(
         Returns:
           An `mtf.Variable`.
         """
-        inner = getattr(self.opt, "get_slot", None)
+        inner = getattr(self.inner_stack()[0], "get_slot", None)
         slot = inner(var, name) if inner else None
         return slot if slot is not None else self._slots.get(var, name)
 
     def get_slot_names(self) -> list[str]:
         """Names of the slots of the whole stack."""
-        inner = getattr(self.opt, "get_slot_names", None)
+        inner = getattr(self.inner_stack()[0], "get_slot_names", None)
         names = list(inner()) if inner else []
         return names + [n for n in self._slots.names() if n not in names]
 
     def variables(self) -> list[mtf.Variable]:
         """All variables that the stack made: the inner optimizer's, then the wrapper's."""
-        inner = getattr(self.opt, "variables", None)
+        inner = getattr(self.inner_stack()[0], "variables", None)
         inside = list(inner()) if callable(inner) else []
         return inside + [v for v in self._slots.variables() if v not in inside]
+
+
+def _of_graphs(held: Any) -> Iterator[Any]:
+    """Gives what belongs to a graph, of what an optimizer holds."""
+    todo, seen = [held], {}
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, dict):
+            todo += [*one, *one.values()]
+        elif isinstance(one, (list, tuple, set)):
+            todo += one
+        elif isinstance(one, (mtf.Tensor, mtf.Operation, mtf.Mesh, mtf.Graph, *_OF_TENSORFLOW)):
+            yield one

@@ -1,10 +1,9 @@
 """Predicts what a training step costs on TPU chips, on each mesh, without the chips."""
 
-from mtf_gradsync.planning.chips import CHIPS, Chip
-from mtf_gradsync.planning.meshes import factorizations
+from mtf_gradsync.planning.links import CHIPS, Chip, bytes_sent
+from mtf_gradsync.planning.machines import factorizations
 from mtf_gradsync.planning.plan import plan
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused
-from mtf_gradsync.planning.rings import bytes_sent
 from mtf_gradsync.planning.search import Built
 
 __all__ = [

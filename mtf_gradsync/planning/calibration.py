@@ -15,12 +15,11 @@ from tqdm import tqdm
 
 from mtf_gradsync._private.jax import compiled_hlo, cost_numbers, memory_bytes
 from mtf_gradsync.planning import sample_steps
-from mtf_gradsync.xla.devices.cache import Cache
-from mtf_gradsync.xla.devices.executable import Lowered, loaded, lowered
-from mtf_gradsync.xla.devices.session import session
+from mtf_gradsync.xla.executable import Cache, Lowered, loaded, lowered
 from mtf_gradsync.xla.hlo import read_module
-from mtf_gradsync.xla.lowering.replica_program import replica_program
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.replica_program import replica_program
+from mtf_gradsync.xla.session import session
+from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
 
 # Cores that meet in fewer of their operations than this share have their work for themselves.
 _SELDOM = 0.02

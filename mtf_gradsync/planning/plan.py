@@ -11,13 +11,11 @@ from tqdm import tqdm
 from mtf_gradsync._numbers import is_whole_number
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.planning.machines import Machine, TpuMachine
-from mtf_gradsync.planning.meshes import factorizations
+from mtf_gradsync.planning.machines import Machine, TpuMachine, factorizations
 from mtf_gradsync.planning.result import Plan, Refused
 from mtf_gradsync.planning.search import Built, Candidate, search
 from mtf_gradsync.planning.this_machine import CpuMachine, cores_of
-from mtf_gradsync.simd.compiled_only import compiled_only
-from mtf_gradsync.simd.program import Program
+from mtf_gradsync.simd.program import Program, compiled_only
 
 _THIS_MACHINE = "cpu"
 

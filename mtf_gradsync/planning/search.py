@@ -12,13 +12,13 @@ from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption, signal_of
-from mtf_gradsync.planning.exchanges import Exchange, exchanges_of
+from mtf_gradsync.planning.links import Exchange, exchanges_of
 from mtf_gradsync.planning.machines import Compiled, Machine
 from mtf_gradsync.planning.result import AxisTraffic, Plan, PlanRow, Refused, sorted_rows
+from mtf_gradsync.simd.collectives import groups_by_axes, list_collectives
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.simd.traffic.collectives import groups_by_axes, list_collectives
-from mtf_gradsync.simd.traffic.report import CommunicationReport
+from mtf_gradsync.simd.traffic import CommunicationReport
 from mtf_gradsync.xla.topology.compiling import Lowered
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
 

@@ -11,13 +11,11 @@ from mtf_gradsync.planning.machines import Begun, Compiled
 from mtf_gradsync.planning.sample_steps import samples_like
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
-from mtf_gradsync.xla.devices.available import devices_for
-from mtf_gradsync.xla.devices.cache import Cache
-from mtf_gradsync.xla.devices.executable import Lowered as DeviceLowered
-from mtf_gradsync.xla.devices.executable import loaded, lowered
-from mtf_gradsync.xla.lowering.replica_program import replica_program
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
-from mtf_gradsync.xla.topology.compiled import CoreMemory
+from mtf_gradsync.xla.devices import devices_for
+from mtf_gradsync.xla.executable import Cache, loaded, lowered
+from mtf_gradsync.xla.executable import Lowered as DeviceLowered
+from mtf_gradsync.xla.replica_program import replica_program
+from mtf_gradsync.xla.topology.compiled import CoreMemory, find_hlo_collectives
 from mtf_gradsync.xla.topology.compiling import Lowered
 
 

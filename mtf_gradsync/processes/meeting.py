@@ -9,19 +9,230 @@ Where a job has a secret, both sides show that they have it before they believe 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import selectors
 import socket
 import time
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence, cast
 
-from mtf_gradsync.processes import secret
-from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
-from mtf_gradsync.processes.host import ANSWER_S, Host, Introduction
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import Connection, ConnectionBroken
-from mtf_gradsync.processes.place import Place
+from mtf_gradsync.processes.members import (
+    SECRET_VARIABLE,
+    Connection,
+    ConnectionBroken,
+    Member,
+    MissingProcessesError,
+    Place,
+    ProcessesError,
+    has_secret,
+    is_secret_proof,
+    new_challenge,
+    secret_proof,
+)
 
+_logger = logging.getLogger(__name__)
+#: Seconds that process 0 may take for its first word, and a stranger for its first message.
+ANSWER_S = 10.0
 _PAUSE_S = 0.1
+# As many strangers at once as there are processes, but at least so many; the oldest goes first.
+_STRANGERS = 64
+
+
+class _Stranger(NamedTuple):
+    """A caller that has not said yet which process it is."""
+
+    connection: Connection
+    address: str
+    challenge: str  # the text that its proof has to be made of
+    since: float  # when it called, by `time.monotonic`
+
+
+class Introduction(NamedTuple):
+    """The first message of a process to process 0."""
+
+    member: Member
+    facts: dict[str, Any]  # what the process was started with
+    challenge: str  # for process 0's own proof
+    proof: str  # that the process has the secret
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Introduction:
+        """Reads an introduction from a message; ConnectionBroken if it is something else."""
+        try:
+            said = cls(*(message[name] for name in cls._fields))
+            said = said._replace(member=Member(*said.member))
+        except (KeyError, TypeError) as error:
+            raise ConnectionBroken("no introduction") from error
+        types = (*map(type, said.member), *map(type, said[1:]))
+        if types != (int, str, int, str, dict, str, str):
+            raise ConnectionBroken("no introduction")
+        return said
+
+
+class Host:
+    """Waits on process 0 for the other processes."""
+
+    def __init__(self, me: Member, facts: Mapping[str, Any], place: Place):
+        self._me, self._facts, self._place = me, facts, place
+        self._arrived: dict[int, tuple[Member, Connection]] = {}
+        self._challenged: dict[int, str] = {}  # what the processes that are there have asked
+        self._selector = selectors.DefaultSelector()
+        self._strangers: list[_Stranger] = []
+        self._denied = False  # whether somebody has had another secret
+
+    def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
+        """Returns a connection to each of the others, or raises as `meeting.meet`."""
+        with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
+            self._selector.register(server, selectors.EVENT_READ, None)
+            try:
+                while len(self._arrived) < len(names) - 1:
+                    self._check_time(names, end)
+                    self._drop_idle(max(len(names), _STRANGERS))
+                    for key, _ in self._selector.select(_PAUSE_S):
+                        if key.fileobj is server:
+                            self._accept(server)
+                        elif isinstance(key.data, _Stranger):
+                            self._greet(key.data, len(names))
+                        else:
+                            # Nobody has a reason to speak: it is gone, and may be started again.
+                            del self._arrived[key.data]
+                            gone = cast("Connection", key.fileobj)
+                            self._selector.unregister(gone)
+                            gone.close()
+            finally:
+                for stranger in list(self._strangers):
+                    self._drop(stranger)
+        for index, (_, connection) in self._arrived.items():
+            answer = secret_proof("process 0", self._challenged[index])
+            self._tell(connection, all_here=self._me, proof=answer)
+        return dict(self._arrived.values())
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            accepted, (address, *_) = server.accept()
+        except OSError:  # it is gone already, or this process has too many files open
+            return
+        connection = Connection(accepted)
+        stranger = _Stranger(connection, address, new_challenge(), time.monotonic())
+        self._strangers.append(stranger)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        self._tell(connection, challenge=stranger.challenge)
+
+    def _drop_idle(self, most: int) -> None:
+        """Drops strangers that say nothing, and the oldest where there are too many."""
+        late = time.monotonic() - ANSWER_S
+        extra = len(self._strangers) - most
+        for number, stranger in enumerate(list(self._strangers)):
+            if number < extra or stranger.since < late:
+                self._drop(stranger)
+
+    def _greet(self, stranger: _Stranger, num_processes: int) -> None:
+        """Reads the introduction of a stranger; port scanners and the like are dropped."""
+        if stranger not in self._strangers:
+            return
+        connection = stranger.connection
+        try:
+            messages = connection.receive()
+            if not messages:
+                return
+            said = Introduction.of(messages[0])
+        except ConnectionBroken:
+            self._drop(stranger)
+            return
+        if not is_secret_proof(said.proof, "process", stranger.challenge, said.challenge):
+            if not self._denied:
+                _logger.warning(
+                    "%s refused a caller at %s, whose %s is not the same.",
+                    self._me, stranger.address, SECRET_VARIABLE,
+                )  # fmt: skip
+            self._denied = True
+            self._tell(connection, denied=True)
+            self._drop(stranger)
+            return
+        member, facts = said.member, said.facts
+        here = self._facts
+        other = [f"{k}={here.get(k)!r} and {facts.get(k)!r}" for k in {**here, **facts}
+                 if here.get(k) != facts.get(k)]  # fmt: skip
+        if other:
+            self._refuse(
+                connection, f"{self._me} and {member} were started with {', '.join(other)}"
+            )
+        if not 0 < member.index < num_processes:
+            self._drop(stranger)
+            return
+        if member.index in self._arrived:
+            twin = self._arrived[member.index][0]
+            self._refuse(connection, f"{twin} and {member} have the same number")
+        self._strangers.remove(stranger)
+        self._selector.modify(connection, selectors.EVENT_READ, member.index)
+        self._arrived[member.index] = member, connection
+        self._challenged[member.index] = said.challenge
+
+    def _check_time(self, names: Sequence[str], end: float) -> None:
+        if time.monotonic() > end:
+            missing = [name for i, name in enumerate(names) if i and i not in self._arrived]
+            denied = (
+                f". A caller with another {SECRET_VARIABLE} was refused" if self._denied else ""
+            )
+            self._refuse(
+                None,
+                f"{names[0]} waited on port {self._place.port} for the {len(names)} processes of "
+                f"the job, and these did not come in time: {', '.join(missing)}{denied}",
+                MissingProcessesError,
+            )
+
+    def _refuse(
+        self,
+        connection: Connection | None,
+        reason: str,
+        error: type[ProcessesError] = ProcessesError,
+    ) -> None:
+        """Ends the start with an error, here and on the processes that wait."""
+        missing = error is MissingProcessesError
+        for other in [connection, *(c for _, c in self._arrived.values())]:
+            if other is not None:
+                self._tell(other, refused=reason, missing=missing)
+                other.close()
+        raise error(f"The job cannot start: {reason}.")
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.connection)
+        stranger.connection.close()
+
+    @staticmethod
+    def _tell(connection: Connection, **message: Any) -> None:
+        with contextlib.suppress(ConnectionBroken):  # which the watchdog will say
+            connection.send(**message)
+
+
+def _listening(me: Member, place: Place) -> socket.socket:
+    host, port = place.loopback or "", place.port
+    if not host and not has_secret():
+        _logger.warning(
+            "%s listens on port %d of all its addresses, and takes whoever calls there for a "
+            "process of the job. Set the environment variable %s to the same text in all "
+            "processes; if all are on this machine, meet at 127.0.0.1.",
+            me, port, SECRET_VARIABLE,
+        )  # fmt: skip
+    is_v6 = ":" in host if host else socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            dualstack_ipv6=is_v6 and not host,
+        )
+    except OSError as error:
+        raise ProcessesError(
+            f"{me} cannot listen on port {port} ({place.argument}), where the others meet it: "
+            f"{error.strerror}. Give all processes another port; if you did not start this job "
+            "twice, another program has it."
+        ) from error
+    # Who called may be gone before it is accepted.
+    server.setblocking(False)
+    return server
+
+
 _GRACE_S = 5.0
 
 __all__ = ["Place", "meet"]
@@ -62,8 +273,8 @@ def _join(
             continue
         try:
             theirs = _challenge(connection, min(end, time.monotonic() + ANSWER_S))
-            mine = secret.challenge()
-            proof = secret.proof("process", theirs, mine)
+            mine = new_challenge()
+            proof = secret_proof("process", theirs, mine)
             said = Introduction(me, dict(facts), mine, proof)
             connection.send(**said._asdict())
             why = "it waits for other processes"
@@ -120,16 +331,16 @@ def _welcome(connection: Connection, place: Place, first: str, mine: str, end: f
     """Waits until process 0 says that all are there, and returns the member that process 0 is."""
     for message in _messages_of_host(connection, end):
         if "denied" in message:
-            here = "has one" if secret.is_set() else "has none"
+            here = "has one" if has_secret() else "has none"
             raise ProcessesError(
                 f"{first} at {place} does not take this process for one of its job: the "
-                f"environment variable {secret.VARIABLE} is not the same in both; this one {here}."
+                f"environment variable {SECRET_VARIABLE} is not the same in both; this one {here}."
             )
         if "refused" in message:
             error = MissingProcessesError if message.get("missing") else ProcessesError
             raise error(f"The job cannot start: {message['refused']}.")
         if "all_here" in message:
-            if not secret.is_proof(message.get("proof"), "process 0", mine):
+            if not is_secret_proof(message.get("proof"), "process 0", mine):
                 raise ConnectionBroken("it has another secret")
             return Member(*message["all_here"])
     raise TimeoutError

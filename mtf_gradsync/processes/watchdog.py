@@ -8,6 +8,7 @@ themselves. Then every living process writes one error and exits with `LOST_PROC
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import os
@@ -17,12 +18,16 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Iterator, Mapping, NamedTuple
+from types import TracebackType
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, TypeVar
 
 from mtf_gradsync.processes import proxy
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import Connection, ConnectionBroken
+from mtf_gradsync.processes.members import (
+    LOST_PROCESS_EXIT_CODE,
+    Connection,
+    ConnectionBroken,
+    Member,
+)
 
 _BEAT_S = 1.0
 # A loop that was late by this much has to read before it can say who was silent.
@@ -332,3 +337,63 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+_LONGEST = 300
+_Self = TypeVar("_Self", bound="Membership")
+
+
+class Membership:
+    """A context manager around all work that needs the other processes.
+
+    An exception that leaves the context ends the other processes, too; so does the end of this
+    process without `close`, unless the interpreter ends as it should.
+    """
+
+    def __init__(self, watchdog: Watchdog):
+        self._watchdog = watchdog
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Waits until all processes have called this, and leaves them."""
+        if not self._closed:
+            self._closed = True
+            self._leave()
+
+    def _leave(self) -> None:
+        self._watchdog.leave()
+
+    def _may_be_a_loss(self, error: BaseException) -> bool:
+        """Returns whether an error may come of a process that is lost."""
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._may_be_a_loss(error):
+            # Then this does not return.
+            self._watchdog.wait_for_verdict()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        self._watchdog.fail(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+    def _at_exit(self) -> None:
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:
+            self._fail(uncaught)
+        self.close()

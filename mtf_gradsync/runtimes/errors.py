@@ -20,3 +20,7 @@ def first_line(error: BaseException) -> str:
     if type(error.__context__) is type(error):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+ACCEPT_FLAG = "--accept_checkpoint_differences"
+SKIP_FLAG = "--skip_damaged_checkpoint"

@@ -3,15 +3,16 @@
 See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
 """
 
-from mtf_gradsync.simd.emulator.result import EmulatedGraph
-from mtf_gradsync.simd.emulator.rewrite import emulate
-from mtf_gradsync.simd.emulator.session import CpuReplicaSession, cpu_config, session_on
+from mtf_gradsync.simd.collectives import list_collectives
+from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession, cpu_config, session_on
+from mtf_gradsync.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.simd.errors import BranchDivergenceError, UnsupportedProgramError
 from mtf_gradsync.simd.program import Program, tpu_program
-from mtf_gradsync.simd.traffic.collectives import list_collectives
-from mtf_gradsync.simd.traffic.report import CommunicationReport, CommunicationRow, Total
-from mtf_gradsync.simd.traffic.transfers import (
+from mtf_gradsync.simd.traffic import (
+    CommunicationReport,
+    CommunicationRow,
     ProcessTransfers,
+    Total,
     count_process_transfers,
     list_transfers,
 )

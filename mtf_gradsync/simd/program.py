@@ -3,17 +3,108 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from typing import Any, Callable, Hashable, Iterator, Sequence, TypeVar
 
+import numpy as np
+from mesh_tensorflow import tpu_variables
+
+from mtf_gradsync._private import tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import forget_mesh
 from mtf_gradsync._refs import ref_variables_explained
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike
-from mtf_gradsync.simd import replicated
-from mtf_gradsync.simd.compiled_only import CompiledOnlyMeshImpl, mesh_class
-from mtf_gradsync.simd.emulator.session import CpuReplicaSession, PreparedGraph
+from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession, PreparedGraph
 from mtf_gradsync.simd.errors import UnsupportedProgramError
-from mtf_gradsync.simd.lowerings import lowerings_in
+from mtf_gradsync.simd.session import lowerings_in
+
+
+def made_up_device_assignment(num_replicas: int) -> Any:
+    """Returns a ``DeviceAssignment`` of cores that do not exist, in lexicographic order.
+
+    It has the form of a TPU v2 or v3 slice: two cores on a chip (one if their number is odd), chips
+    in a rectangle as square as it can be.
+    """
+    cores = 2 if num_replicas % 2 == 0 else 1
+    chips = num_replicas // cores
+    width = next(w for w in range(int(chips**0.5), 0, -1) if chips % w == 0)
+    shape = [width, chips // width, 1, cores]
+    coordinates = np.stack(np.unravel_index(np.arange(num_replicas), shape), 1).astype(np.int32)
+    topology = tf.tpu.experimental.Topology(
+        mesh_shape=shape, device_coordinates=coordinates[np.newaxis]
+    )
+    return tf.tpu.experimental.DeviceAssignment(topology, coordinates[:, np.newaxis, :])
+
+
+def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
+    """Returns a tensor of the program, which is another of `tensors` on each core, in order."""
+    # The operation belongs outside the program, whose context marks all that is made in it.
+    with tf.control_dependencies(None):
+        return private.tpu_replicated_input(tensors, name)
+
+
+@contextlib.contextmanager
+def replicated_program(num_replicas: int) -> Iterator[str]:
+    """Puts every operation made inside into one TPU program; yields the name of its cluster."""
+    graph = tf.get_default_graph()
+    cluster = graph.unique_name("cluster")
+    pivot = tf.no_op(name=cluster + "/pivot")
+    scope = tf.get_variable_scope()
+    used_resources = scope.use_resource
+    with private.tpu_replicate_context(cluster, num_replicas, pivot):
+        metadata = private.tpu_replicate_metadata(num_replicas)
+        # A TPU program cannot use reference variables.
+        scope.set_use_resource(True)
+        try:
+            with private.tpu_shard_context(num_replicas), tf.control_dependencies([metadata]):
+                yield cluster
+        finally:
+            scope.set_use_resource(used_resources)
+
+
+_wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", default=False)
+
+
+@contextlib.contextmanager
+def compiled_only() -> Iterator[None]:
+    """Makes the programs that are opened inside smaller to build. They cannot run."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def mesh_class() -> type:
+    """Returns the class of SIMD mesh that is wanted here."""
+    return CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
+
+
+class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
+    """A SIMD mesh on which all cores share the variables of the first one."""
+
+    class LaidOutVariable(mtf.simd_mesh_impl.SimdMeshImpl.LaidOutVariable):
+        """A variable of the first core, in the place of one on each. Nothing is copied."""
+
+        def __init__(self, variable: Any, mesh_impl: Any):
+            """Makes the variable; the arguments are those of Mesh-TF's class."""
+            self._variable, self._mesh_impl = variable, mesh_impl
+            shape = mesh_impl.slice_shape(variable.outputs[0].shape)
+            with tf.init_scope():
+                zeros = tf.zeros(shape, variable.slice_dtype)
+            one = tf.Variable(
+                initial_value=zeros,
+                trainable=variable.trainable,
+                collections=[],
+                dtype=variable.slice_dtype,
+                name=f"{variable.name}_slice_0",
+                expected_shape=shape,
+            )
+            everywhere = tpu_variables.ReplicatedVariable(variable.name, [one] * mesh_impl.size)
+            self._laid_out_tensor = mesh_impl.LaidOutTensor([everywhere])
+            with tf.init_scope():
+                self._copy_master_to_slices = self._copy_slices_to_master = tf.no_op()
+
 
 _Prepared = TypeVar("_Prepared")
 
@@ -70,7 +161,7 @@ class Program:
                 f"per_replica got tensors of different dtypes or shapes: {sorted(kinds)}; give "
                 "all cores one dtype and shape."
             )
-        return replicated.replicated_input(tensors, name)
+        return replicated_input(tensors, name)
 
     def session(
         self,
@@ -180,8 +271,8 @@ def tpu_program(
     impl = mesh_class()(
         shape,
         mtf.convert_to_layout_rules(layout),
-        device_assignment=replicated.made_up_device_assignment(shape.size),
+        device_assignment=made_up_device_assignment(shape.size),
         logical_to_physical=logical_to_physical,
     )
-    with ref_variables_explained(), replicated.replicated_program(shape.size) as name:
+    with ref_variables_explained(), replicated_program(shape.size) as name:
         yield Program(tf.get_default_graph(), impl, name)

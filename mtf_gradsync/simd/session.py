@@ -1,16 +1,71 @@
-"""ReplicaSession: the interface of every session that runs a SIMD program."""
+"""ReplicaSession, the interface of every session that runs a SIMD program; its variables."""
 
 from __future__ import annotations
 
 import abc
+import collections
+import contextlib
+import tempfile
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Iterable, Sequence, TypeVar
 
 import numpy as np
 
 from mtf_gradsync._names import counted
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.simd.masters import MasterOps
+from mtf_gradsync._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
+from mtf_gradsync.optimizers.state.restoring import adapt_checkpoint
+from mtf_gradsync.step import StepWatches
+
+
+class MasterOps:
+    """The names of operations that a session needs; the constructor adds them to the graph.
+
+    Attributes:
+      masters: name of each global variable -> the tensor that holds its value.
+      saver_def: SaverDef of the global variables; None where there are none.
+      watches: looks at the outcome of each step of the graph's programs.
+    """
+
+    def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
+        self.graph = graph
+        with graph.as_default(), contextlib.ExitStack() as stack:
+            # None: not inside whatever scope the caller happens to be in.
+            stack.enter_context(tf.control_dependencies(None))
+            stack.enter_context(tf.name_scope(None))
+            slices = graph.get_collection(SLICES_COLLECTION)
+            variables = tf.global_variables()
+            self.initialize = [
+                tf.variables_initializer(variables + tf.local_variables() + slices).name
+            ]
+            self.to_slices = [low.copy_masters_to_slices().name for low in lowerings]
+            self.to_masters = [low.copy_slices_to_masters().name for low in lowerings]
+            self.masters = {v.op.name: _value_name(graph, v) for v in variables}
+            saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
+            self.saver_def = saver.as_saver_def() if saver else None
+            self.watches = StepWatches(graph)
+
+    def check_has_variables(self) -> None:
+        """Raises ValueError if the graph has no variables to save or restore."""
+        if self.saver_def is None:
+            raise ValueError("The graph has no variables to save or restore.")
+
+    def saver(self, graph: tf.Graph) -> tf.train.Saver:
+        """Returns a saver for a graph that holds the operations, to which it adds nothing."""
+        self.check_has_variables()
+        with graph.as_default():
+            return tf.train.Saver(saver_def=self.saver_def)
+
+    def restore(self, session: tf.Session, path: str) -> None:
+        """Reads a checkpoint into the masters, of this or of another mesh."""
+        saver = self.saver(session.graph)
+        with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
+            saver.restore(session, adapt_checkpoint(path, directory))
+
+
+def _value_name(graph: tf.Graph, variable: Any) -> str:
+    return graph.as_graph_element(variable, allow_operation=False).name
+
 
 _Session = TypeVar("_Session", bound="ReplicaSession")
 
@@ -19,8 +74,12 @@ class ReplicaSession(abc.ABC):
     """A session on the cores of a SIMD program. Use it as a context manager.
 
     Running any tensor or operation of a program runs the whole program on all cores, updates
-    included, as a TPU does.
+    included, as a TPU does. After each step it logs what optimizers have skipped, and raises
+    `NoUpdateError` where there were too many steps without an update.
     """
+
+    # Hooks that watch steps leave it to the session.
+    looks_at_steps = True
 
     def __init__(self, session: tf.Session, ops: MasterOps):
         """Begins a session; the graph of `session` holds these operations under their names."""
@@ -174,3 +233,72 @@ class ReplicaSession(abc.ABC):
     def _take_masters(self) -> None:
         """Copies the masters into the slices."""
         self._session.run(self._ops.to_slices)
+
+
+class VariableAccess:
+    """Reads and sets the variables of a graph, by the name of their ``VarHandleOp``."""
+
+    def __init__(self, graph: tf.Graph):
+        """Finds the operations of a graph's variables, made by TensorFlow's own functions."""
+        self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
+        self._exists: dict[str, str] = {}
+        self._assign: dict[str, tuple[str, str]] = {}
+        # A variable makes one read and one assignment of its own; later ones are the program's.
+        for op in graph.get_operations():
+            if op.type == "ReadVariableOp" and op.inputs[0].op.type == "VarHandleOp":
+                self.read.setdefault(op.inputs[0].op.name, op.outputs[0].name)
+            elif op.type == "VarIsInitializedOp":
+                self._exists.setdefault(op.inputs[0].op.name, op.outputs[0].name)
+            elif op.type == "AssignVariableOp" and op.inputs[0].op.type == "VarHandleOp":
+                self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
+
+    def read_all(self, session: tf.Session) -> dict[str, Any]:
+        """Returns values of all variables but those not initialized, which no step uses."""
+        exists = session.run(self._exists)
+        return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
+
+    def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
+        """Sets variables, given as pairs of name and value.
+
+        The session is on the graph, or on one that holds it under the same names.
+        """
+        # Variables may share the tensor that they are initialized with, so it takes several rounds.
+        rounds: list[tuple[list[str], dict[str, Any]]] = []
+        used: dict[str, int] = collections.Counter()
+        for variable, value in values:
+            operation, tensor = self._assign[variable]
+            if used[tensor] == len(rounds):
+                rounds.append(([], {}))
+            operations, feed = rounds[used[tensor]]
+            operations.append(operation)
+            feed[tensor] = value
+            used[tensor] += 1
+        for operations, feed in rounds:
+            session.run(operations, feed)
+
+
+_HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "prediction_hooks")
+
+
+def lowerings_in(given: Any) -> list[mtf.Lowering]:
+    """Returns the lowerings in a `lowering` argument; raises TypeError if it can hold none.
+
+    It may be a lowering, a sequence of them, None, or an ``EstimatorSpec`` or ``TPUEstimatorSpec``
+    whose hooks restore a lowering.
+    """
+    if given is None:
+        return []
+    if isinstance(given, mtf.Lowering):
+        return [given]
+    if hasattr(given, "training_hooks"):
+        hooks = [hook for name in _HOOKS for hook in getattr(given, name, ()) or ()]
+        hooks = [h for h in hooks if isinstance(h, mtf.MtfRestoreHook)]
+        found = [restored_lowering(hook) for hook in hooks]
+        if found:
+            return found
+    elif isinstance(given, (list, tuple)) and all(isinstance(x, mtf.Lowering) for x in given):
+        return list(given)
+    raise TypeError(
+        "lowering must be an mtf.Lowering, a list of them, or a spec that has an "
+        f"mtf.MtfRestoreHook among its hooks, got {given!r}."
+    )

@@ -1,7 +1,6 @@
 """Where a step's time goes: traces and tables of recorded steps."""
 
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.events import Call, Collective, Event, Recording, Step
+from mtf_gradsync.timelines.events import Call, Collective, Event, Recording, Step, TimelineError
 from mtf_gradsync.timelines.table import CollectiveTimes, CoreTimes, OperationTimes, Table
 from mtf_gradsync.timelines.timeline import Timeline, timeline
 from mtf_gradsync.timelines.trace_file import Written

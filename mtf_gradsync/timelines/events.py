@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Iterable, Literal, Mapping, NamedTuple, Sequence, Tuple
 
-from mtf_gradsync.timelines.errors import TimelineError
+
+class TimelineError(RuntimeError):
+    """Nothing can be said of where the time goes; the message says what to do."""
+
 
 Kind = Literal["compute", "collective"]
 
@@ -167,3 +172,101 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
             f"be said of where the time goes. {advice}"
         )
     return recording
+
+
+# Begin and end, in nanoseconds; the end is not part of it.
+Interval = Tuple[int, int]
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The time that intervals in any order cover, as intervals in order that do not touch."""
+    found: list[Interval] = []
+    for begin, end in sorted(i for i in intervals if i[0] < i[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Sequence[Interval]) -> int:
+    """The sum of how long intervals are, in nanoseconds."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The time that merged intervals cover and others, merged too, do not."""
+    found = []
+    position = 0
+    for begin, end in intervals:
+        while position < len(others) and others[position][1] <= begin:
+            position += 1
+        at, next_one = begin, position
+        while next_one < len(others) and others[next_one][0] < end:
+            if at < others[next_one][0]:
+                found.append((at, others[next_one][0]))
+            at = max(at, others[next_one][1])
+            next_one += 1
+        if at < end:
+            found.append((at, end))
+    return found
+
+
+def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
+    """How long merged intervals and others, merged too, are at the same time, in nanoseconds."""
+    return length(intervals) - length(minus(intervals, others))
+
+
+class Ran(NamedTuple):
+    """One run of an operation of a compiled program."""
+
+    core: int  # its place among this process's cores
+    execution: int  # the run of the program, from 0; -1 where the profile does not say
+    operation: str  # its name in the compiled program
+    begin: int  # in nanoseconds since the epoch
+    end: int  # likewise; what threads have begun for others may be over earlier
+
+
+def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
+    """The runs without loops, branches and calls (keys of `inside`) whose operations are there."""
+    seen = {one.operation for one in ran}
+    around = {name for name, inner in inside.items() if inner & seen}
+    return [one for one in ran if one.operation not in around]
+
+
+def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
+    """The runs, each ended at the latest when something begins that takes its result.
+
+    On CPU devices a thread begins an operation and others do it; a profile has its end only when a
+    thread has noticed. `users` has names of operations -> names of those that take their results.
+    """
+    seen = {one.operation for one in ran}
+    begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)
+    for one in sorted(ran, key=lambda one: one.begin):
+        begins[one.core, one.execution, one.operation].append(one.begin)
+    next_seen = {name: _first_seen(name, users, seen) for name in seen}
+    found = []
+    for one in ran:
+        end = one.end
+        for user in next_seen[one.operation]:
+            times = begins[one.core, one.execution, user]
+            at = bisect.bisect_right(times, one.begin)
+            if at < len(times):
+                end = min(end, times[at])
+        found.append(one._replace(end=max(end, one.begin + 1)))
+    return found
+
+
+def _first_seen(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
+    """What uses an operation's result, through operations that take no time."""
+    found: set[str] = set()
+    passed: set[str] = set()
+    pending = list(users.get(name, ()))
+    while pending:
+        user = pending.pop()
+        if user in seen:
+            found.add(user)
+        elif user not in passed:
+            passed.add(user)
+            pending += users.get(user, ())
+    return found

@@ -8,8 +8,7 @@ import itertools
 import re
 from typing import Any, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.runs import Ran
+from mtf_gradsync.timelines.events import Ran, TimelineError
 
 _HOST = "/host:CPU"
 _DEVICE = re.compile(r"^/device:[A-Z]+:(\d+)")

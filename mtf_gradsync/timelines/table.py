@@ -8,9 +8,18 @@ import json
 from typing import Sequence
 
 from mtf_gradsync._names import some_of
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.events import Event, Kind, Recording, Step
-from mtf_gradsync.timelines.intervals import Interval, length, merged, minus, shared
+from mtf_gradsync.timelines.events import (
+    Event,
+    Interval,
+    Kind,
+    Recording,
+    Step,
+    TimelineError,
+    length,
+    merged,
+    minus,
+    shared,
+)
 
 _SHOWN = 10
 _MS = 1e-6

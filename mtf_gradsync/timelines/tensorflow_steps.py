@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.devices import place_of
-from mtf_gradsync.simd.emulator.session import CpuReplicaSession
-from mtf_gradsync.simd.graph.facts import Branch, GraphFacts
-from mtf_gradsync.simd.traffic.collectives import list_collectives
+from mtf_gradsync.simd.collectives import list_collectives
+from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession
+from mtf_gradsync.simd.facts import Branch, GraphFacts
 from mtf_gradsync.timelines.events import (
     Call,
     Collective,

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Sequence
 
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.events import Recording
+from mtf_gradsync.timelines.events import Recording, TimelineError
 from mtf_gradsync.timelines.recorder import Recorder
 from mtf_gradsync.timelines.table import Table, tabulate_times
 from mtf_gradsync.timelines.trace_file import MOST_BYTES, Written, write_trace
@@ -167,10 +166,10 @@ class Timeline:
 def _recorder_of(session: Any, lowering: Any) -> Recorder:
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession
-    from mtf_gradsync.simd.emulator.session import CpuReplicaSession
+    from mtf_gradsync.simd.cpu_replicas import CpuReplicaSession
     from mtf_gradsync.timelines.tensorflow_steps import MeshRecorder, ReplicasRecorder
     from mtf_gradsync.timelines.xla_steps import XlaRecorder
-    from mtf_gradsync.xla.devices.session import XlaSession
+    from mtf_gradsync.xla.session import XlaSession
 
     inner = session
     if hasattr(session, "run_step_fn"):  # a monitored session

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync.runtimes.files import write_bytes
+from mtf_gradsync.runtimes.manifest import write_bytes
 from mtf_gradsync.timelines.events import Event, Recording
 
 MOST_BYTES = 20_000_000

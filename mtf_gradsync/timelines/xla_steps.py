@@ -12,22 +12,28 @@ from google.protobuf.message import DecodeError
 from mtf_gradsync._private.jax import Profiler, compiled_hlo
 from mtf_gradsync._private.tensorflow import profile_space
 from mtf_gradsync.runtimes.errors import first_line
-from mtf_gradsync.simd.traffic.collectives import list_collectives
-from mtf_gradsync.timelines.errors import TimelineError
-from mtf_gradsync.timelines.events import Call, Event, Recording, check_recorded
+from mtf_gradsync.simd.collectives import list_collectives
+from mtf_gradsync.timelines.events import (
+    Call,
+    Event,
+    Recording,
+    TimelineError,
+    check_recorded,
+    leaves,
+    until_used,
+)
 from mtf_gradsync.timelines.profiles import read_profile
-from mtf_gradsync.timelines.programs import operations_of
 from mtf_gradsync.timelines.recorder import (
     Recorder,
     Replaced,
     now,
+    operations_of,
     steps_until,
     sums_of_updates,
     timed,
 )
-from mtf_gradsync.timelines.runs import leaves, until_used
-from mtf_gradsync.xla.devices.session import Dispatched, XlaSession
-from mtf_gradsync.xla.processes.errors import OtherProcessError
+from mtf_gradsync.xla.cores import OtherProcessError
+from mtf_gradsync.xla.session import Dispatched, XlaSession
 
 _Result = TypeVar("_Result")
 

@@ -9,7 +9,7 @@ import io
 from pathlib import Path
 from typing import Any, Iterator
 
-from mtf_gradsync.runtimes.files import write_bytes
+from mtf_gradsync.runtimes.manifest import write_bytes
 from mtf_gradsync.train.errors import ConfigError, TrainingError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)

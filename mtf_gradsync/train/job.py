@@ -28,8 +28,7 @@ class TrainingJob(NamedTuple):
       optimizer: called with ``learning_rate=``; its result's ``apply_grads(grads, variables)``
         returns mtf operations. It, and each optimizer inside a wrapper, may have
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
-        loss, and ``update_step_now`` and ``skipped_now``, such scalars that count updates and
-        skipped steps.
+        loss, and ``update_step_now``, such a scalar that counts updates.
       learning_rate: None, a number, or a function of ``step``.
       variable_filter: see `RunConfig`.
       reports: whether the step returns what its optimizers report.

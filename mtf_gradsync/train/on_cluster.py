@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.cluster import Task, join_cluster
 from mtf_gradsync.mesh.text import mesh_text
-from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.errors import ConfigError, TrainingError

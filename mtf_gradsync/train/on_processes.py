@@ -10,8 +10,8 @@ from typing import Any, Callable, Mapping
 from mtf_gradsync import xla
 from mtf_gradsync._signals import StopSignal
 from mtf_gradsync.mesh.text import mesh_text
-from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.processes.members import MissingProcessesError, ProcessesError
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.train.config.bindings import RunConfig
 from mtf_gradsync.train.config.checks import check_count
 from mtf_gradsync.train.config.mesh import resolve_mesh

@@ -13,13 +13,17 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.text import mesh_text
 from mtf_gradsync.optimizers.state.averaged import NoAveragesError, check_averages_kept
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, latest_checkpoint
-from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, describe
-from mtf_gradsync.runtimes.checkpoints.initial import initialize_from
-from mtf_gradsync.runtimes.checkpoints.leftovers import only_run_in, remove_leftovers
-from mtf_gradsync.runtimes.checkpoints.start import Start
-from mtf_gradsync.runtimes.files import write_text
-from mtf_gradsync.runtimes.places import OnCores, OnDevices
+from mtf_gradsync.runtimes.manifest import write_text
+from mtf_gradsync.runtimes.saving import check_configuration, describe
+from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
+from mtf_gradsync.runtimes.starting import (
+    Start,
+    choose_checkpoint,
+    initialize_from,
+    latest_checkpoint,
+    only_run_in,
+    remove_leftovers,
+)
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline
 from mtf_gradsync.train.config.bindings import RunConfig

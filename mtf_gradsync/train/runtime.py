@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, get_args
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes import places
+from mtf_gradsync.runtimes import sessions
 from mtf_gradsync.train.config.bindings import RunConfig, RuntimeName
 from mtf_gradsync.train.errors import ConfigError
 
@@ -26,7 +26,7 @@ class Runtime(NamedTuple):
     Steps run on the server `target`; "" is this process.
     """
 
-    name: places.RuntimeName
+    name: sessions.RuntimeName
     reason: str
     target: str = ""
 

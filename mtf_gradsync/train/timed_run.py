@@ -8,10 +8,9 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._signals import Interruption
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
-from mtf_gradsync.runtimes.checkpoints.configuration import check_configuration, describe
-from mtf_gradsync.runtimes.checkpoints.flags import SKIP_FLAG
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.errors import SKIP_FLAG
+from mtf_gradsync.runtimes.saving import check_configuration, describe
+from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.timelines import Timeline, TimelineError
 from mtf_gradsync.train.config.bindings import RunConfig

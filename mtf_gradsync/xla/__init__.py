@@ -3,20 +3,24 @@
 See ``docs/xla.md`` and ``docs/tpu.md``.
 """
 
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, ProcessesError
-from mtf_gradsync.xla.devices.available import devices_for
-from mtf_gradsync.xla.devices.cache import default_cache_dir
-from mtf_gradsync.xla.devices.session import Dispatched, XlaSession, session
+from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
+from mtf_gradsync.xla.devices import devices_for
+from mtf_gradsync.xla.executable import default_cache_dir
+from mtf_gradsync.xla.export import export, to_checkpoint
 from mtf_gradsync.xla.installed import XlaMissingError, why_no_tpu_compiler, why_no_xla
-from mtf_gradsync.xla.portable.checkpoint import to_checkpoint
-from mtf_gradsync.xla.portable.export import export
-from mtf_gradsync.xla.processes.start import Processes, start_processes
+from mtf_gradsync.xla.processes import Processes, start_processes
 from mtf_gradsync.xla.runner.errors import DevicesError, StepError
-from mtf_gradsync.xla.topology.collectives import HloCollective, find_hlo_collectives
-from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
+from mtf_gradsync.xla.session import Dispatched, XlaSession, session
+from mtf_gradsync.xla.topology.compiled import (
+    GENERATIONS,
+    CompiledProgram,
+    CoreMemory,
+    Generation,
+    HloCollective,
+    find_hlo_collectives,
+)
 from mtf_gradsync.xla.topology.compiling import compile_for_tpu
 from mtf_gradsync.xla.topology.own_process import CompilerDiedError
-from mtf_gradsync.xla.topology.topologies import GENERATIONS, Generation
 
 __all__ = [
     "GENERATIONS",

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from typing import Any, Sequence
 
 from benchmarks.cluster import free_ports
-from tests.forked import Forked
+from tests.forked import TIME_LIMIT, Forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Bounds a hang; far above what a test takes on a machine that is busy with other things.
-TIME_LIMIT = 900.0
 
 
 def cluster_spec(jobs: dict[str, int]) -> dict[str, list[str]]:
@@ -50,6 +49,7 @@ class Process:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         # A file and not a pipe: nobody has to read for the program to go on.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._output.close)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.end_with_parent", module, *arguments],
             cwd=ROOT,

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.cluster.accumulation_worker import KINDS, MICRO_STEPS, PASSES, WORKERS
 
 
+@pytest.mark.slow
 def test_each_worker_adds_up_its_own_gradients(processes):
     tasks = processes.start_cluster(
         "tests.cluster.accumulation_worker", {"ps": 1, "worker": WORKERS}

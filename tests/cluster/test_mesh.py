@@ -59,6 +59,7 @@ def one_process():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(set(program.optimizers()) - {OUTER}))
 def test_trains_as_one_process_and_as_numpy(values, one_process, case):
     update = reference.Momentum()
@@ -76,6 +77,7 @@ def test_trains_as_one_process_and_as_numpy(values, one_process, case):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["on a cluster", "in shared memory"])
 def test_islands_are_processes_or_share_their_memory(values, where):
     if where == "on a cluster":
@@ -96,6 +98,7 @@ def test_islands_are_processes_or_share_their_memory(values, where):
         np.testing.assert_allclose(found[f"{name}/island"], islands, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", program.STRATEGIES)
 def test_sums_equal_float64(values, strategy):
     out = iter([values[f"sum {strategy}"][str(i)] for i in range(len(values[f"sum {strategy}"]))])
@@ -110,12 +113,14 @@ def test_sums_equal_float64(values, strategy):
                 assert len({y[p].tobytes() for p in group}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", program.STRATEGIES)
 def test_messages_between_processes_are_counted_as_tensorflow_sends_them(values, strategy):
     sent = values[f"sent {strategy}"]
     np.testing.assert_array_equal(sent["counted"], sent["real"])
 
 
+@pytest.mark.slow
 def test_levels_send_one_copy_each_way(values):
     size = sum(x[0].nbytes for x in program.arrays())
     # Neither the root's process nor the other one sends more than its own sum.
@@ -143,6 +148,7 @@ def test_counting_needs_a_step():
         simd.count_process_transfers([])
 
 
+@pytest.mark.slow
 def test_a_timeline_shows_the_devices_of_all_tasks(values, folder):
     """A session of a server gets what every task of the cluster has run."""
     trace = traces.read(folder / program.TRACE)

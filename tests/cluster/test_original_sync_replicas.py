@@ -82,6 +82,7 @@ def mesh_trajectory(kind, replicas_to_aggregate, slow_worker, how, pending):
     return np.array([values["x"] for values in seen])
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @CASES
 def test_original_and_model_take_the_same_path(replicas_to_aggregate, slow_worker, first):

@@ -16,7 +16,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.evaluation.held_out import METRICS_FILE
 from mtf_gradsync.train.metrics.file import read_metrics
-from tests.cluster.processes import TIME_LIMIT
+from tests.forked import TIME_LIMIT
 from tests.train.conftest import NO_ATTENTION, NO_EVAL, TINY, train_tiny
 
 pytestmark = pytest.mark.cluster
@@ -99,12 +99,13 @@ def variables(directory):
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
     # A worker is lost.
     chief, worker = tasks.start(*PACE)
     tasks.wait_for_checkpoint(3, chief)
     os.kill(worker.pid, signal.SIGKILL)
-    assert chief.wait(60) == LOST_PROCESS_EXIT_CODE, chief.errors()
+    assert chief.wait() == LOST_PROCESS_EXIT_CODE, chief.errors()
     lost = rf"worker 0 .*: lost worker 1 \(host \S+, pid {worker.pid}\): it ended without a word"
     assert re.search(lost, chief.errors()), chief.errors()
     assert "worker 0 of the 2 tasks of a cluster (--cluster_spec)" in chief.output()
@@ -114,16 +115,16 @@ def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
     os.kill(worker.pid, signal.SIGTERM)
     time.sleep(0.2)
     os.kill(chief.pid, signal.SIGTERM)
-    assert chief.wait(60) == 128 + signal.SIGTERM, chief.errors()
-    assert worker.wait(60) == 0, worker.errors()
+    assert chief.wait() == 128 + signal.SIGTERM, chief.errors()
+    assert worker.wait() == 0, worker.errors()
     assert "worker 1 got SIGTERM and serves until worker 0 has ended" in worker.errors()
     assert "worker 0 of the 2 tasks of a cluster (TF_CONFIG)" in chief.output()
     stopped = tasks.newest_step()
     assert f"stopped after step {stopped} of {STEPS}" in chief.output()
     # Nothing ends it.
     chief, worker = tasks.start(tf_config=True)
-    assert chief.wait(60) == 0, chief.errors()
-    assert worker.wait(60) == 0, worker.errors()
+    assert chief.wait() == 0, chief.errors()
+    assert worker.wait() == 0, worker.errors()
     assert "steps run on a placement mesh (over the tasks of a cluster)" in chief.output()
     assert f"from step {stopped} to {STEPS}" in chief.output()
     assert "serves its devices until worker 0 ends" in worker.output()
@@ -141,15 +142,15 @@ def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
 
 def test_an_error_of_the_chief_ends_the_others_with_its_words(tasks):
     chief, worker = tasks.start("--gin_param=train.run.batch_size = 7")
-    assert chief.wait(60) == 2, chief.errors()
-    assert worker.wait(60) == LOST_PROCESS_EXIT_CODE, worker.errors()
+    assert chief.wait() == 2, chief.errors()
+    assert worker.wait() == LOST_PROCESS_EXIT_CODE, worker.errors()
     said = "lost worker 0 .*: it ended with an error: ConfigError: train.run.batch_size = 7"
     assert re.search(said, worker.errors()), worker.errors()
 
 
 def test_a_task_that_never_comes_is_named(tasks, tmp_path):
     (chief,) = tasks.start("--timeout=0.5", tasks=[0])
-    assert chief.wait(60) == LOST_PROCESS_EXIT_CODE
+    assert chief.wait() == LOST_PROCESS_EXIT_CODE
     assert "did not come in time: worker 1" in chief.errors()
     assert "Traceback" not in chief.errors()
     assert not list(tmp_path.iterdir())
@@ -178,6 +179,7 @@ def test_flags_that_cannot_work_are_named(capsys, tmp_path, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_two_processes_on_xla_devices_train_as_one(processes, tmp_path):
     directory = tmp_path / "two"
@@ -190,7 +192,7 @@ def test_two_processes_on_xla_devices_train_as_one(processes, tmp_path):
         for i in (0, 1)
     ]
     for one in both:
-        assert one.wait(120) == 0, one.errors()
+        assert one.wait() == 0, one.errors()
     assert "process 0 evaluates, and writes" in both[1].output()
     train_tiny(tmp_path / "one", NO_EVAL, "train.run.runtime = 'xla'")
     gin.clear_config()

@@ -25,6 +25,7 @@ def found(of_two_processes):
     return of_two_processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "strategy"), program.SUMS)
 def test_edges_are_what_tensorflow_sends(found, order, strategy):
     one = found["sums"][f"{order}: {strategy}"]
@@ -40,6 +41,7 @@ def test_edges_are_what_tensorflow_sends(found, order, strategy):
     assert one["real"]["bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["by process", "mixed"])
 @pytest.mark.parametrize("strategy", program.TWO_LEVELS)
 def test_two_levels_send_each_tensor_once_each_way(found, order, strategy):
@@ -48,6 +50,7 @@ def test_two_levels_send_each_tensor_once_each_way(found, order, strategy):
     assert found["sums"][f"{order}: {strategy}"]["real"]["bytes"] == 2 * one_way
 
 
+@pytest.mark.slow
 def test_the_ring_sends_more(found):
     # In eight parts that begin at different places: 2 of 8 cross twice, 6 of 8 four times.
     assert found["sums"]["by process: flat ring"]["real"]["bytes"] == sum(
@@ -57,6 +60,7 @@ def test_the_ring_sends_more(found):
     assert found["sums"]["mixed: flat ring"]["real"]["bytes"] == 14 * sum(SIZES)
 
 
+@pytest.mark.slow
 def test_table_has_all_figures(found):
     rows = {row["strategy"]: row for row in found["table"]["rows"]}
     assert set(rows) == {*program.IN_TABLE, models.BARE, two_processes.WHOLE_MESH}
@@ -140,6 +144,7 @@ def test_bytes_to_peers_counts_this_side_s_connections_only():
             assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.slow
 def test_collectives_whose_members_come_in_opposite_orders_are_not_mixed_up(found):
     """Each is found by its keys, which all members have, and each device waits with the second."""
     crossed = found["crossed"]

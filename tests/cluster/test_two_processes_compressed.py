@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster import compressed_program as program
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 # A copy of each gradient goes each way.
 FLOAT32 = 2 * 4 * sum(map(math.prod, program.SHAPES))
 

@@ -48,6 +48,13 @@ def test_clipping_takes_mesh_optimizers_only():
         gs.ClipByGlobalNormOptimizer(tf.train.AdamOptimizer(0.1), 1.0)
 
 
+def test_an_optimizer_around_itself_is_an_error():
+    adam = tf.train.AdamOptimizer(0.1)
+    adam._opt = adam
+    with pytest.raises(ValueError, match="contains itself: AdamOptimizer > AdamOptimizer "):
+        gs.GradientAccumulationOptimizer(adam, 2)
+
+
 @pytest.mark.parametrize(
     ("keras", "instead"),
     [("SGD", "MomentumOptimizer"), ("Adam", "AdamOptimizer"), ("Nadam", "AdamOptimizer")],

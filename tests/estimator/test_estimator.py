@@ -186,11 +186,13 @@ def cross_entropy(logits, labels):
 
 
 # CPU replicas restart as XLA devices do, and a placement mesh in test_old_checkpoints.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES[2:])
 def test_a_run_in_two_pieces_is_the_same_run(runtime, tmp_path):
     in_two_pieces("local", runtime, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "kept"),
     [("quantized", "quantization_error"), ("low_rank", "low_rank_error")],
@@ -220,6 +222,7 @@ def check_kept(directory, steps):
     assert kept == {f"model.ckpt-{step}.index" for step in steps}
 
 
+@pytest.mark.slow
 def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_path):
     whole = train(ours(tmp_path / "whole", "outer"), 4)
     runs = ours(tmp_path / "pieces", "outer", keep=2)
@@ -239,6 +242,7 @@ def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_p
 
 
 # XLA devices restore what CPU replicas do.
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
 def test_averages_stand_in_place_of_the_variables(runtime, tmp_path):
     losses = train(ours(tmp_path / "without", "average", runtime), 3)
@@ -268,6 +272,7 @@ def test_averages_stand_in_place_of_the_variables(runtime, tmp_path):
     assert train(runs, 1, digits.skipping(3)) == again
 
 
+@pytest.mark.slow
 def test_there_have_to_be_averages_to_evaluate_with(copied):
     runs = ours(copied, evaluate_with_averages=True)
     with pytest.raises(ValueError, match=r"wrap it in mtf_gradsync\.AverageOptimizer"):
@@ -276,6 +281,7 @@ def test_there_have_to_be_averages_to_evaluate_with(copied):
         runs.evaluate(digits.input_fn)
 
 
+@pytest.mark.slow
 @with_estimator
 def test_estimator_and_tpu_estimator_do_the_same(trained, copied, tmp_path):
     losses = trained.losses

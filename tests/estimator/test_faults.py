@@ -59,6 +59,7 @@ def test_an_input_that_ends_ends_the_training_with_a_checkpoint(tmp_path):
     assert runs.latest_checkpoint().endswith(f"model.ckpt-{BEFORE}")
 
 
+@pytest.mark.slow
 def test_an_input_without_batches_is_warned_of(tmp_path, caplog):
     runs = ours(tmp_path, runtime="cpu_replicas")
     assert train(runs, input_fn=lambda mode: digits.input_fn(mode).take(0)) == []
@@ -95,6 +96,7 @@ def test_a_session_made_anew_goes_on_from_the_newest_checkpoint(runtime, tmp_pat
     assert loses.steps == [1, 2, 3, 4, 5, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_ends_the_training_or_is_skipped(copied):
     data = next(copied.glob("model.ckpt-6.data-*"))
     content = bytearray(data.read_bytes())
@@ -127,6 +129,7 @@ def test_a_checkpoint_of_another_optimizer_is_named_in_full(copied):
     assert not list(copied.glob("model.ckpt-7.*"))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_checkpoint_of_another_directory(copied, tmp_path):
     """As who writes the state file by hand has it."""
     (tmp_path / "new").mkdir()

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
-from mtf_gradsync.simd.replicated import made_up_device_assignment
+from mtf_gradsync.simd.program import made_up_device_assignment
 from tests.estimator import digits
 from tests.estimator.test_estimator import tpu_run_config
 
@@ -75,6 +75,7 @@ def training_spec(num_cores, optimizer):
     return program, spec
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(xla.why_no_tpu_compiler()), reason=xla.why_no_tpu_compiler())
 def test_the_tpu_compiler_takes_the_program():

@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.examples.test_examples import ROOT, run
 
 
+@pytest.mark.slow
 def test_micro_steps_train_as_big_batches_do():
     output = run("accumulate.py", "--updates=40")
     accuracy = re.search(r"held-out accuracy: ([0-9.]+)%", output)

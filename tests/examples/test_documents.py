@@ -37,12 +37,15 @@ UNEXPLAINED = {"docs/tpu.md": ["Using default tf glorot_uniform_initializer"]}
 OUTSIDE = "https?:|mailto:"
 
 
-def marked(name):
-    marks = {"docs/tpu.md": pytest.mark.tpu, "docs/guides/tpu_proof.md": pytest.mark.xla}
-    return pytest.param(name, marks=marks.get(name, ()))
+MARKS = {
+    "docs/guides/faster.md": pytest.mark.slow,
+    "docs/guides/tpu_proof.md": [pytest.mark.slow, pytest.mark.xla],
+    "docs/plan.md": pytest.mark.slow,
+    "docs/tpu.md": pytest.mark.tpu,
+}
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in RUN])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in RUN])
 def test_code_runs(name):
     if name in MISSING and MISSING[name]():
         pytest.skip(MISSING[name]())
@@ -54,7 +57,7 @@ def test_blocks_pasted_into_one_file_run_without_warnings(name, tmp_path):
     blocks = documents.blocks(name)
     script = tmp_path / "pasted.py"
     script.write_text("\n\n".join(block.code for block in blocks), encoding="utf-8")
-    with Processes(time_limit=300) as processes:
+    with Processes() as processes:
         process = processes.fork(script)
         printed = processes.wait(process)
         assert "WARNING" not in process.errors(), process.errors()

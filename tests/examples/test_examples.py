@@ -29,7 +29,7 @@ def run(name, *args, with_grappler=False):
     command = [ROOT / "examples" / name, *args]
     if not with_grappler:
         command = ["-c", _WITHOUT_GRAPPLER, *command]
-    with Processes(time_limit=300) as processes:
+    with Processes() as processes:
         process = processes.fork(*command)
         return processes.wait(process)
 
@@ -48,6 +48,7 @@ def test_every_example_has_a_test():
     ]
 
 
+@pytest.mark.slow
 def test_digits_learns_to_read_them():
     output = run("digits.py", "--steps=100", with_grappler=True)
     accuracy = re.search(r"held-out accuracy: ([0-9.]+)%", output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from tests import documents
 
 PATH = "examples/first_steps.ipynb"
@@ -21,6 +23,7 @@ def test_it_is_a_notebook_without_outputs():
             assert cell["cell_type"] == "markdown"
 
 
+@pytest.mark.slow
 def test_its_cells_run(capsys):
     names: dict[str, object] = {}
     for cell in documents.cells(PATH):

@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.examples.test_examples import run
 
 
+@pytest.mark.slow
 def test_a_model_that_moves_to_a_mesh_and_back_ends_as_one_that_stays():
     output = run("from_v1.py", "--steps=90")
     losses = [float(x) for x in re.findall(r"mesh[a-z ]*: ([0-9.]+)", output)]

@@ -4,6 +4,7 @@ import re
 import sys
 
 import numpy as np
+import pytest
 
 from tests.examples.test_examples import ROOT, run
 
@@ -14,6 +15,7 @@ def test_it_is_a_program():
     assert "--steps" in run("gpt.py", "--help")
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_line_to_add_changes_no_loss(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     import gpt

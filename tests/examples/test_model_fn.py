@@ -2,10 +2,13 @@
 
 import re
 
+import pytest
+
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE
 from tests.examples.test_examples import run
 
 
+@pytest.mark.slow
 def test_it_learns_and_predicts_as_it_evaluates():
     runtime = "estimator" if ESTIMATOR_AVAILABLE else "placement_mesh"
     output = run("model_fn.py", "--steps=60", f"--runtime={runtime}")

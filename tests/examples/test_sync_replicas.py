@@ -5,6 +5,7 @@ import re
 
 import gin
 import numpy as np
+import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
@@ -17,6 +18,7 @@ GUIDE = (ROOT / "docs" / "sync_replicas.md").read_text(encoding="utf-8")
 STEPS, WITHOUT_DATA = 60, 12
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_replica(tmp_path):
     png = tmp_path / "made" / "picture.png"
     output = run("sync_replicas.py", f"--steps={STEPS}", f"--png={png}")

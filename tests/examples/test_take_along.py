@@ -7,6 +7,7 @@ import pytest
 from tests.examples.test_examples import ROOT, run
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_what_was_trained_elsewhere_comes_back(tmp_path):
     output = run("take_along.py", "--steps=100", f"--folder={tmp_path}")

@@ -108,6 +108,7 @@ def test_shards_of_a_step_of_its_own_are_recoverable(mesh_kind, use):
     check_shards(mesh_kind, "2x2", uses.ALL[use])
 
 
+@pytest.mark.slow
 def test_shards_of_two_axes_are_recoverable(mesh_kind):
     several = {use: uses.ALL[use] for use in ON_TWO_AXES if use not in ALONE}
     mesh = "2x2x2" if mesh_kind == "simd" else "two axes"
@@ -189,6 +190,7 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
 
 
 # Shard by shard, all uses were seen on both kinds of mesh: what is made of shards is the same.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_replicas_that_are_skipped_have_no_part_in_the_update(kind):
     model, eps_of = together(GROUPS["layers"])
@@ -200,6 +202,7 @@ def test_replicas_that_skip_a_step_of_its_own(kind, use):
     check_replicas(kind, "2x2", uses.ALL[use])
 
 
+@pytest.mark.slow
 def test_replicas_of_two_axes_that_are_skipped():
     model, eps_of = together({use: uses.ALL[use] for use in ON_TWO_AXES[:4]})
     check_replicas("simd", "2x2x2", model, eps_of=eps_of)

@@ -1,6 +1,7 @@
 """The interface that every wrapper keeps: construction, arguments, slots, errors."""
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,6 +74,34 @@ def test_wrappers_nest_around_anything_with_apply_grads(wrapper):
             return []
 
     assert isinstance(wrapper(gs.CrossShardOptimizer(Duck())).opt, gs.CrossShardOptimizer)
+
+
+def test_a_stack_without_an_end_is_an_error(wrapper):
+    class Own(Recorder):
+        def __init__(self):
+            self.optimizer = self
+
+    with pytest.raises(ValueError, match=r"contains itself: Own > Own "):
+        wrapper(Own())
+    with pytest.raises(ValueError, match=r"contains itself: Mock > Mock > Mock "):
+        wrapper(mock.Mock())  # it makes up an optimizer inside of each
+    mesh, variables = model()
+    outer = wrapper(gs.CrossShardOptimizer(Recorder()))
+    outer.opt.opt = outer
+    names = f"{type(outer).__name__} > CrossShardOptimizer > {type(outer).__name__}"
+    for call in (
+        lambda: outer.apply_grads([None] * 3, variables),
+        lambda: outer.apply_grad(mtf.ones(mesh, mtf.Shape([features])), variables[0]),
+        lambda: outer.minimize(mtf.reduce_sum(variables[0].value)),
+        lambda: outer.get_slot(variables[0], "m"),
+        lambda: gs.reported(outer),
+        lambda: gs.ClipByGlobalNormOptimizer(outer, 1.0),
+        outer.get_slot_names,
+        outer.variables,
+        outer.innermost,
+    ):
+        with pytest.raises(ValueError, match=f"contains itself: {names}"):
+            call()
 
 
 FakeKeras = type("OptimizerV2", (), {"__module__": "keras.optimizers.optimizer_v2"})

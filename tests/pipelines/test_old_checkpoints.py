@@ -74,6 +74,7 @@ def in_pipelines(ours, tpu):
     return [(estimator.Estimator, ours), pytest.param(theirs, tpu, marks=skip)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "optimizer"), in_pipelines("averaged", "local"))
 def test_a_wrapper_is_added(pipeline, optimizer, trained, continued, tmp_path):
     old = variables(trained("bare"))
@@ -93,6 +94,7 @@ def test_a_wrapper_is_added(pipeline, optimizer, trained, continued, tmp_path):
     assert losses[0] == continued("bare", "cross_shard")[0]
 
 
+@pytest.mark.slow
 def test_a_wrapper_is_taken_away(trained, tmp_path):
     old = variables(trained("local"))
     shutil.copytree(trained("local"), tmp_path, dirs_exist_ok=True)
@@ -102,6 +104,7 @@ def test_a_wrapper_is_taken_away(trained, tmp_path):
         np.testing.assert_array_equal(value, old[name], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "mesh"), in_pipelines("rows:1;cols:2", "rows:4;cols:1"))
 def test_the_mesh_changes_in_mid_accumulation(pipeline, mesh, trained, continued, tmp_path):
     old = variables(trained("local"))

@@ -46,6 +46,7 @@ def assert_same_bits(actual, expected):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_path):
     runs = killed_runs("accumulation", tmp_path, [1] * 2 * K)
     for step, actual in runs:
@@ -58,6 +59,7 @@ def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_p
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.slow
 def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
     # After one step one replica's contribution is pending, after two both, after four the
     # other's alone; the last run goes on for two steps, with an update.

@@ -15,6 +15,8 @@ if not ESTIMATOR_AVAILABLE:
     pytest.skip("utils.run trains by Estimator", allow_module_level=True)
 from tests.pipelines import utils_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 INNER = """
 utils.run.optimizer = @AdamWeightDecayOptimizer

@@ -106,6 +106,7 @@ def run(folder, *files, **arguments):
     return _hook.values
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_bare_pipeline(tmp_path_factory):
     bare, wrapped = (tmp_path_factory.mktemp(name) for name in ("bare", "wrapped"))
     losses = run(bare, MODEL, INNER, train_steps=UPDATES)

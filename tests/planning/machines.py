@@ -7,7 +7,7 @@ import os
 from mtf_gradsync import planning, simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.planning.machines import Compiled
-from mtf_gradsync.xla.topology.collectives import HloCollective
+from mtf_gradsync.xla.topology.compiled import HloCollective
 from mtf_gradsync.xla.topology.compiling import Lowered
 
 LAYOUT = "batch:batch;hidden:model"

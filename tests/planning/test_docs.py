@@ -6,6 +6,7 @@ from mtf_gradsync import planning, xla
 from tests import documents
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(xla.why_no_tpu_compiler()), reason=xla.why_no_tpu_compiler())
 def test_code_of_the_guide_runs():

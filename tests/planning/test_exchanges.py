@@ -3,9 +3,9 @@
 import dataclasses
 
 from mtf_gradsync import simd
-from mtf_gradsync.planning.exchanges import exchanges_of
-from mtf_gradsync.simd.traffic.collectives import groups_by_axes
-from mtf_gradsync.xla.topology.collectives import HloCollective
+from mtf_gradsync.planning.links import exchanges_of
+from mtf_gradsync.simd.collectives import groups_by_axes
+from mtf_gradsync.xla.topology.compiled import HloCollective
 from tests.planning.machines import LAYOUT, build
 
 ROW = simd.CommunicationRow("CrossReplicaSum", "r", "float32", (2,), 8, "model")

@@ -19,6 +19,7 @@ no_compiler = xla.why_no_tpu_compiler()
 no_xla = xla.why_no_xla()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
 def test_a_plan_for_tpus():

@@ -3,9 +3,7 @@
 import pytest
 
 from mtf_gradsync import planning, xla
-from mtf_gradsync.planning.chips import HOP_SECONDS, chip_of
-from mtf_gradsync.planning.rings import bytes_sent, hops
-from mtf_gradsync.planning.torus import Torus
+from mtf_gradsync.planning.links import HOP_SECONDS, Torus, bytes_sent, chip_of, hops
 
 
 def grid(*directions, cores=1):

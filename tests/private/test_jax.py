@@ -69,7 +69,7 @@ def run_fresh(code):
     }
     process = Forked(["-c", code], environment=environment)
     try:
-        assert process.wait(300) == 0, process.errors()
+        assert process.wait() == 0, process.errors()
         return json.loads(process.output().splitlines()[-1])
     finally:
         process.kill()

@@ -11,11 +11,9 @@ import time
 import pytest
 
 from benchmarks.cluster import free_ports
-from mtf_gradsync.processes import host, secret
-from mtf_gradsync.processes.errors import MissingProcessesError, ProcessesError
+from mtf_gradsync.processes import meeting, members
 from mtf_gradsync.processes.meeting import Place, meet
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import LONGEST
+from mtf_gradsync.processes.members import LONGEST, Member, MissingProcessesError, ProcessesError
 
 FACTS = {"jax": "1.2.3", "cpu_devices": 4}
 
@@ -24,7 +22,7 @@ def member(index):
     return Member(index, "here", 1000 + index, f"process {index}")
 
 
-def meeting(port, index, count=2, facts=FACTS, timeout=60.0):
+def a_meeting(port, index, count=2, facts=FACTS, timeout=60.0):
     names = [f"process {i}" for i in range(count)]
     return meet(Place("127.0.0.1", port, "coordinator"), member(index), names, facts, timeout)
 
@@ -35,7 +33,7 @@ def met(count, indices, timeout=60.0, facts=None):
         (port,) = free_ports(1)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             tasks = [
-                pool.submit(meeting, port, i, count, own, timeout)
+                pool.submit(a_meeting, port, i, count, own, timeout)
                 for i, own in zip(indices, facts or [FACTS] * len(indices))
             ]
         found = [task.exception() or task.result() for task in tasks]
@@ -81,8 +79,11 @@ def connected(port):
 def introduction(**changed):
     """What a process says first, in a job without a secret that asked nothing."""
     said = {
-        "member": member(1), "facts": FACTS, "challenge": "x", "proof": secret.proof("process"),
-    }  # fmt: skip
+        "member": member(1),
+        "facts": FACTS,
+        "challenge": "x",
+        "proof": members.secret_proof("process"),
+    }
     return (json.dumps({**said, **changed}) + "\n").encode()
 
 
@@ -109,14 +110,14 @@ def test_strangers_are_dropped(intruders):
     """The other process comes only when all of them have been there."""
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(meeting, port, 0)
+        first = pool.submit(a_meeting, port, 0)
         for said in GARBAGE.values():
             with contextlib.suppress(ConnectionError):
                 stranger = intruders(port)
                 stranger.sendall(said)
                 while stranger.recv(1000):  # the challenge first
                     pass
-        second = pool.submit(meeting, port, 1)
+        second = pool.submit(a_meeting, port, 1)
     for connections in (first.result(), second.result()):
         for connection in connections.values():
             connection.close()
@@ -129,16 +130,16 @@ def talk(connection, said):
 
 
 def test_who_says_nothing_or_never_ends_holds_nobody_up(intruders, monkeypatch):
-    monkeypatch.setattr(host, "_STRANGERS", 4)
+    monkeypatch.setattr(meeting, "_STRANGERS", 4)
     (port,) = free_ports(1)
     talkers = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(meeting, port, 0)
+        first = pool.submit(a_meeting, port, 0)
         for said in (b"x" * LONGEST, b"{}\n" * 1000, b'{"a": "' + b"x" * LONGEST):
             talkers.append(threading.Thread(target=talk, args=(intruders(port), said)))
             talkers[-1].start()
         silent = [intruders(port) for _ in range(12)]
-        second = pool.submit(meeting, port, 1)
+        second = pool.submit(a_meeting, port, 1)
         for connections in (first.result(), second.result()):
             for connection in connections.values():
                 connection.close()
@@ -152,34 +153,36 @@ def test_who_says_nothing_or_never_ends_holds_nobody_up(intruders, monkeypatch):
 
 
 def test_strangers_have_some_time_only(intruders, monkeypatch):
-    monkeypatch.setattr(host, "ANSWER_S", 0.3)
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.3)
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(meeting, port, 0)
+        first = pool.submit(a_meeting, port, 0)
         stranger = intruders(port)
         assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(1000) == b""
-        pool.submit(meeting, port, 1)
-        first.result()
+        second = pool.submit(a_meeting, port, 1)
+    for connections in (first.result(), second.result()):
+        for connection in connections.values():
+            connection.close()
 
 
 def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         (port,) = free_ports(1)
         for name, address in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")):
-            with host._listening(member(0), Place(name, port, "coordinator")) as server:
+            with meeting._listening(member(0), Place(name, port, "coordinator")) as server:
                 assert server.getsockname()[:2] == (address, port)
         assert not caplog.records
-        with host._listening(member(0), Place("first.example", port, "coordinator")) as server:
+        with meeting._listening(member(0), Place("first.example", port, "coordinator")) as server:
             assert server.getsockname()[0] in ("::", "0.0.0.0")
     (warning,) = caplog.records
-    assert secret.VARIABLE in warning.getMessage()
+    assert members.SECRET_VARIABLE in warning.getMessage()
 
 
 def test_with_a_secret_it_may_be_called_from_everywhere(monkeypatch, caplog):
-    monkeypatch.setenv(secret.VARIABLE, "tell nobody")
+    monkeypatch.setenv(members.SECRET_VARIABLE, "tell nobody")
     (port,) = free_ports(1)
-    with host._listening(member(0), Place("first.example", port, "coordinator")):
+    with meeting._listening(member(0), Place("first.example", port, "coordinator")):
         assert not caplog.records
 
 
@@ -190,19 +193,19 @@ def test_a_machines_own_name_is_not_taken_for_this_machine_alone():
 
 
 def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
-    monkeypatch.setenv(secret.VARIABLE, "tell nobody")
+    monkeypatch.setenv(members.SECRET_VARIABLE, "tell nobody")
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(meeting, port, 0)
+        first = pool.submit(a_meeting, port, 0)
         stranger = intruders(port)
         stranger.recv(1000)
-        stranger.sendall(introduction(proof=secret.proof("process", "made up", "x")))
+        stranger.sendall(introduction(proof=members.secret_proof("process", "made up", "x")))
         assert b"denied" in stranger.recv(1000)
-        second = pool.submit(meeting, port, 1)
+        second = pool.submit(a_meeting, port, 1)
         for connections in (first.result(), second.result()):
             for connection in connections.values():
                 connection.close()
-    assert [r for r in caplog.records if secret.VARIABLE in r.getMessage()]
+    assert [r for r in caplog.records if members.SECRET_VARIABLE in r.getMessage()]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message)
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(error, match=message):
-            meeting(server.getsockname()[1], 1, timeout=0.5)
+            a_meeting(server.getsockname()[1], 1, timeout=3.0)
         thread.join()
 
 
@@ -257,7 +260,7 @@ def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ProcessesError, match=f"cannot listen on port {port} .coordinator"):
-            meeting(port, 0, timeout=1.0)
+            a_meeting(port, 0, timeout=1.0)
 
 
 def test_what_only_one_process_was_started_with_is_named():

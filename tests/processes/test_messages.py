@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mtf_gradsync.processes import proxy
-from mtf_gradsync.processes.messages import LONGEST, LONGEST_TEXT, Connection, ConnectionBroken
+from mtf_gradsync.processes.members import LONGEST, LONGEST_TEXT, Connection, ConnectionBroken
 
 
 def test_the_proxy_says_what_a_connection_says():

@@ -11,16 +11,15 @@ import time
 
 import pytest
 
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE
-from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import Connection
+from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, Connection, Member
 from mtf_gradsync.processes.watchdog import Watchdog
+from tests.forked import TIME_LIMIT
 
 # Its threads write as jax's do, without an end.
 LOUD = """
 import os, socket, threading
 from mtf_gradsync.processes.members import Member
-from mtf_gradsync.processes.messages import Connection
+from mtf_gradsync.processes.members import Connection
 from mtf_gradsync.processes.watchdog import Watchdog
 
 def shout(descriptor):
@@ -36,12 +35,17 @@ chief.close()
 watchdog.serve()
 """
 
+# Seconds. A watchdog that a busy machine holds up for as long ends the tests' own process.
+SILENCE = 4.0
+
 
 @contextlib.contextmanager
 def pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        yield Connection(server.accept()[0]), Connection(client)
+        client = Connection(socket.create_connection(server.getsockname()))
+        accepted = Connection(server.accept()[0])
+        with contextlib.closing(client), contextlib.closing(accepted):
+            yield accepted, client
 
 
 @contextlib.contextmanager
@@ -49,7 +53,7 @@ def serving():
     """A watchdog whose process 0 has said goodbye, a thread that serves it, and process 0's end."""
     with pair() as (chief, mine):
         me, other = Member(1, "here", 1, "worker 1"), Member(0, "here", 2, "worker 0")
-        watchdog = Watchdog(me, {other: mine}, 2.0)
+        watchdog = Watchdog(me, {other: mine}, SILENCE)
         thread = threading.Thread(target=watchdog.serve, daemon=True)
         thread.start()
         chief.send(beat=True)
@@ -64,7 +68,7 @@ def test_it_does_not_wait_for_a_process_0_that_is_gone(how):
         assert thread.is_alive()  # until process 0 has the goodbyes of all
         if how == "dies":
             chief.close()
-        thread.join(10)
+        thread.join(TIME_LIMIT)
         assert not thread.is_alive()
 
 
@@ -76,19 +80,22 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
             chief.close()
             for one in threading.enumerate():
                 if one.name == "watchdog":
-                    one.join(10)
+                    one.join(TIME_LIMIT)
             assert all(stat.S_ISSOCK(os.fstat(one).st_mode) for one in named["pass_fds"])
             return start(*given, **named)
 
         monkeypatch.setattr(subprocess, "Popen", start_late)
         with watchdog.beating_by_proxy():
-            thread.join(10)
+            thread.join(TIME_LIMIT)
             assert not thread.is_alive()
 
 
 def test_its_words_are_the_last():
     ran = subprocess.run(
-        [sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+        [sys.executable, "-c", LOUD],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIME_LIMIT,
     )
     assert ran.returncode == LOST_PROCESS_EXIT_CODE
     last = ran.stdout.decode().rstrip("\n").splitlines()[-1]

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.programs import compared, table
-from tests.programs.test_programs import with_marks
+from tests.programs.test_programs import marked
 
 
-@pytest.mark.parametrize(("style", "wrapper", "runtime"), with_marks(table.whole()))
+@pytest.mark.parametrize(("style", "wrapper", "runtime"), [marked(cell) for cell in table.whole()])
 def test_it_trains_as_the_reference(style, wrapper, runtime):
     styles = table.STYLES[style]
     compared.check(styles, (wrapper,) * len(styles), runtime)

@@ -6,11 +6,18 @@ from tests.programs import compared, seq2seq, table
 from tests.programs.wrappers import WRAPPERS
 
 
-def with_marks(cells):
-    return [pytest.param(*c, marks=[pytest.mark.xla] * (c.runtime == "xla")) for c in cells]
+def marked(cell):
+    marks = [pytest.mark.xla] * (cell.runtime == "xla")
+    # What takes the longest to build.
+    large = cell.wrapper in ("islands", "replicas", "loss_scale(local(sharded))")
+    if "bert" in cell.style or (large and cell.style in ("gpt", "seq2seq", "two_meshes")):
+        marks.append(pytest.mark.slow)
+    return pytest.param(*cell, marks=marks)
 
 
-@pytest.mark.parametrize(("style", "wrapper", "runtime"), with_marks(table.selected()))
+@pytest.mark.parametrize(
+    ("style", "wrapper", "runtime"), [marked(cell) for cell in table.selected()]
+)
 def test_it_trains_as_the_reference(style, wrapper, runtime):
     styles = table.STYLES[style]
     compared.check(styles, (wrapper,) * len(styles), runtime)

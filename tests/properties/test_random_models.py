@@ -27,12 +27,7 @@ EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", 0))
 
 def profile(examples):
     """Few examples, the same in each run; a soak has many, and new ones."""
-    return settings(
-        deadline=None,
-        database=None,
-        derandomize=not EXAMPLES,
-        max_examples=EXAMPLES or examples,
-    )
+    return settings(derandomize=not EXAMPLES, max_examples=EXAMPLES or examples)
 
 
 class Setup(NamedTuple):
@@ -200,6 +195,7 @@ def check(kind, mesh, plan, setup):
         np.testing.assert_array_equal(made, replicas.made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
 def test_training_is_that_of_numpy(kind):
     @profile(3)

@@ -198,6 +198,7 @@ def test_what_is_accepted_makes_the_update(kind, what):
     assert list(found["sync_replicas/made"]) == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["simd", "placement"])
 def test_reduced_gradients_are_added_up_as_they_are(kind):
     """Each counts as often as replicas contribute, also where they wait for a second step."""

@@ -47,6 +47,7 @@ def test_wrong_sums_are_refused():
                     reductions.check(session, sums)
 
 
+@pytest.mark.slow
 def test_a_small_table_has_all_strategies_and_can_be_written(tmp_path, monkeypatch):
     def few(devices):
         return reduction_profiles.Profile(f"all:{devices}", "all", [[3], [40, 2], [], [16, 16]])

@@ -127,7 +127,7 @@ ATTRIBUTES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(DEVICE, min_size=1, max_size=6), st.none() | ATTRIBUTES, st.booleans())
 def test_it_never_fails(devices, attributes, whole_list):
     mesh_impl = placement(devices) if whole_list else placement(devices[:1])

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.simd.compiled_only import compiled_only
+from mtf_gradsync.simd.program import compiled_only
 from mtf_gradsync.xla.installed import why_no_xla
 from tests.planning.machines import LAYOUT, build
 

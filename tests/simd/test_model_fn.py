@@ -78,6 +78,7 @@ def transformer_model_fn(mesh_shape, use_tpu):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no TPUEstimatorSpec")
 def test_mesh_tensorflows_own_model_fn(tmp_path, monkeypatch):
     from mesh_tensorflow.transformer import utils

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from mtf_gradsync.runtimes.checkpoints.leftovers import remove_leftovers
+from mtf_gradsync.runtimes.starting import remove_leftovers
 from tests.damage import damage
 from tests.soak import settings
 from tests.soak.busy import busy_machine

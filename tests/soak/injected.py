@@ -12,7 +12,7 @@ import time
 from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.checkpoints import saving
+from mtf_gradsync.runtimes import saving
 from mtf_gradsync.train import loop, train_graph
 from mtf_gradsync.train.metrics.file import MetricsFile
 

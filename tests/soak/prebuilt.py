@@ -15,7 +15,7 @@ from typing import Any, Callable, ContextManager
 import gin
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module

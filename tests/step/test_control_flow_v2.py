@@ -3,15 +3,17 @@
 import json
 
 import numpy as np
+import pytest
 
 from tests.forked import Forked
 from tests.step.control_flow_v2 import RATE, STEPS, WRAPPERS, batch
 
 
+@pytest.mark.slow
 def test_wrappers_with_branches_train_as_by_hand():
     # A process of its own: the tests' own has switched to version 1.
     program = Forked(["-m", "tests.step.control_flow_v2"])
-    assert program.wait(300) == 0, program.errors()[-2000:]
+    assert program.wait() == 0, program.errors()[-2000:]
     found = [json.loads(line) for line in program.output().splitlines()]
     assert [name for name, _, _ in found[::2]] == list(WRAPPERS)
     # Small multiples of 1/32: exact in float32 in any order.

@@ -76,7 +76,7 @@ def one_update(kind, names, autostack):
     return harness.run(kind, MESH, LAYOUT, build, feeds, autostack).variables
 
 
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 @given(
     # Without a wrapper it is bare Mesh-TensorFlow, which races on a placement mesh (docs/races.md).
     names=STACKS.filter(lambda names: names and sensible(names)),
@@ -91,7 +91,7 @@ def test_any_sensible_order_of_wrappers_makes_the_same_update(names, kind, autos
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=16 * EPS * scale)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(names=STACKS.filter(lambda names: not sensible(names)))
 def test_an_order_that_makes_no_sense_is_refused_and_changes_nothing(names):
     with tf.Graph().as_default():
@@ -107,6 +107,7 @@ def test_an_order_that_makes_no_sense_is_refused_and_changes_nothing(names):
         assert mesh.graph.all_variables == variables
 
 
+@pytest.mark.slow
 def test_the_same_step_built_twice_is_the_same_graph():
     """Also in another process, so that nothing hangs on where objects lie or how strings hash."""
     from tests.step import built_twice  # which imports this module

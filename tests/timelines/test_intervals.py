@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.timelines.intervals import length, merged, minus, shared
+from mtf_gradsync.timelines.events import length, merged, minus, shared
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@
 import pytest
 
 from mtf_gradsync._private.tensorflow import profile_space
-from mtf_gradsync.timelines.errors import TimelineError
+from mtf_gradsync.timelines.events import Ran, TimelineError, leaves, until_used
 from mtf_gradsync.timelines.profiles import read_profile
-from mtf_gradsync.timelines.runs import Ran, leaves, until_used
 
 START = 1_700_000_000_000_000_000
 

@@ -6,7 +6,7 @@ import gin
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint, latest_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint, latest_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.errors import DataError, TrainingError
@@ -28,6 +28,7 @@ class Fails(tf.train.SessionRunHook):
             raise ValueError("no answer from the tracker")
 
 
+@pytest.mark.slow
 def test_an_error_of_a_hook_is_one_of_the_step(tmp_path, capsys):
     gin.external_configurable(Fails, "Fails")
     hook = ["train.run.hooks = [@Fails]", "train.run.runtime = 'placement_mesh'"]
@@ -74,6 +75,7 @@ def test_one_of_several_processes_saves_nothing_while_the_others_are_in_a_step(
     assert choose_checkpoint(str(tmp_path / "run"), False, pytest.fail).step == kept
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_was_moved_is_evaluated_where_it_is(train, tmp_path):
     _, directory, _ = train(NO_EVAL, "train.run.train_steps = 2")
     newest = directory / "model.ckpt-2"

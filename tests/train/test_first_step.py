@@ -43,9 +43,6 @@ class Ahead(Runner):
     def waits_too_long(self):
         return None
 
-    def skip_reason(self):
-        return None
-
 
 def test_the_first_step_is_shown_before_another_begins():
     notes = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train import run as run_module
@@ -72,6 +72,7 @@ def stop_after(after_step):
     return lambda left: after_step(left, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
+@pytest.mark.slow
 def test_whole_run_learns_and_leaves_its_files(train):
     four = "train.run.mesh_shape = 'batch:2;model:2'"
     more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5", ATTENTION]
@@ -104,6 +105,7 @@ def test_whole_run_learns_and_leaves_its_files(train):
     assert "CrossReplicaSum" in (directory / REPORT_FILE).read_text()
 
 
+@pytest.mark.slow
 def test_runtimes_train_alike_and_continue_each_other(train, plain, plain_on, tmp_path):
     """Initial values and steps are those of every runtime, to rounding; so are checkpoints."""
     curve, norms = losses(plain), applied_norms(plain)
@@ -135,6 +137,7 @@ def test_bindings_of_placement_meshes_choose_one_and_refuse_another(train):
         train("train.run.runtime = 'gpu'")
 
 
+@pytest.mark.slow
 @pytest.mark.grappler
 @in_main_thread
 # CPU replicas restart as XLA devices do.
@@ -167,6 +170,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_afte
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.mark.slow
 def test_optimizer_is_chosen_by_gin_alone(train, plain):
     _, bare, _ = train(NO_EVAL, "train.run.optimizer = @AdafactorOptimizer", model_dir="bare")
     _, adam, _ = train(
@@ -207,6 +211,7 @@ def test_microbatches_make_the_same_step(train, plain):
     )
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused_and_kept(train, plain, tmp_path):
     directory = shutil.copytree(plain, tmp_path / "run")
     more = "train.run.train_steps = 13"
@@ -218,6 +223,7 @@ def test_checkpoint_of_another_model_is_refused_and_kept(train, plain, tmp_path)
     assert resumed.step == 13
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go(train):
     _, directory, _ = train(
         NO_EVAL, "train.run.save_checkpoints_steps = 2", "train.run.keep_checkpoint_max = 2",
@@ -258,6 +264,7 @@ class LeavesOut(mtf.optimize.SgdOptimizer):
     leaves_out_not_finite = True
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_is_accepted_for_a_while_where_the_optimizer_skips_it(train):
     gin.external_configurable(LeavesOut, "LeavesOut")
     bindings = [

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train import train_graph
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.errors import TrainingError
@@ -21,6 +21,7 @@ def no_space(*unused_args, **unused_kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_full_disk_under_the_metrics_file(train, after_step, tmp_path, monkeypatch):
     directory = tmp_path / "run"
     fill = lambda: monkeypatch.setattr(metrics_file.MetricsFile, "write", no_space)  # noqa: E731
@@ -35,6 +36,7 @@ def test_full_disk_under_the_metrics_file(train, after_step, tmp_path, monkeypat
     assert "from step 6 to 12" in said[1]
 
 
+@pytest.mark.slow
 def test_checkpoint_that_cannot_be_written(train, after_step, tmp_path, capsys):
     directory = tmp_path / "run"
     # TensorFlow cannot give its file this name.

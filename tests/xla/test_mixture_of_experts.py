@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.train.transformer import transformer_models
 from tests import harness
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.slow, pytest.mark.xla]
 # Four cores for the TPU compiler's smallest topology; tokens are exchanged between two, too.
 MESH, FOUR, LAYOUT = "batch:2", "batch:4", "batch:batch;experts:batch"
 BATCH, LENGTH, VOCAB, STEPS = 8, 8, 32, 4

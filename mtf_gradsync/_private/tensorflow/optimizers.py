@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import tf
 
@@ -73,13 +73,36 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
     return {name: value() if call and callable(value) else value for name, value in found.items()}
 
 
+# No stack of optimizers has as many; an object that makes up its attributes has no end.
+_MOST_INSIDE = 100
+
+
+def each_inside(optimizer: Any, inside: Callable[[Any], Any]) -> list[Any]:
+    """Returns an optimizer and those inside it, outermost first.
+
+    `inside` gives the optimizer directly inside one, or None. Raises a ValueError if that has no
+    end, because an optimizer contains itself.
+    """
+    found: list[Any] = []
+    while optimizer is not None:
+        again = next((i for i, one in enumerate(found) if one is optimizer), None)
+        found.append(optimizer)
+        if again is not None or len(found) > _MOST_INSIDE:
+            shown = found[-3:] if again is None else found[again:]
+            stack = " > ".join(type(one).__name__ for one in shown)
+            raise ValueError(
+                f"An optimizer contains itself: {stack} (each is around the next one). A stack has "
+                "to end with an optimizer that has no other one inside."
+            )
+        optimizer = inside(optimizer)
+    return found
+
+
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Returns an optimizer of ``tf.compat.v1`` and all those inside it, outermost first."""
-    found: list[Any] = []
-    while optimizer is not None and optimizer not in found:
-        found.append(optimizer)
-        optimizer = getattr(optimizer, "_opt", None) or getattr(optimizer, "_optimizer", None)
-    return found
+    return each_inside(
+        optimizer, lambda o: getattr(o, "_opt", None) or getattr(o, "_optimizer", None)
+    )
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:

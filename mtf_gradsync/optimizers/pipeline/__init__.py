@@ -10,7 +10,7 @@ from mtf_gradsync.optimizers.pipeline.order import (
     traits_of,
     why_not,
 )
-from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction
+from mtf_gradsync.optimizers.pipeline.reduction import Partition, Reduced, Reduction, shard_names
 from mtf_gradsync.optimizers.pipeline.stage import Segment, Stage
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Traits",
     "check_meshes",
     "check_order",
+    "shard_names",
     "traits_of",
     "why_not",
 ]

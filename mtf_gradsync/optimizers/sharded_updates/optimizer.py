@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Sequence
+from types import MappingProxyType
+from typing import Any, Callable, FrozenSet, Mapping, Optional, Sequence
 
 import gin
 
@@ -19,6 +20,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.mesh.shared_copies import shares_all
 from mtf_gradsync.optimizers.own_arguments import OwnArguments
+from mtf_gradsync.optimizers.pairs import OfStep
 from mtf_gradsync.optimizers.pipeline import (
     ONE_FOR_EACH_MESH,
     Form,
@@ -59,11 +61,9 @@ class _UpdateParts(Stage):
         step: StepBuilder,
         apply_inner: Callable[[GradientSet], list[mtf.Operation]],
     ) -> list[mtf.Operation]:
-        del step
-        wrapper = self._wrapper
-        shape_of = wrapper.partition().shape_of
-        shapes = {v: shape_of(v) for v in gradients.owners}
-        parts = {v: wrapper._part(v, shape) for v, shape in shapes.items() if shape is not None}
+        wrapper, owners = self._wrapper, gradients.owners
+        shapes = wrapper.partition().shapes_of(owners)
+        parts = {v: wrapper._part(v, shape) for v, shape in shapes.items()}
         inner = tuple(parts.get(v, v) for v in gradients.variables)
         graph = gradients.graph
         before = set(graph.operations)
@@ -81,10 +81,10 @@ class _UpdateParts(Stage):
         gathers = slots.partition_slots(
             list(unsplit), updates, lambda shape: slot_shapes(shape, wrapper.axes, min_size)
         )
-        if gathers:
-            wrapper._with_gathered_slots.update(unsplit.values())
+        gathered = list(unsplit.values()) if gathers else []
+        step.when_built(lambda: wrapper._note({v: parts.get(v) for v in owners}, gathered))
         assign_gathered(updates, parts)
-        log_savings(wrapper.name, wrapper.axes, made, list(parts), gradients.owners)
+        log_savings(wrapper.name, wrapper.axes, made, list(parts), owners)
         first = [*made, *gathers]
         others = [op for op in graph.operations if op not in before and op not in first]
         group_sums([*first, *others], wrapper.axes, wrapper.reducer)
@@ -114,6 +114,10 @@ class ShardedUpdateOptimizer(Wrapper):
 
     traits = Traits(shards_updates=True, one_mesh=ONE_FOR_EACH_MESH)
     axes: ReplicaAxes
+    # Of the steps that were built: the parts of variables, None for those that are not split, and
+    # the variables with partitioned slots, which are gathered for the update.
+    _parts = OfStep[Mapping[mtf.Variable, Optional[PartOfVariable]]](MappingProxyType({}))
+    _with_gathered_slots = OfStep[FrozenSet[mtf.Variable]](frozenset())
 
     def __init__(
         self,
@@ -163,37 +167,57 @@ class ShardedUpdateOptimizer(Wrapper):
             )
         self._min_size = _MIN_SIZE if min_size is None else min_size
         self._checks_tiles = min_size is None
-        self._parts: dict[mtf.Variable, PartOfVariable] = {}
-        # Variables with partitioned slots, which are gathered for the update.
-        self._with_gathered_slots: set[mtf.Variable] = set()
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
         """See `Wrapper.get_slot`."""
-        return super().get_slot(self._parts.get(var, var), name)
+        return super().get_slot(self._parts.get(var) or var, name)
 
-    def _stand_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
+    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
         if inside.num_shards == 1:
             raise ValueError(
                 f"{self.name} splits updates over replicas, but each of the islands along "
                 f"{list(islands.batch_dims)} has one replica. Remove {type(self).__name__}, or "
                 "give outer_dims that make islands of several replicas."
             )
-        super()._stand_inside(islands, inside)
 
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
         """Returns how a variable is split, as a shape.
 
         Args:
-          var: a variable.
+          var: a variable. Before a step with its gradient was built, the answer is for a step with
+            gradients of all trainable variables of its graph.
 
         Returns:
           The variable's shape, in which the dimensions that are split over the replicas have the
           names of batch dimensions; None for a variable that is not split.
         """
-        shape = shape_of_part(var.shape, self.axes, self._fixed_dims(), self._min_size)
-        sizes = self.axes.slice_shape(var.shape), self.axes.slice_shape(shape)
-        pays = not self._checks_tiles or saves_tiles(*sizes)
-        return None if shape == var.shape or not pays else shape
+        together = dict.fromkeys([*var.graph.trainable_variables, var])
+        return self._shapes_of_parts(list(together)).get(var)
+
+    def _shapes_of_parts(self, variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
+        """Returns the shapes of the parts of variables that get gradients in one step.
+
+        Those that are not split are left out. Those of an earlier step are split as they were,
+        because their slots are.
+        """
+        before = {v: self._parts[v] for v in variables if v in self._parts}
+        parts = {v: part.shape for v, part in before.items() if part is not None}
+        slice_shape, fixed = self.axes.slice_shape, self._fixed_dims()
+        new = {
+            v: shape
+            for v in variables
+            if v not in before
+            and (shape := shape_of_part(v.shape, self.axes, fixed, self._min_size)) != v.shape
+        }
+        if self._checks_tiles:
+            saving = {
+                v: shape
+                for v, shape in new.items()
+                if saves_tiles(slice_shape(v.shape), slice_shape(shape))
+            }
+            # Parts that cost more than they save are better than none: the user asked for parts.
+            new = saving if saving or parts else new
+        return {**parts, **new}
 
     def _replicas_share_updates(self) -> bool:
         """Returns whether the program's mesh makes one update for all replicas of a variable.
@@ -212,15 +236,26 @@ class ShardedUpdateOptimizer(Wrapper):
         """See `Wrapper.partition`."""
         splits = not self._replicas_share_updates()
         return Partition(
-            self.axes, self.reducer, lambda v: self.part_of(v) if splits else None, self.name
+            self.axes,
+            self.reducer,
+            lambda variables: self._shapes_of_parts(variables) if splits else {},
+            self.name,
         )
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
         """Returns the part of a variable: one object for all updates, by which slots are found."""
         new = PartOfVariable(variable, shape)
-        part = self._parts.setdefault(variable, new)
+        part = self._parts.get(variable) or new
         part.__dict__.update(vars(new))
         return part
+
+    def _note(
+        self,
+        parts: Mapping[mtf.Variable, PartOfVariable | None],
+        with_gathered_slots: Sequence[mtf.Variable],
+    ) -> None:
+        self._parts = {**self._parts, **parts}
+        self._with_gathered_slots = self._with_gathered_slots.union(with_gathered_slots)
 
     def _fixed_dims(self) -> set[str]:
         """Returns names of dimensions that an inner optimizer looks for in variables' shapes."""
@@ -228,11 +263,10 @@ class ShardedUpdateOptimizer(Wrapper):
 
     def check_arguments(self, own: OwnArguments, variables: Sequence[mtf.Variable]) -> None:
         """Raises ValueError for a tensor with a dimension along which a variable is split."""
-        shape_of = self.partition().shape_of
+        parts = self.partition().shapes_of(variables)
         for name, tensor in own.tensors():
-            for variable in variables:
-                part = shape_of(variable)
-                split = [d.name for d in variable.shape.dims if part and d not in part.dims]
+            for variable, part in parts.items():
+                split = [d.name for d in variable.shape.dims if d not in part.dims]
                 if set(split).intersection(d.name for d in tensor.shape.dims):
                     raise ValueError(
                         f"ShardedUpdateOptimizer splits {variable.name!r} along {split}, but not "
@@ -251,11 +285,7 @@ class ShardedUpdateOptimizer(Wrapper):
                 f"gradients for {counted(again, 'variable')} again. Call apply_grads once, or "
                 "build a new graph."
             )
-        if not given or any(self.part_of(v) is not None for v in given):
-            return
-        # Parts that cost more than they save are better than none: the user asked for parts.
-        self._checks_tiles = False
-        if any(self.part_of(v) is not None for v in given):
+        if not given or self._shapes_of_parts(given):
             return
         limits = self.axes, self._fixed_dims(), self._min_size
         lines = [

@@ -86,7 +86,7 @@ def compile_config(
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync import xla
     from mtf_gradsync._private.libraries import tf
-    from mtf_gradsync.simd.compiled_only import compiled_only
+    from mtf_gradsync.simd.program import compiled_only
     from mtf_gradsync.train import gin_files
     from mtf_gradsync.train.comparison.steps import innermost_of
     from mtf_gradsync.train.job import resolve_job

@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         )
     with loaded_config(args, [config_file]):
         # Imported here because it takes seconds, which `--help` need not wait for.
-        from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
+        from mtf_gradsync.runtimes.starting import latest_checkpoint
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.evaluation.sample import sample_after
         from mtf_gradsync.train.job import resolve_job

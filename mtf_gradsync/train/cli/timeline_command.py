@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG
-from mtf_gradsync.runtimes.files import write_text
+from mtf_gradsync.runtimes.errors import ACCEPT_FLAG
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     process_of_flags,
@@ -92,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns the exit code."""
+    from mtf_gradsync.runtimes.manifest import write_text  # imports TensorFlow
+
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
     timeline = _merged(args.merge) if args.merge else _recorded(args)
@@ -142,7 +143,7 @@ def _left_config(args: argparse.Namespace) -> list[str]:
 def _recorded(args: argparse.Namespace) -> Timeline | None:
     with loaded_config(args, _left_config(args)):
         # Not above: these take seconds, which `--help` need not.
-        from mtf_gradsync.processes.errors import MissingProcessesError
+        from mtf_gradsync.processes.members import MissingProcessesError
         from mtf_gradsync.train import gin_files
         from mtf_gradsync.train.on_cluster import run_on_cluster
         from mtf_gradsync.train.on_processes import run_on_processes

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from mtf_gradsync.processes.errors import LOST_PROCESS_EXIT_CODE, MissingProcessesError
-from mtf_gradsync.runtimes.checkpoints.flags import ACCEPT_FLAG, SKIP_FLAG
+from mtf_gradsync.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
+from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, SKIP_FLAG
 from mtf_gradsync.train.cli.cluster_arguments import (
     add_cluster_arguments,
     process_of_flags,

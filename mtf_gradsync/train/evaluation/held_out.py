@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.files import write_json, write_text
+from mtf_gradsync.runtimes.manifest import write_json, write_text
 from mtf_gradsync.train.data import datasets as data
 from mtf_gradsync.train.errors import ConfigError, first_line
 from mtf_gradsync.train.evaluation.plot import plot_losses

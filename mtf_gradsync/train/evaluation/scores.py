@@ -9,9 +9,9 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state.averaged import NoAveragesError
-from mtf_gradsync.runtimes.checkpoints.configuration import check_has
-from mtf_gradsync.runtimes.checkpoints.damage import UNREADABLE
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.manifest import UNREADABLE
+from mtf_gradsync.runtimes.saving import check_has
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.train.errors import ConfigError, TrainingError, first_line
 from mtf_gradsync.train.evaluation.graph import EvalGraph, build_eval_graph
 from mtf_gradsync.train.model import ModelSettings

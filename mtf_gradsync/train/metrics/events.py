@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.files import free_name
+from mtf_gradsync.runtimes.manifest import free_name
 from mtf_gradsync.train.errors import first_line
 
 # Seconds of events that a killed run may lose, besides the steps that are made again.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtf_gradsync.runtimes.files import write_text
+from mtf_gradsync.runtimes.manifest import write_text
 
 
 class MetricsFile:

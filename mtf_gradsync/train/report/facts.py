@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
-from mtf_gradsync.runtimes.files import write_json
+from mtf_gradsync.runtimes.manifest import write_json
 from mtf_gradsync.train.report.traffic import Traffic, TrafficRow
 
 FACTS_FILE = "facts.json"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync.runtimes.files import write_text
+from mtf_gradsync.runtimes.manifest import write_text
 from mtf_gradsync.train.files import check_installed
 from mtf_gradsync.train.report import plots
 from mtf_gradsync.train.report.facts import Facts

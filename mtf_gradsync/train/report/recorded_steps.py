@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from mtf_gradsync.runtimes.files import write_json
+from mtf_gradsync.runtimes.manifest import write_json
 from mtf_gradsync.timelines import Table, TimelineError
 
 TIMELINE_FILE = "timeline.json"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import traits_of
-from mtf_gradsync.simd.traffic.transfers import has_calls
+from mtf_gradsync.simd.traffic import has_calls
 from mtf_gradsync.train.comparison.parts import PARTS, parts_of
 from mtf_gradsync.train.train_graph import TrainGraph
 

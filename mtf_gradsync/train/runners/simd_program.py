@@ -8,7 +8,7 @@ import numpy as np
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.places import OnCores
+from mtf_gradsync.runtimes.sessions import OnCores
 from mtf_gradsync.train.errors import TrainingError
 from mtf_gradsync.train.runners.runner import GraphRunner
 
@@ -30,7 +30,6 @@ class SimdProgramRunner(GraphRunner):
             raise self._other_runtime(error) from error
         cores = getattr(self._session, "cores", None)
         self.is_alone = cores is None or cores.is_alone
-        self._skips.ask(self._session)
         self._begin()
         if not self.is_alone:
             self._session.steps = self.first_step

@@ -12,16 +12,25 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.simd.errors import UnsupportedProgramError
 from mtf_gradsync.simd.program import Program
+from mtf_gradsync.xla.bridge import to_hlo
 from mtf_gradsync.xla.installed import check_installed
-from mtf_gradsync.xla.lowering.bridge import to_hlo
-from mtf_gradsync.xla.lowering.replica_program import replica_program
-from mtf_gradsync.xla.lowering.stablehlo import to_stablehlo
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
-from mtf_gradsync.xla.topology.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
-from mtf_gradsync.xla.topology.loops import OneTurnMore, turns_more
+from mtf_gradsync.xla.replica_program import replica_program
+from mtf_gradsync.xla.stablehlo import to_stablehlo
+from mtf_gradsync.xla.topology.compiled import (
+    GENERATIONS,
+    CompiledProgram,
+    CoreMemory,
+    find_hlo_collectives,
+    generation_of,
+)
+from mtf_gradsync.xla.topology.estimate import (
+    CostEstimate,
+    OneTurnMore,
+    read_estimate,
+    turns_more,
+    with_conditions,
+)
 from mtf_gradsync.xla.topology.own_process import ask
-from mtf_gradsync.xla.topology.topologies import GENERATIONS, generation_of
 
 _LONGEST_ERROR = 600
 _EXAMPLES = ", ".join(g.example for g in GENERATIONS)

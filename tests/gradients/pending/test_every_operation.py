@@ -188,6 +188,7 @@ ON_PLACEMENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lead", "names"),
     [

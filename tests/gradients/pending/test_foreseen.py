@@ -1,6 +1,7 @@
 """What the plan foresees of sums over the mesh is what the lowering meets, for any operation."""
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,8 @@ def check_foreseen(lowering):
                 assert lowered.flow.axes.get(tensor, frozenset()) == set(met), operation
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**31), st.sampled_from(["simd", "placement"]))
 def test_foreseen_is_met_and_right(seed, kind):
     choices = np.random.RandomState(seed).randint(10**4, size=8 * STEPS)

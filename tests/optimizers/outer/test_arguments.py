@@ -1,5 +1,7 @@
 """What an outer optimizer cannot do is an error before the graph changes."""
 
+import contextlib
+
 import pytest
 
 import mtf_gradsync as gs
@@ -61,6 +63,34 @@ def test_averages_inside_an_optimizer_of_another_library_are_refused():
 
     with pytest.raises(ValueError, match="put AverageOptimizer directly inside OuterOptimizer"):
         gs.OuterOptimizer(Other(), 4, **FOUR)
+
+
+def test_a_wrapper_has_the_axes_of_an_island_while_a_step_is_built_and_no_longer():
+    class Fails(mtf.optimize.Optimizer):
+        def apply_grads(self, grads, variables):
+            seen.append((inner.axes.num_shards, inner.axes.batch_dims))
+            assert len(variables) > 1, "fails"
+            return [mtf.assign_sub(v, g) for g, v in zip(grads, variables)]
+
+    class Other(mtf.optimize.Optimizer):
+        def __init__(self, opt):
+            self.opt = opt
+
+        def apply_grads(self, grads, variables):
+            return self.opt.apply_grads(grads, variables)
+
+    for around in (lambda opt: opt, Other):
+        seen, given = [], gs.ReplicaAxes(**TWO_LEVELS)
+        inner = gs.ShardedUpdateOptimizer(Fails(), min_size=1, axes=given)
+        outer = gs.OuterOptimizer(around(inner), 2, outer_dims="outer", axes=given)
+        for opt, count in ((outer, 1), (outer, 3), (inner, 3)):
+            with tf.Graph().as_default():
+                loss, variables = model()
+                fails = pytest.raises(AssertionError) if count == 1 else contextlib.nullcontext()
+                with fails:
+                    opt.minimize(loss, var_list=variables[:count])
+            assert inner.axes is given
+        assert seen == [(2, ("batch",)), (2, ("batch",)), (4, ("outer", "batch"))]
 
 
 def model():

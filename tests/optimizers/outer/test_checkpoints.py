@@ -123,6 +123,7 @@ def test_a_restart_at_any_step_of_a_round_ends_in_the_same_bits(kind, stack, tmp
             assert_same_bits(session.variables(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_every_runtime_continues_the_others(tmp_path):
     feeds, path, saved = batches(4), None, None

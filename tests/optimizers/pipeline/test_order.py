@@ -1,6 +1,7 @@
 """The table of orders: it says what the wrappers do, and the page shows it."""
 
 import collections
+import contextlib
 import functools
 import importlib.util
 import pathlib
@@ -65,6 +66,20 @@ def test_what_the_table_refuses_is_refused_in_its_words(outer, inner):
         make[outer](one)
 
 
+def test_a_wrapper_changes_nothing_inside_of_it_when_it_is_made():
+    """Neither in what it takes, nor in what it refuses."""
+    make = order_table.WRAPPERS
+    for outer, inner in TABLE:
+        stack = [make[inner](order_table.plain())]
+        stack.append(stack[0].opt)
+        before = [dict(vars(opt)) for opt in stack]
+        with contextlib.suppress(ValueError):
+            make[outer](stack[0])
+        for opt, held in zip(stack, before):
+            changed = [k for k in {**held, **vars(opt)} if held.get(k) is not vars(opt).get(k)]
+            assert not changed, f"{outer} around {inner}: {type(opt).__name__} has other {changed}"
+
+
 WORKS = sorted(p for p, why in TABLE.items() if not why)
 # Each wrapper around another one, and inside of one; random stacks train there too.
 ON_PLACEMENT = {*dict(WORKS).items(), *((a, b) for b, a in {b: a for a, b in WORKS}.items())}
@@ -108,6 +123,8 @@ def test_accumulation_of_one_step_is_the_inner_optimizer_inside_and_outside_of_a
         ("SyncReplicasOptimizer", "AverageOptimizer"),
         ("AverageOptimizer", "ShardedUpdateOptimizer"),
         ("OuterOptimizer", "AverageOptimizer"),
+        # On every step, of the outer values, which every second one changes.
+        ("AverageOptimizer", "OuterOptimizer"),
     ],
 )
 def test_averages_move_with_each_update_from_the_new_values(outer, inner, mesh_kind):

@@ -30,12 +30,7 @@ EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", 0))
 
 def profile(examples):
     """Few examples, the same in each run; a soak has many, and new ones."""
-    return settings(
-        deadline=None,
-        database=None,
-        derandomize=not EXAMPLES,
-        max_examples=EXAMPLES or examples,
-    )
+    return settings(derandomize=not EXAMPLES, max_examples=EXAMPLES or examples)
 
 
 def of(kind, **arguments):
@@ -226,6 +221,7 @@ def check(kind: str, mesh: str, stack: Sequence[Spec], inner: str, feeds: Any) -
     assert result.variables["global_step"] == expected.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_a_stack_trains_as_numpy_does(kind):
     @profile(3)

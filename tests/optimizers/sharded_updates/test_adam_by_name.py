@@ -40,6 +40,7 @@ def test_trajectory(kind):
     small_model.assert_close(result.variables, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_bits_with_narrow_slices():
     """Masters and slots are float32, what a core computes with is bfloat16."""
     dtype = mtf.VariableDType(tf.float32, tf.bfloat16, tf.bfloat16)

@@ -61,6 +61,7 @@ def session_of(made):
             yield OfPlacement(made, session, saver) if saver else session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "runs",
     [

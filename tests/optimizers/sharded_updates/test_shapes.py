@@ -101,15 +101,28 @@ def test_variables_whose_parts_save_no_tiles_are_not_split():
         assert parts(opt, min_size=128) == {"wi", "wo", "b"}
 
 
-def test_they_are_split_where_there_is_nothing_else():
+def test_they_are_split_where_the_step_has_nothing_else():
     opt = mtf.optimize.AdafactorOptimizer(0.1, decay_rate=0.8)
     wrapper = gs.ShardedUpdateOptimizer(opt, axes=AXES)
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
-        w = mtf.get_variable(mesh, "w", _shape("d_ff=512,d_model=128")).operation
-        assert wrapper.part_of(w) is None
-        wrapper.check([mtf.ones(mesh, w.shape)], [w])
-        assert wrapper.part_of(w) is not None
+        wo, more = (
+            mtf.get_variable(mesh, name, _shape("d_ff=512,d_model=128")).operation
+            for name in ("wo", "more")
+        )
+        assert wrapper.part_of(wo) is not None
+        b = mtf.get_variable(mesh, "b", _shape("d_model=128")).operation
+        for _ in range(2):  # No check, of whatever step, changes what a variable's part is.
+            assert wrapper.part_of(wo) is wrapper.part_of(more) is None
+            assert wrapper.part_of(b) == _shape("batch=128")
+            wrapper.check([mtf.ones(mesh, wo.shape)], [wo])
+            wrapper.check([mtf.ones(mesh, wo.shape), None], [wo, b])
+        # A step says it by the variables with gradients; the next one splits them alike.
+        wrapper.apply_grads([mtf.ones(mesh, wo.shape), None], [wo, b])
+        assert wrapper.part_of(wo) == _shape("d_ff=512,batch=128")
+        assert wrapper.part_of(more) is None
+        wrapper.apply_grads([mtf.ones(mesh, v.shape) for v in (wo, b, more)], [wo, b, more])
+        assert [wrapper.part_of(v) is None for v in (wo, b, more)] == [False, False, True]
 
 
 def test_a_dimension_of_the_model_is_split_over_the_replicas_too():

@@ -8,6 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.pipeline import Stage
 from mtf_gradsync.optimizers.sharded_updates.savings import log_savings
 from tests import harness
 from tests.optimizers.sharded_updates import small_model
@@ -36,6 +37,7 @@ def both(kind, mesh, optimizer, **kwargs):
     return parts.variables, unsharded.variables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "optimizer"),
     [
@@ -52,6 +54,7 @@ def test_bits_are_those_of_the_inner_optimizer(kind, mesh, optimizer):
     assert_same_bits(*both(kind, mesh, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_another_program_of_xla_rounds_differently():
     """Values differ by ulp, because XLA fuses multiplications and additions as it likes.
@@ -87,6 +90,7 @@ def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs, small_slots
 FLOAT32, ACTIVATIONS, NARROW = tf.float32, (tf.float32, tf.float32, tf.bfloat16), (tf.bfloat16,) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "dtypes", "autostack"),
     [
@@ -203,6 +207,29 @@ def test_slots_are_found_by_the_full_variable():
     assert opt.get_slot(w, "adam_m").name == "w/adam_m"
     assert opt.part_of(w).to_string == "Shape[batch=8]"
     assert [v.name for v in opt.variables()] == ["w/adam_m", "w/adam_v"]
+
+
+def test_a_step_that_fails_is_not_remembered(small_slots_in_parts):
+    class Fails(Stage):
+        def end_of_step(self, operations, step):
+            raise RuntimeError("fails")
+
+    class Around(gs.AverageOptimizer):
+        def stages(self):
+            return [Fails()]
+
+    opt = sharded(OPTIMIZERS["adafactor"](), "4x2")
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", mtf.Shape([mtf.Dimension("a", 8), mtf.Dimension("hidden", 64)]))
+    grads, variables = [mtf.ones(mesh, w.shape)], [w.operation]
+    with pytest.raises(RuntimeError, match="fails"):
+        Around(opt).apply_grads(grads, variables)
+    assert opt.variables() == []
+    opt.check(grads, variables)
+    with tf.variable_scope("", reuse=True):
+        opt.apply_grads(grads, variables)
+    with pytest.raises(ValueError, match=r"once in a graph, .* variable w again"):
+        opt.check(grads, variables)
 
 
 @pytest.mark.parametrize(("name", "hardly"), [("adam", False), ("sgd", True)])

@@ -127,6 +127,7 @@ def test_nothing_to_split_is_an_error_before_anything_is_built():
         assert mesh.graph.operations == before
 
 
+@pytest.mark.slow
 def test_reported_norms_are_those_of_unsharded_updates():
     def reported(wrap):
         made = []

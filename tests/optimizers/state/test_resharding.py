@@ -186,6 +186,7 @@ def test_to_one_processor_and_back(programs, written, tmp_path):
     assert_same_training(actual, expected)
 
 
+@pytest.mark.slow
 def test_local_sums_go_on_as_synced_ones_and_back(programs, written, tmp_path):
     path, expected = written
     synced = programs("2x2", "synced")

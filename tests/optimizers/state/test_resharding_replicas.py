@@ -130,6 +130,7 @@ def expected(feeds, contributions=contributions):
     return values, count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x2", "2x2", "2", "8"])
 def test_contributions_count_as_much_on_another_mesh(written, mesh):
     path, feeds, before = written

@@ -90,6 +90,7 @@ def train(directory, first, last, hook_first):
             return session.run(masters)
 
 
+@pytest.mark.slow
 def test_monitored_sessions_go_on_where_another_ended(tmp_path):
     """Updates take three contributions, so that some are pending when a session ends.
 

@@ -138,7 +138,6 @@ def test_parts_are_blocks_of_the_batch_dimensions():
 SHARD_SIZES = st.sampled_from([(1,), (2,), (4,), (8,), (2, 2)])
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(SHARD_SIZES.flatmap(schedules))
 def test_every_fresh_finite_contribution_enters_one_average(schedule):
     number, steps = schedule.num_replicas, schedule.steps
@@ -181,7 +180,7 @@ def test_every_fresh_finite_contribution_enters_one_average(schedule):
     np.testing.assert_allclose(applied.sum(), model.global_step, rtol=1e-12)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=20)
+@settings(max_examples=20)
 @given(SHARD_SIZES.flatmap(schedules))
 def test_what_is_not_finite_never_reaches_the_variables(schedule):
     for state in replay(schedule, reference.Adam(), average_decay=0.9):
@@ -208,11 +207,5 @@ def states(schedule):
     ids=["fewer", "as many", "more", "pauses", "not finite", "bad data", "lag", "carried over"],
 )
 def test_schedules_reach(happens):
-    found = settings(
-        derandomize=True,
-        database=None,
-        max_examples=500,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-    )
+    found = settings(max_examples=500, phases=[hypothesis.Phase.generate])
     hypothesis.find(schedules((4,)), happens, settings=found)

@@ -31,6 +31,7 @@ def test_gradients_are_slopes(use):
         np.testing.assert_allclose(grad, slopes, atol=1e-8 * max(1.0, np.max(np.abs(slopes))))
 
 
+@pytest.mark.slow
 def test_mesh_tf_has_the_same_gradients_on_one_processor():
     (feed,) = small_models.batches(1)
 

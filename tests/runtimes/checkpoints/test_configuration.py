@@ -11,6 +11,8 @@ from mtf_gradsync.train.errors import ConfigError
 from mtf_gradsync.train.run import Accepted, run
 from tests.train.conftest import NO_EVAL, QUICK, TINY, train_tiny
 
+pytestmark = pytest.mark.slow
+
 MORE = "train.run.train_steps = 13"
 ADAM = "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer"
 SGD = "CrossShardOptimizer.opt = @SgdOptimizer"

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from tests.damage import damage
 from tests.runtimes.checkpoints.test_damage import files, write_run
 

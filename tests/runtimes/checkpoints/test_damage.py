@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
-from mtf_gradsync.runtimes.checkpoints.damage import damage_of
-from mtf_gradsync.runtimes.checkpoints.manifest import MANIFEST_FILE, note_checkpoint
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.manifest import MANIFEST_FILE, damage_of, note_checkpoint
+from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.train.errors import ConfigError
 from tests.damage import HOWS, damage
 

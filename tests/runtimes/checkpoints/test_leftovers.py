@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.leftovers import only_run_in, remove_leftovers
+from mtf_gradsync.runtimes.starting import only_run_in, remove_leftovers
 from mtf_gradsync.train.errors import ConfigError
 
 LEFT = [

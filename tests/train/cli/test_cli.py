@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from tests.cluster.processes import Processes
+from tests.forked import TIME_LIMIT
 from tests.train.conftest import NO_EVAL, QUICK
 
 TINY = str(Path(__file__).parents[1] / "tiny.gin")
@@ -101,6 +102,7 @@ def test_debug_verbosity_shows_the_traceback(capsys, tmp_path):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path, capsys):
     command = [
         "train", f"--gin_file={TINY}",
@@ -109,15 +111,15 @@ def test_interrupt_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path, ca
         *(f"--gin_param={binding}" for binding in [*QUICK, NO_EVAL]),
     ]  # fmt: skip
     metrics = tmp_path / "metrics.jsonl"
-    with Processes(time_limit=240) as processes:
+    with Processes() as processes:
         process = processes.fork("-m", "mtf_gradsync.train.cli.main", *command)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + TIME_LIMIT
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
             assert process.poll() is None, process.errors()
             assert time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 128 + signal.SIGINT
+        assert process.wait() == 128 + signal.SIGINT
     out, error = process.output(), process.errors()
     step = choose_checkpoint(str(tmp_path), False, print).step
     assert step >= 4

@@ -65,6 +65,7 @@ def test_a_full_disk_is_an_error_of_one_line_below_the_result(capsys, monkeypatc
     assert "--json=/dev/full cannot be written: No space left on device" in printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(missing), reason=missing)
 def test_compiles_the_transformer_of_a_config(capsys, tmp_path):
@@ -90,6 +91,7 @@ def test_compiles_the_transformer_of_a_config(capsys, tmp_path):
     assert "ENTRY" in (tmp_path / "after.hlo.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(missing), reason=missing)
 def test_a_topology_of_another_size_is_a_bad_config(capsys):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
+from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import session_config
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.cli import main as cli
@@ -65,6 +65,7 @@ def greedy(directory, prompt, count):
     return model.vocabulary.decode(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
 def test_sample_writes_from_any_run_s_checkpoint(train, capsys, tmp_path, runtime):
     directory = str(tmp_path / "a,run")  # a comma separates gin files, not this

@@ -126,6 +126,7 @@ def test_optimizers_that_are_given_the_mesh_get_the_one_that_is_planned():
     gin.clear_config()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(missing), reason=missing)
 def test_plans_the_transformer_of_a_config(capsys, tmp_path):

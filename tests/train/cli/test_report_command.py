@@ -39,6 +39,7 @@ def without_gradients(step):
     return {name: total for name, total in parts.items() if name != "gradients"}
 
 
+@pytest.mark.slow
 def test_wrapper_sums_the_same_bytes_in_one_group(report, tmp_path):
     picture = tmp_path / "report.png"
     text, content = report(flags=[f"--png={picture}"])
@@ -71,6 +72,7 @@ def test_wrapper_sums_the_same_bytes_in_one_group(report, tmp_path):
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_accumulation_sums_gradients_in_update_steps_only(report):
     text, content = report(*ACCUMULATION, flags=["--no_placement", "--rows"])
     bare, wrapped = content["bare"], content["wrapped"]

@@ -46,6 +46,7 @@ def test_of_gin_files(tmp_path, capsys):
     assert len(read(merged)["traceEvents"]) == len(read(trace)["traceEvents"])
 
 
+@pytest.mark.slow
 def test_of_a_run_that_recorded_its_own(train, tmp_path, capsys):
     _, directory, _said = train(
         NO_EVAL, "train.run.timeline_steps = 3", "train.run.train_steps = 9"

@@ -50,6 +50,7 @@ def test_shows_micro_and_update_step_and_moves_variables_with_updates_only(train
     assert any(np.any(steps[-1][name] != steps[0][name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_mid_accumulation_on_another_mesh(train):
     whole = losses(train(3 * K, model_dir="whole"))
     train(K + 2, model_dir="parts")

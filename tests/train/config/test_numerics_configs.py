@@ -28,6 +28,7 @@ def way(directory):
     return np.concatenate([(last[name] - first[name]).ravel() for name in weights])
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_float16_trains_with_a_scale_and_not_without(tmp_path):
     """With a scale the weights go where float32 takes them, without it anywhere else."""
@@ -50,6 +51,7 @@ def test_float16_trains_with_a_scale_and_not_without(tmp_path):
     assert apart["plain"] > 0.5 * length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("runtime", "model"), [("placement_mesh", 2), ("xla", 1)])
 def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
     runtime = f"train.run.runtime = {runtime!r}"

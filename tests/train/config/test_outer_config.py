@@ -1,6 +1,7 @@
 """configs/lm_outer.gin, with the model made small."""
 
 import numpy as np
+import pytest
 
 from tests.train.config import small_lm
 from tests.train.conftest import REPORTS
@@ -13,6 +14,7 @@ ROUNDS = [
 ]
 
 
+@pytest.mark.slow
 def test_goes_on_in_the_middle_of_a_round_and_keeps_outer_values(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     small_lm.train("lm_outer.gin", straight, "batch:2;model:1", 5, REPORTS, *ROUNDS)

@@ -1,11 +1,13 @@
 """configs/lm_sharded_updates.gin, with the model made small."""
 
 import numpy as np
+import pytest
 
 from tests.train.config import small_lm
 from tests.train.conftest import REPORTS
 
 
+@pytest.mark.slow
 def test_trains_as_without_parts(tmp_path):
     runs = {}
     for config in ("lm_sharded_updates.gin", "lm_cpu_mesh.gin"):

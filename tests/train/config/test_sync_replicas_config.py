@@ -11,6 +11,8 @@ from mtf_gradsync.train.errors import TrainingError
 from tests.train.config import small_lm
 from tests.train.conftest import REPORTS
 
+pytestmark = pytest.mark.slow
+
 
 @gin.configurable
 def contributing(absent):

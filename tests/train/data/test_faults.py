@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.choice import choose_checkpoint
+from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.train.cli import main as cli
 from mtf_gradsync.train.data.batches import TrainingBatches
 from mtf_gradsync.train.data.datasets import read_batches

@@ -17,6 +17,8 @@ from mtf_gradsync.train.job import resolve_job
 from mtf_gradsync.train.run import run
 from tests.train.conftest import NO_EVAL, QUICK, TINY
 
+pytestmark = pytest.mark.slow
+
 AVERAGED = [
     "train.run.optimizer = @AverageOptimizer",
     "AverageOptimizer.opt = @CrossShardOptimizer",

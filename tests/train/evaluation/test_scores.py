@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from mtf_gradsync.runtimes.checkpoints.choice import latest_checkpoint
+from mtf_gradsync.runtimes.starting import latest_checkpoint
 from mtf_gradsync.session import enable_mesh_defaults, session_config
 from mtf_gradsync.train.config.mesh import resolve_mesh
 from mtf_gradsync.train.data.vocabulary import ByteVocabulary
@@ -49,6 +49,7 @@ def evaluator(tmp_path_factory):
         yield made
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_numpy(evaluator):
     (batch,) = evaluator.batches
     nats, tokens = 0.0, 0
@@ -68,6 +69,7 @@ def test_perplexity_is_that_of_numpy(evaluator):
     assert score.bits_per_byte == pytest.approx(score.nats_per_token / math.log(2))
 
 
+@pytest.mark.slow
 def test_later_targets_have_no_influence(evaluator):
     (batch,) = evaluator.batches
     changed = {"targets": batch["targets"].copy()}
@@ -77,6 +79,7 @@ def test_later_targets_have_no_influence(evaluator):
     )
 
 
+@pytest.mark.slow
 def test_samples_repeat_with_their_seed_and_follow_the_temperature(evaluator):
     def write(**kwargs):
         return sample(evaluator, num_samples=2, prompt_tokens=8, max_tokens=6, **kwargs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla.devices import executable
+from mtf_gradsync.xla import executable
 from mtf_gradsync.xla.runner import program as programs
 from mtf_gradsync.xla.runner import step as steps
 from tests.xla.portable import models

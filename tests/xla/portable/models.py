@@ -12,8 +12,9 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import compiled_hlo
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
 from tests import grappler
+from tests.forked import TIME_LIMIT
 
 STEPS, BATCH, WIDTH = 5, 8, 4
 # Imports that fail, and a program to run after that as its own command line says.
@@ -151,7 +152,11 @@ def assert_same_bits(found, expected):
 def run_alone(folder, *args):
     """Runs a folder's own runner where neither TensorFlow nor this package can be imported."""
     return subprocess.run(
-        command(folder, *args), env=environment(), capture_output=True, text=True, timeout=120
+        command(folder, *args),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
     )
 
 

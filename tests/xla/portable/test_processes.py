@@ -9,11 +9,13 @@ import pytest
 
 from benchmarks.cluster import free_ports
 from mtf_gradsync.xla.runner import Step
+from tests.forked import TIME_LIMIT
 from tests.xla.portable import models
 
 pytestmark = pytest.mark.xla
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(exported, tmp_path):
     address = f"127.0.0.1:{free_ports(1)[0]}"
     outputs = ["--fetches", tmp_path / "fetches.npz", "--save", tmp_path / "saved"]
@@ -29,7 +31,7 @@ def test_two_processes_do_what_one_does(exported, tmp_path):
         for i in range(2)
     ]
     try:
-        said = [process.communicate(timeout=100)[0] for process in running]
+        said = [process.communicate(timeout=TIME_LIMIT)[0] for process in running]
     finally:
         for process in running:
             process.kill()

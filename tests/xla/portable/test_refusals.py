@@ -43,6 +43,7 @@ def rewrite(folder, name, content):
     (folder / "SHA256SUMS").write_text(sums.replace(old, hashlib.sha256(content).hexdigest()))
 
 
+@pytest.mark.slow
 def test_too_few_devices(exported):
     done = models.run_alone(exported.step, "--cpu_devices", "2", "--random-inputs")
     assert done.returncode == 2
@@ -53,12 +54,14 @@ def test_too_few_devices(exported):
     )
 
 
+@pytest.mark.slow
 def test_a_platform_without_a_plugin(exported, capsys):
     said = refused(capsys, exported.step, "--random-inputs", "--platform", "tpu")
     assert said.startswith("run.py: jax cannot start the platform 'tpu': ")
     assert 'Install the plugin (pip install "jax[cuda12]" or "jax[tpu]")' in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "program.stablehlo", "values.npz"])
 def test_a_damaged_file(folder, capsys, name):
     content = bytearray((folder / name).read_bytes())
@@ -73,6 +76,7 @@ def test_a_folder_that_is_none(tmp_path, capsys):
     assert "holds no exported step" in refused(capsys, tmp_path)
 
 
+@pytest.mark.slow
 def test_another_format(folder, capsys):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["format"] = 7
@@ -82,6 +86,7 @@ def test_another_format(folder, capsys):
     assert "this runner reads format 1. Run the folder's own run.py." in said
 
 
+@pytest.mark.slow
 def test_a_program_that_this_jax_cannot_read(folder, capsys):
     rewrite(folder, "program.stablehlo", b"ML\xefR from the future")
     said = refused(capsys, folder, "--random-inputs")
@@ -89,6 +94,7 @@ def test_a_program_that_this_jax_cannot_read(folder, capsys):
     assert "It was made beside jax" in said
 
 
+@pytest.mark.slow
 def test_a_jax_with_another_interface(folder, capsys, monkeypatch):
     def other(devices, options=None):
         raise TypeError("(): incompatible function arguments.")
@@ -124,6 +130,7 @@ def test_a_program_without_room(tmp_path, capsys):
     assert "an exported step has to be exported again for that." in said
 
 
+@pytest.mark.slow
 def test_inputs_of_the_command(exported, tmp_path, capsys):
     said = refused(capsys, exported.step)
     assert "The step reads " in said
@@ -139,6 +146,7 @@ def test_inputs_of_the_command(exported, tmp_path, capsys):
     assert "as many rows as each other" in said
 
 
+@pytest.mark.slow
 def test_inputs_of_a_step(exported):
     step = Step.load(str(exported.step))
     given = {n: v[0] for n, v in models.batches().items()}
@@ -153,6 +161,7 @@ def test_inputs_of_a_step(exported):
     assert step.steps == 0
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_there(exported, tmp_path, capsys):
     args = ["--inputs", exported.batches, "--save", tmp_path]
     assert f"{tmp_path} is there already" in refused(capsys, exported.step, *args)
@@ -162,6 +171,7 @@ def test_a_folder_that_is_there(exported, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_half_made(exported, tmp_path, monkeypatch):
     shutil.copytree(exported.step, tmp_path / "step")
     before = (tmp_path / "step" / "SHA256SUMS").read_bytes()
@@ -203,6 +213,7 @@ class TestExport:
         with pytest.raises(ValueError, match=r"keep for 'x:0' has shape \[3\].* reads \[2\]"):
             xla.export(program, None, [self.y], tmp_path / "step", keep={self.x: [1, 2, 3]})
 
+    @pytest.mark.slow
     def test_two_origins_of_variables(self, program, tmp_path, exported):
         with program.session() as session:
             with pytest.raises(ValueError, match="a session or a checkpoint"):

@@ -27,6 +27,7 @@ def without_counter(variables):
     return {n: v for n, v in variables.items() if n != "global_step"}
 
 
+@pytest.mark.slow
 def test_the_command_does_what_a_session_does(exported, tmp_path):
     fetches, saved = tmp_path / "fetches.npz", tmp_path / "saved"
     args = ["--inputs", exported.batches, "--fetches", fetches, "--save", saved, "--time"]
@@ -71,6 +72,7 @@ def test_sums_are_packed_where_a_step_runs_and_not_in_its_folder(exported):
     assert models.collectives(step._program) == exported.collectives
 
 
+@pytest.mark.slow
 def test_a_saved_folder_goes_on(exported, tmp_path):
     given = models.batches()
     step = Step.load(str(exported.step))
@@ -85,6 +87,7 @@ def test_a_saved_folder_goes_on(exported, tmp_path):
     models.assert_same_bits(found, exported.fetches)
 
 
+@pytest.mark.slow
 def test_what_was_given_may_be_written_over(exported):
     step = Step.load(str(exported.step))
     given = {n: np.empty_like(v[0]) for n, v in models.batches().items()}
@@ -97,6 +100,7 @@ def test_what_was_given_may_be_written_over(exported):
     models.assert_same_bits(found, exported.fetches)
 
 
+@pytest.mark.slow
 def test_cores_have_their_own_values(exported):
     step = Step.load(str(exported.step))
     fetched = step({n: v[0] for n, v in models.batches().items()})
@@ -116,6 +120,7 @@ def test_cores_have_their_own_values(exported):
         models.assert_same_bits({"": both[core][1]}, {"": mine})
 
 
+@pytest.mark.slow
 def test_kept_inputs_can_be_given(exported):
     step = Step.load(str(exported.step))
     assert {i.name: i.default for i in step.inputs}["factor"] == "kept"
@@ -126,6 +131,7 @@ def test_kept_inputs_can_be_given(exported):
     models.assert_same_bits({"": step.variables()["first"]}, {"": before})
 
 
+@pytest.mark.slow
 def test_inputs_are_made_up(exported, capsys):
     arguments = ["--random-inputs", "--steps", "3", "--below", "10"]
     assert main([str(exported.step), *arguments], ".") == 0
@@ -133,6 +139,7 @@ def test_inputs_are_made_up(exported, capsys):
     assert [line.split()[:3] for line in losses] == [["step", str(i), "loss"] for i in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_the_contents_are_listed(exported, capsys):
     assert main([str(exported.step), "--list"], ".") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -23,12 +23,14 @@ def rest(exported):
     return {n: v[2:] for n, v in exported.fetches.items()}
 
 
+@pytest.mark.slow
 def test_a_session_s_values_go_on(exported):
     # Sums in accumulators, the step counter and random numbers as well.
     found = steps_of(Step.load(str(exported.half)), range(2, models.STEPS))
     models.assert_same_bits(found, rest(exported))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_s_values_go_on(exported, tmp_path):
     with models.model() as model:
         model.export(tmp_path / "step", checkpoint=exported.halfway)
@@ -50,6 +52,7 @@ def test_values_of_cpu_replicas_go_on(tmp_path):
     models.assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_made_of_a_folder(exported, tmp_path):
     step = Step.load(str(exported.half))
     steps_of(step, range(2, 4))

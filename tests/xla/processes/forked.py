@@ -23,8 +23,8 @@ import time
 # Read when jax and TensorFlow are imported.
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="", TF_OVERRIDE_GLOBAL_THREADPOOL="1")
 
-from mtf_gradsync.simd.lowerings import lowerings_in
-from mtf_gradsync.xla.devices import prepared
+from mtf_gradsync.simd.session import lowerings_in
+from mtf_gradsync.xla import prepared
 from tests import grappler
 from tests.xla.processes import job
 

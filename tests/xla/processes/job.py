@@ -23,6 +23,7 @@ from mtf_gradsync import simd, xla
 from mtf_gradsync._private.jax import Profiler
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.processes.watchdog import beats_go_on
+from tests.forked import TIME_LIMIT
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"
 # The same cores, of which those of a process are an island.
@@ -166,7 +167,7 @@ class Run:
             plan.count,
             plan.index,
             cpu_devices=CORES // plan.count,
-            timeout=120,
+            timeout=TIME_LIMIT,
             silence=plan.silence,
         ) as processes:
             say("started")

@@ -9,7 +9,8 @@ import signal
 import time
 
 from benchmarks.cluster import free_ports
-from tests.cluster.processes import TIME_LIMIT, Processes
+from tests.cluster.processes import Processes
+from tests.forked import TIME_LIMIT
 
 # Steps of a timeline, where a job records one.
 RECORDED = 4

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.cluster import free_ports
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.checkpoints.start import Start
+from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.session import enable_mesh_defaults
 from mtf_gradsync.train import gin_files
 from mtf_gradsync.train.job import resolve_job

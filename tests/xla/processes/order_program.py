@@ -14,11 +14,12 @@ import numpy as np
 
 from mtf_gradsync import xla
 from mtf_gradsync._private.jax import compiled_hlo
-from mtf_gradsync.xla.processes.cores import Cores
+from mtf_gradsync.xla.cores import Cores
 from mtf_gradsync.xla.runner.devices import put
 from mtf_gradsync.xla.runner.program import LoadedProgram
 from mtf_gradsync.xla.runner.program import compiled as compile_stablehlo
-from mtf_gradsync.xla.topology.collectives import find_hlo_collectives
+from mtf_gradsync.xla.topology.compiled import find_hlo_collectives
+from tests.forked import TIME_LIMIT
 
 CORES = 8
 # Of two kinds, so that one taken for the other shows: gloo refuses what is longer than expected.
@@ -231,7 +232,7 @@ def one_after_the_other(programs: Programs) -> None:
 
 def main(address: str, count: str, index: str, unused_folder: str) -> None:
     with xla.start_processes(
-        address, int(count), int(index), cpu_devices=CORES // int(count), timeout=120
+        address, int(count), int(index), cpu_devices=CORES // int(count), timeout=TIME_LIMIT
     ):
         print("started", flush=True)
         programs = Programs(int(index))

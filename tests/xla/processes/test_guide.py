@@ -11,6 +11,7 @@ pytestmark = pytest.mark.xla
 GUIDE = (documents.ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_guide_s_program(jobs, tmp_path):
     (block,) = documents.blocks("docs/processes.md")
     script = tmp_path / "train.py"

@@ -6,7 +6,7 @@ import pytest
 from tests.xla.processes import job
 from tests.xla.processes.test_jobs import assert_same_bits, results
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.slow, pytest.mark.xla]
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,6 @@ from tests.xla.processes.jobs import RECORDED
 
 pytestmark = pytest.mark.xla
 
-# The first tests of a new environment that start processes: each of these compiles jax's Python
-# files, which makes a test take five times as long as later.
-starts_processes = pytest.mark.slow
 EPS = np.finfo(np.float32).eps
 # Of float32 additions that stand one behind the other, from the first loss to the last variable:
 # sums over 16 x 8 numbers in each of 6 steps, in another order.
@@ -55,17 +52,20 @@ def assert_equal_to_rounding(a, b):
         )
 
 
+@pytest.mark.slow
 def test_all_processes_find_the_same(of_two, of_four):
     for job, count in ((of_two, 2), (of_four, 4)):
         for process in range(1, count):
             assert_same_bits(results(job, 0), results(job, process))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["of_two", "of_four"])
 def test_training_is_as_in_one_process(request, name, of_one):
     assert_equal_to_rounding(results(of_one), results(request.getfixturevalue(name)))
 
 
+@pytest.mark.slow
 def test_training_changes_what_it_should(of_one):
     losses = results(of_one)["losses"]
     assert len(losses) == 6
@@ -74,6 +74,7 @@ def test_training_changes_what_it_should(of_one):
     assert results(of_one)["variable/GradientAccumulationOptimizer/update_step"] == 3
 
 
+@pytest.mark.slow
 def test_variables_begin_with_the_same_random_values(of_two, of_four):
     for job in (of_two, of_four):
         drawn = {line for m in job.members for line in m.output().splitlines() if "drawn [" in line}
@@ -81,6 +82,7 @@ def test_variables_begin_with_the_same_random_values(of_two, of_four):
         assert len(set(json.loads(drawn.pop().split(" ", 1)[1]))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "run"), [("of_four", "again/"), ("of_one", "again/"), ("of_one", "replicas/")]
 )
@@ -90,6 +92,7 @@ def test_a_checkpoint_goes_on_with_other_processes(request, of_two, name, run):
     assert_equal_to_rounding(whole, results(request.getfixturevalue(name), 0, run))
 
 
+@pytest.mark.slow
 def test_checkpoints_are_written_once(of_two):
     names = sorted(path.name for path in of_two.folder.glob("step_*"))
     assert names == [
@@ -102,21 +105,21 @@ def without_steps(jobs):
     return jobs.run(2, odd="fetches and save", steps=0)
 
 
-@starts_processes
+@pytest.mark.slow
 def test_values_of_other_processes_are_none(without_steps):
     for process, member in enumerate(without_steps.members):
         mine = [core // 4 == process for core in range(8)]
         assert f"fetched {[mine, mine]}" in member.output()
 
 
-@starts_processes
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(without_steps):
     first, second = without_steps.members
     assert "save: " in first.output()
     assert "save: OtherProcessError: On process 0: " in second.output()
 
 
-@starts_processes
+@pytest.mark.slow
 def test_another_program_is_an_error_everywhere(jobs):
     job = jobs.start(2, odd="program", steps=1)
     assert job.codes() == [1, 1], job.outputs()
@@ -124,6 +127,7 @@ def test_another_program_is_an_error_everywhere(jobs):
         assert "on process 1 are not those on process 0" in member.output()
 
 
+@pytest.mark.slow
 def test_a_timeline_shows_the_cores_of_all_processes(of_two):
     first, second = (traces.read(of_two.folder / f"trace_{process}.json") for process in range(2))
     assert first == second

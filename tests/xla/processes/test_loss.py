@@ -35,6 +35,7 @@ def lose(jobs, lost, number, count=2, step=4, **plan):
     return job
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_and_the_job_goes_on_later(jobs, of_two):
     job = lose(jobs, 1, signal.SIGKILL)
     # What goes on is a job like any other, and loses the process that writes the checkpoints.
@@ -111,6 +112,7 @@ def test_values_of_unlike_lengths_end_all_with_what_is_known(jobs):
         assert "crashed: SIGABRT inside jax" in last, job.outputs()
 
 
+@pytest.mark.slow
 def test_a_proxy_sends_the_beats_of_a_blocked_process(jobs):
     jobs.run(2, odd="hold patiently in turn", steps=2, silence=SILENCE)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mtf_gradsync.processes.errors import ProcessesError
-from mtf_gradsync.xla.processes import cpu_devices
+from mtf_gradsync.processes.members import ProcessesError
+from mtf_gradsync.xla import devices
 from tests.xla.processes import order_program
 
 pytestmark = pytest.mark.xla
@@ -14,6 +14,7 @@ def job(jobs):
     return jobs.run(4, script=order_program.__file__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["one program", "many programs"])
 def test_collectives_keep_their_order_though_processes_are_late(job, what):
     """Every kind, in loops and branches; programs in a row, and exchanges of the host."""
@@ -26,4 +27,4 @@ def test_a_jaxlib_that_hangs_is_refused(monkeypatch):
 
     monkeypatch.setattr(jaxlib, "__version__", "0.4.31")
     with pytest.raises(ProcessesError, match=r"jaxlib 0\.4\.33 or later; this is 0\.4\.31"):
-        cpu_devices.check_keeps_order()
+        devices.check_keeps_order()

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from mtf_gradsync import xla
-from mtf_gradsync.xla.processes import cores, start
+from mtf_gradsync.xla import cores, processes
 
 pytestmark = pytest.mark.xla
 
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.xla
     ],
 )
 def test_wrong_arguments(monkeypatch, arguments, message):
-    monkeypatch.setattr(start, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(processes, "backends_are_initialized", lambda: False)
     with pytest.raises(ValueError, match=message):
         xla.start_processes(**arguments)
 
 
 def test_jax_that_has_begun_already(monkeypatch):
-    monkeypatch.setattr(start, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(processes, "backends_are_initialized", lambda: True)
     with pytest.raises(xla.ProcessesError, match="jax has begun already"):
         xla.start_processes("127.0.0.1:1", 2, 0)
 
@@ -49,7 +49,7 @@ def test_slurm_is_found(monkeypatch):
         "SLURM_LOCALID": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    cluster = start._resolved(None, None, None, 10.0)
+    cluster = processes._resolved(None, None, None, 10.0)
     assert cluster.coordinator.startswith("node3:")
     assert (cluster.num_processes, cluster.process_id) == (2, 1)
 
@@ -76,6 +76,7 @@ def test_processes_with_unlike_shares(owners, said):
         cores.Cores([device(owner) for owner in owners])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_processes")
 def test_shares_may_be_mixed_and_alone():
     mixed = cores.Cores([device(owner) for owner in (0, 1, 1, 0)])

@@ -11,12 +11,13 @@ import sys
 import numpy as np
 
 from mtf_gradsync import xla
+from tests.forked import TIME_LIMIT
 from tests.xla.processes.order_program import CORES, Programs, module
 
 
 def main(address: str, count: str, index: str, unused_folder: str) -> None:
     with xla.start_processes(
-        address, int(count), int(index), cpu_devices=CORES // int(count), timeout=120
+        address, int(count), int(index), cpu_devices=CORES // int(count), timeout=TIME_LIMIT
     ):
         print("started", flush=True)
         programs = Programs(int(index))

@@ -97,6 +97,7 @@ def check_taken(compiled, wrapper, step):
 
 
 # What is compared with a bare step, below, is taken too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapper", "topology"), pairs(sorted({*WRAPPERS} - {"cross_shard"}), ["v5e:2x4", "v3:2x2"])
 )
@@ -111,6 +112,7 @@ def test_the_compiler_takes_the_training_step(wrapper, topology):
         assert update.seconds > other.seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v3:2x2", "v5e:2x4"])
 def test_a_wrapper_costs_what_bare_mesh_tensorflow_does(topology):
     steps = {}
@@ -134,6 +136,7 @@ def test_a_wrapper_costs_what_bare_mesh_tensorflow_does(topology):
     assert "of bare" in str(compiled)
 
 
+@pytest.mark.slow
 def test_sharded_updates_cost_less_than_the_bare_step():
     """Of many equal layers by Adam, which has slots to save; each kind of variable crosses once."""
     model = model_of_benchmarks.dense(layers=8)
@@ -186,6 +189,7 @@ def test_collectives_stay_in_their_branch_and_loop(tmp_path):
         assert xla.find_hlo_collectives(hlo_from_text(text)) == list(getattr(compiled, stage))
 
 
+@pytest.mark.slow
 def test_the_estimate_has_every_turn_of_a_loop():
     """Of six products in a loop, as of six one after the other."""
 

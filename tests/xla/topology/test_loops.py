@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync._private.jax import stablehlo_to_hlo
-from mtf_gradsync.xla.topology.loops import turns_more
+from mtf_gradsync.xla.topology.estimate import turns_more
 
 pytestmark = pytest.mark.xla
 

@@ -215,6 +215,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_by_hand_updates_as_the_wrapper(kind):
     """On the benchmark's dense model, with its values and its optimizer."""
@@ -294,6 +295,7 @@ def assert_gradients(grads: Values, values: Values, tokens: np.ndarray, scale: f
         np.testing.assert_allclose(np.sum(grad * direction) / 1e-5, expected, atol=1e-5 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", wrappers_by_hand.KINDS)
 def test_language_model(kind):
     """Split over an axis of its own. With steps of plain descent, which show the gradients."""

@@ -1,0 +1,268 @@
+"""Chips, the links between them, and the time that collectives of a mesh take on them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from mtf_gradsync.simd.traffic import CommunicationReport
+from mtf_gradsync.xla.topology.compiled import HloCollective
+
+# The operations of TensorFlow's programs, as HLO calls them.
+_HLO_NAMES = {
+    "CrossReplicaSum": "all-reduce",
+    "AllToAll": "all-to-all",
+    "CollectivePermute": "collective-permute",
+    "XlaReduceScatter": "reduce-scatter",
+}
+_OTHER = "other groups"
+
+Groups = Sequence[Sequence[int]]
+
+
+class Exchange(NamedTuple):
+    """One collective of a step."""
+
+    operation: str  # HLO's name of it, as in "all-reduce"
+    axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"
+    groups: Groups  # the cores that exchange data, group by group
+    size: int  # bytes that each core puts in, each time; 0 if not known
+    times: int  # how often it runs in a step
+
+
+def _connected(groups: Groups) -> frozenset[frozenset[int]]:
+    """Returns groups of cores without overlaps: the pairs of a permutation are joined."""
+    joined: list[frozenset[int]] = []
+    for group in groups:
+        touching = [one for one in joined if not one.isdisjoint(group)]
+        joined = [one for one in joined if one not in touching]
+        joined.append(frozenset(group).union(*touching))
+    return frozenset(joined)
+
+
+def exchanges_of(
+    compiled: Sequence[HloCollective],
+    report: CommunicationReport,
+    axes: Mapping[Any, str],
+    cores: int,
+) -> list[Exchange]:
+    """Returns the collectives of an update step, with how often each runs.
+
+    Collectives outside loops are taken from `compiled`, as the compiler has merged them; those in
+    loops from `report`, which is of the program before compilation and says how often a loop turns
+    (once if not known). Those of each core with itself are not listed. `axes` is what
+    `groups_by_axes` returns; `cores` is their number.
+    """
+    everyone = (tuple(range(cores)),)
+    found = []
+    for one in compiled:
+        if not one.is_in_loop:
+            groups = one.groups or everyone
+            axis = axes.get(_connected(groups), _OTHER)
+            found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
+    by_axis = {axis: key for key, axis in axes.items()}
+    for row in report.rows:
+        if row.loops:
+            operation = _HLO_NAMES[row.operation]
+            axis = row.group if row.group in by_axis else _OTHER
+            # Groups that lie along no axes are named by their cores.
+            named = by_axis[axis] if axis in by_axis else json.loads(f"[{row.group}]") or everyone
+            groups = tuple(sorted(tuple(sorted(group)) for group in named))
+            times = 1 if row.turns is None else row.turns
+            found.append(Exchange(operation, axis, groups, row.bytes_per_core or 0, times))
+    return [one for one in found if any(len(group) > 1 for group in one.groups)]
+
+
+def bytes_sent(operation: str, members: int, size: float) -> float:
+    """Bytes that each member of a ring sends to its neighbour.
+
+    Args:
+      operation: HLO's name of the collective, as in "all-reduce".
+      members: the number of members of the ring.
+      size: bytes that each member puts in.
+
+    Returns:
+      The bytes; 0 for one member.
+
+    Raises:
+      ValueError: when the collective is not known.
+    """
+    n = members
+    if n < 2:
+        return 0.0
+    factors = {
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": (n - 1) / n,
+        "all-gather": n - 1,  # each puts in its part of the result
+        # What goes to the other side of the ring passes every link on its way.
+        "all-to-all": max((n - 1) / n, n / 4),
+        "collective-permute": 1.0,
+        "collective-broadcast": 1.0,
+    }
+    if operation not in factors:
+        raise ValueError(f"There is no formula for {operation!r}; known are {', '.join(factors)}")
+    return factors[operation] * size
+
+
+def bytes_of_chip(operation: str, cores: float, size: float) -> float:
+    """Bytes that a chip puts in, some of whose cores put in `size` each.
+
+    What is summed is summed on the chip first. Of the others' data no two parts become one.
+    """
+    return cores * size if operation in ("all-gather", "all-to-all") else size
+
+
+def hops(operation: str, members: int) -> int:
+    """The number of hops from neighbour to neighbour that follow each other; 0 for one member."""
+    if members < 2:
+        return 0
+    if operation == "collective-permute":
+        return 1
+    return (2 if operation == "all-reduce" else 1) * (members - 1)
+
+
+_CLOUD = "https://cloud.google.com/tpu/docs"
+_V2_V3 = "https://doi.org/10.1145/3360307"
+_V4 = "https://arxiv.org/abs/2304.01433"
+_BOOK = "https://jax-ml.github.io/scaling-book"
+_GIB = 2**30
+
+#: Seconds that one hop from chip to chip takes, however little is sent; source:
+#: https://jax-ml.github.io/scaling-book/sharding ("about 1 us").
+HOP_SECONDS = 1e-6
+
+
+class Chip(NamedTuple):
+    """The published figures of one TPU chip. Rates are per chip and per second.
+
+    Attributes:
+      name: as topology names spell it, as in "v5e" of "v5e:4x4".
+      peak_flops: floating-point operations in bfloat16.
+      hbm_bytes: size of the memory.
+      hbm_bytes_per_second: bytes read from the memory and written to it.
+      links: links to neighbouring chips.
+      link_bytes_per_second: bytes over one link in one direction.
+      full_ring: chips along a direction of a whole pod, where the links close to a ring; 0 where
+        rings close by optical switches, in slices whose directions are all multiples of 4.
+      sources: addresses of the sources: of the chip's figures, of its links'.
+    """
+
+    name: str
+    peak_flops: float
+    hbm_bytes: float
+    hbm_bytes_per_second: float
+    links: int
+    link_bytes_per_second: float
+    full_ring: int
+    sources: tuple[str, ...]
+
+    def closes(self, direction: int, directions: tuple[int, ...]) -> bool:
+        """Whether the links along a direction of a slice close to a ring.
+
+        Args:
+          direction: the number of chips along the direction.
+          directions: the numbers of chips along all directions of the slice.
+
+        Returns:
+          Whether they close; source: https://jax-ml.github.io/scaling-book/tpus (networking).
+        """
+        if self.full_ring:
+            return direction >= self.full_ring
+        return direction > 1 and all(size % 4 == 0 for size in directions if size > 1)
+
+
+#: Cloud's tables give the links of v5e, v5p, v6e and tpu7x as one figure for all links of a chip in
+#: both directions (400, 1200, 800 and 1200 GB/s): a link in one direction has that by twice the
+#: number of links. The papers of v2, v3 and v4 give links (496 and 656 Gbit/s, 50 GB/s). Cloud's
+#: pages of v3 and v4 have the all-reduce of a pod, 340 TB/s of 1,024 chips and 1.1 PB/s of 4,096:
+#: 83 and 45 GB/s over each link.
+CHIPS = (
+    Chip("v2", 46e12, 16 * _GIB, 700e9, 4, 62e9, 16, (_V2_V3, _V2_V3)),
+    Chip("v3", 123e12, 32 * _GIB, 900e9, 4, 82e9, 32, (f"{_CLOUD}/v3", _V2_V3)),
+    Chip("v4", 275e12, 32 * _GIB, 1200e9, 6, 50e9, 0, (f"{_CLOUD}/v4", _V4)),
+    Chip("v5e", 197e12, 16e9, 819e9, 4, 50e9, 16, (f"{_CLOUD}/v5e", f"{_BOOK}/tpus")),
+    Chip("v5p", 459e12, 95 * _GIB, 2765e9, 6, 100e9, 0, (f"{_CLOUD}/v5p", f"{_BOOK}/tpus")),
+    Chip("v6e", 918e12, 32e9, 1638e9, 4, 100e9, 16, (f"{_CLOUD}/v6e", f"{_BOOK}/tpus")),
+    Chip("tpu7x", 2307e12, 192 * _GIB, 7380e9, 6, 100e9, 0, (f"{_CLOUD}/tpu7x", f"{_CLOUD}/tpu7x")),
+)
+
+
+def chip_of(topology: str) -> Chip:
+    """The figures of the chips of a topology such as "v5e:4x4"; ValueError when there are none."""
+    name = topology.partition(":")[0]
+    for chip in CHIPS:
+        if chip.name == name:
+            return chip
+    raise ValueError(
+        f"There are no figures of {name!r}; known are {', '.join(c.name for c in CHIPS)}"
+    )
+
+
+Place = Sequence[int]
+
+
+class Links(NamedTuple):
+    """The links that one group of cores uses."""
+
+    chips: int  # that its cores are on; cores of one chip need no link
+    cores_per_chip: float  # of the group, on average
+    # Of all links that a chip of the group sends on, divided among the groups that use them.
+    bytes_per_second: float
+    is_ring: bool  # whether all directions that the group extends in close to rings
+
+
+class Torus:
+    """A TPU slice: chips in a grid, with links between neighbours."""
+
+    def __init__(self, chip: Chip, places: Sequence[Place]):
+        """Takes the places of the cores, in the program's order.
+
+        A place is the coordinates of the core's chip and then its number on the chip.
+        """
+        self._chip = chip
+        self._places = [tuple(place) for place in places]
+        self._size = tuple(max(column) + 1 for column in zip(*(p[:-1] for p in self._places)))
+
+    @property
+    def cores_per_chip(self) -> int:
+        """The number of cores on a chip, as the compiler counts them."""
+        return 1 + max(place[-1] for place in self._places)
+
+    def links(self, group: Sequence[int]) -> Links:
+        """The links of the smallest box of chips around a group of cores.
+
+        Where other groups have cores in that box, all of these share the links.
+        """
+        cores = [self._places[core] for core in group]
+        chips = {place[:-1] for place in cores}
+        if len(chips) < 2:
+            return Links(len(chips), len(cores), float("inf"), True)
+        columns = list(zip(*chips))
+        low, high = [min(c) for c in columns], [max(c) for c in columns]
+        extents = [b - a + 1 for a, b in zip(low, high)]
+        closed = [
+            extent == size and self._chip.closes(extent, self._size)
+            for extent, size in zip(extents, self._size)
+            if extent > 1
+        ]
+        rate = sum(2 if ring else 1 for ring in closed) * self._chip.link_bytes_per_second
+        in_box = sum(
+            all(a <= x <= b for a, x, b in zip(low, place, high)) for place in self._places
+        )
+        per_chip = len(cores) / len(chips)
+        return Links(len(chips), per_chip, rate * len(cores) / in_box, all(closed))
+
+    def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Seconds that a collective takes over the links, with no other traffic on them.
+
+        That is the time of the slowest of the groups (for "collective-permute" pairs), which run at
+        the same time. Each core puts in `size` bytes; the time to read and write memory is not
+        counted.
+        """
+        slowest = 0.0
+        for links in {self.links(group) for group in groups}:
+            wait = hops(operation, links.chips) * HOP_SECONDS / (2 if links.is_ring else 1)
+            put_in = bytes_of_chip(operation, links.cores_per_chip, size)
+            sent = bytes_sent(operation, links.chips, put_in)
+            slowest = max(slowest, wait, sent / links.bytes_per_second)
+        return slowest

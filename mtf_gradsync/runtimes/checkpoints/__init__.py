@@ -1,1 +1,0 @@
-"""Writes the checkpoints of a run, checks them, chooses one and compares it with a config."""

@@ -1,0 +1,246 @@
+"""Writes and reads checkpoints in the format, and under the names, of Mesh-TensorFlow's own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._names import some_of
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state.resharding import STATE_COLLECTION
+from mtf_gradsync.optimizers.state.restoring import ReshardingSaver, changes
+from mtf_gradsync.runtimes.errors import ACCEPT_FLAG, ConfigError, TrainingError, first_line
+from mtf_gradsync.runtimes.manifest import (
+    UNREADABLE,
+    checkpoint_files,
+    forget_checkpoint,
+    note_checkpoint,
+)
+from mtf_gradsync.runtimes.starting import STATE_FILE, remove_leftovers
+
+# More than these are counted, not listed.
+_MAX_LISTED = 40
+
+
+class Differences(NamedTuple):
+    """The differences between the variables of a checkpoint and those of a graph."""
+
+    dropped: tuple[str, ...]  # names that only the checkpoint has
+    new: tuple[str, ...]  # names that only the graph has
+    adapted: tuple[str, ...]  # those of `new` that a wrapper derives from other values
+    unfit: tuple[str, ...]  # sentences about variables of both that cannot be restored
+
+
+def differences(path: str, variables: Sequence[Any]) -> Differences:
+    """Compares a checkpoint with variables of the default graph.
+
+    State of wrappers for another number of shards is no difference: it is resharded.
+    """
+    try:
+        reader = tf.train.load_checkpoint(path)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    except UNREADABLE as error:
+        raise ConfigError(f"The checkpoint {path} cannot be read: {first_line(error)}") from error
+    changed = changes(path)
+    new, unfit = [], []
+    for variable in variables:
+        name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
+        change = changed.get(name)
+        if name not in shapes or (change is not None and change.saved_shape is None):
+            new.append(name)
+        elif change is not None and change.fits:
+            continue
+        elif shapes[name] != shape:
+            unfit.append(f"{name} has the shape {shapes[name]} there and {shape} here")
+        elif dtypes[name] != dtype:
+            unfit.append(f"{name} has the type {dtypes[name].name} there and {dtype.name} here")
+    dropped = set(shapes) - {variable.op.name for variable in variables}
+    return Differences(
+        dropped=tuple(sorted(dropped)),
+        new=tuple(sorted(new)),
+        adapted=tuple(name for name in sorted(new) if name in changed),
+        unfit=tuple(unfit),
+    )
+
+
+def check_configuration(path: str, variables: Sequence[Any], accept: bool) -> Differences:
+    """Returns how a checkpoint and a configuration differ, or raises a ConfigError if they may not.
+
+    With `accept` each may have variables that the other lacks; shapes and types may never differ.
+    """
+    found = differences(path, variables)
+    parts = _lines(found)
+    if found.unfit:
+        raise _error(
+            f"The checkpoint {path} was made by another model or optimizer than this config "
+            "describes:",
+            *_listed(found.unfit),
+            *parts,
+            "Nothing was changed. Use the config that made it, or another --model_dir.",
+        )
+    if parts and not accept:
+        raise _error(
+            f"The checkpoint {path} was made by another configuration than this one:",
+            *parts,
+            f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use the "
+            "config that made it, or another --model_dir.",
+        )
+    return found
+
+
+def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
+    """Raises a ConfigError if a checkpoint lacks variables, but for those that wrappers derive."""
+    found = differences(path, variables)
+    missing = [
+        f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted
+    ]
+    if missing or found.unfit:
+        raise _error(
+            f"The checkpoint {path} was made by another model than this config describes:",
+            *_listed([*missing, *found.unfit]),
+            f"Use the config that made it, or another model_dir than {model_dir}.",
+        )
+
+
+def describe(found: Differences) -> str:
+    """Returns the accepted differences as text for the log; empty where there are none."""
+    return "\n".join(_lines(found))
+
+
+def _error(*lines: str) -> ConfigError:
+    return ConfigError("\n".join(lines))
+
+
+def _lines(found: Differences) -> list[str]:
+    begins = [name for name in found.new if name not in found.adapted]
+    lines = []
+    if found.dropped:
+        lines += ["it holds, and this config does not have (dropped, if accepted):"]
+        lines += _listed(found.dropped)
+    if begins:
+        lines += ["this config has, and it does not hold (begins as in a new run, if accepted):"]
+        lines += _listed(begins)
+    if found.adapted:
+        lines += [
+            "a wrapper of this config has, and it does not hold (begins from the checkpoint's "
+            "steps and variables, if accepted):"
+        ]
+        lines += _listed(found.adapted)
+    return lines
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _MAX_LISTED
+    listed = [f"  {line}" for line in lines[:_MAX_LISTED]]
+    return [*listed, f"  and {more} more"] if more > 0 else listed
+
+
+class RunSaver(ReshardingSaver):
+    """A Saver of a run's checkpoints, by default of all global variables of a graph.
+
+    Before it writes, it copies the slices of `lowering`, all of whose variables have been made, to
+    the masters; without a lowering the caller does. When `save` returns, the files are on the disk
+    and in the directory's manifest.
+    """
+
+    def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
+        kwargs.setdefault("var_list", tf.global_variables())
+        super().__init__(save_relative_paths=True, **kwargs)
+        self._to_masters = lowering and lowering.copy_slices_to_masters()
+
+    def save(
+        self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Writes a checkpoint; see `tf.train.Saver.save`."""
+        if self._to_masters:
+            sess.run(self._to_masters)
+        self._check_masters(sess, global_step)
+        if "://" in save_path:  # where files are written in another way
+            return super().save(sess, save_path, global_step, *args, **kwargs)
+        forget_checkpoint(save_path if global_step is None else f"{save_path}-{global_step}")
+        path = super().save(sess, save_path, global_step, *args, **kwargs)
+        _put_on_disk(path)
+        note_checkpoint(path)
+        return path
+
+    def restore(self, sess: Any, save_path: str) -> None:
+        """Restores a checkpoint; see `tf.train.Saver.restore`.
+
+        Raises a ConfigError that names each variable that the checkpoint lacks, or has in another
+        shape or dtype.
+        """
+        if save_path and tf.train.checkpoint_exists(save_path):
+            with sess.graph.as_default():
+                check_has(save_path, tf.global_variables(), os.path.dirname(save_path))
+        super().restore(sess, save_path)
+
+    def _check_masters(self, sess: Any, global_step: Any) -> None:
+        """Raises an error if the values to be written are of no use; here none are checked."""
+
+
+class TrainingSaver(RunSaver):
+    """A RunSaver that refuses to write what a run could not go on from.
+
+    With `sums_may_be_bad` an optimizer skips sums that are not finite: a checkpoint may hold some.
+    Whoever restores by it has compared the variables name by name, and accepted differences.
+    """
+
+    _checks_sums = False
+
+    def __init__(self, sums_may_be_bad: bool, lowering: mtf.Lowering | None = None, **kwargs: Any):
+        super().__init__(lowering, **kwargs)
+        names = {v.op.name for v in tf.trainable_variables()}
+        if not sums_may_be_bad:
+            # What an accumulator holds is in the next update.
+            names.update(note.name for note in tf.get_collection(STATE_COLLECTION))
+        variables = tf.global_variables()
+        checked = [v for v in variables if v.op.name in names and v.dtype.is_floating]
+        self._checked = [v.op.name for v in checked]
+        with tf.name_scope("finite"):
+            flags = [tf.reduce_all(tf.math.is_finite(v)) for v in checked]
+            self._finite = tf.stack(flags).name if flags else None
+
+    def save(
+        self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Writes a checkpoint; see `tf.train.Saver.save`.
+
+        Raises a TrainingError, with the previous checkpoint untouched, if files cannot be written,
+        or a trained variable or a sum of gradients is not finite.
+        """
+        try:
+            return super().save(sess, save_path, global_step, *args, **kwargs)
+        except (tf.errors.OpError, OSError, ValueError) as error:
+            directory = os.path.dirname(save_path)
+            # They take room where there may be none.
+            remove_leftovers(directory)
+            raise TrainingError(
+                f"The checkpoint of step {global_step} cannot be written to {directory}: "
+                f"{first_line(error)}"
+            ) from error
+
+    def _check_masters(self, sess: Any, global_step: Any) -> None:
+        if not self._finite:
+            return
+        # By name: a SIMD program's session runs a graph of its own.
+        finite = np.asarray(sess.run(self._finite))
+        if not finite.all():
+            bad = [name for name, ok in zip(self._checked, finite) if not ok]
+            raise TrainingError(
+                f"{some_of(bad)} hold numbers that are not finite, after step "
+                f"{global_step}; no checkpoint was written of it"
+            )
+
+
+def _put_on_disk(path: str) -> None:
+    """Waits until a checkpoint is on the disk, and so outlives a power failure."""
+    directory = os.path.dirname(path) or "."
+    state = os.path.join(directory, STATE_FILE)
+    for file in (*map(os.fspath, checkpoint_files(path)), state, directory):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,319 @@
+"""The checkpoint that a run starts from, and what earlier runs left in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from mtf_gradsync._names import some_of
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.optimizers.state.averaged import averaged_checkpoint
+from mtf_gradsync.optimizers.state.restoring import write_changed
+from mtf_gradsync.runtimes.errors import SKIP_FLAG, ConfigError, first_line
+from mtf_gradsync.runtimes.manifest import checkpoint_files, damage_of, forget_checkpoint, free_name
+
+COMPLETED_PREFIX = ".completed-"
+
+
+def initialize_from(init_checkpoint: str) -> int:
+    """Replaces initial values in the default graph by a checkpoint's; returns how many.
+
+    The step starts at 0. Variables that the other model did not have keep their own initial values.
+    A directory stands for its newest checkpoint.
+    """
+    try:
+        saved = dict(tf.train.list_variables(init_checkpoint))
+    except (tf.errors.OpError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"train.run.init_checkpoint = {init_checkpoint!r} is not a checkpoint: "
+            f"{first_line(error)}"
+        ) from error
+    path = init_checkpoint
+    if os.path.isdir(path):
+        path = tf.train.latest_checkpoint(path) or path
+    damage = damage_of(path, of_a_run=False)
+    if damage:
+        raise ConfigError(f"train.run.init_checkpoint: {path} is damaged: {damage}")
+    chosen = {
+        v.op.name: v
+        for v in tf.global_variables()
+        if v.op.name != "global_step" and saved.get(v.op.name) == v.shape.as_list()
+    }
+    if not chosen:
+        raise ConfigError(
+            f"train.run.init_checkpoint = {init_checkpoint!r} has no variable of this model; it "
+            f"has {some_of(sorted(saved))}"
+        )
+    tf.train.init_from_checkpoint(init_checkpoint, chosen)
+    return len(chosen)
+
+
+def completed(path: str, new: Mapping[str, np.ndarray]) -> str:
+    """Writes a copy of a checkpoint with `new` variables, by name, and returns its path.
+
+    It is in a new directory beside the other, so that every machine that sees one sees both. The
+    caller removes the directory.
+    """
+    directory = tempfile.mkdtemp(prefix=COMPLETED_PREFIX, dir=os.path.dirname(path))
+    target = os.path.join(directory, os.path.basename(path))
+    write_changed(path, target, new)
+    return target
+
+
+class Start(NamedTuple):
+    """Where a session begins."""
+
+    path: str | None = None  # the checkpoint to restore; None for initial values
+    kept: tuple[str, ...] = ()  # all checkpoints of the run, from the oldest to the newest
+    step: int = 0  # steps made before, where they were asked for
+    new: tuple[str, ...] = ()  # variables that the checkpoint lacks: they begin as in a new run
+    with_averages: bool = False  # whether to restore moving averages in place of the variables
+
+    @contextlib.contextmanager
+    def restorable(
+        self, initial_values: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {}
+    ) -> Iterator[str | None]:
+        """Yields the path of a checkpoint of all variables of the default graph, None in a new run.
+
+        It is `path`, or that of a temporary copy, with averages in place of the variables or with
+        the missing values, which `initial_values` returns by name. Raises NoAveragesError if there
+        are no averages.
+        """
+        if not self.path:
+            yield None
+        elif self.with_averages:
+            with averaged_checkpoint(self.path, tf.global_variables()) as path:
+                yield path
+        elif self.new:
+            path = completed(self.path, initial_values(self.new))
+            try:
+                yield path
+            finally:
+                shutil.rmtree(os.path.dirname(path))
+        else:
+            yield self.path
+
+
+# TensorFlow's file that says which checkpoint is the newest.
+STATE_FILE = "checkpoint"
+DAMAGED_DIRECTORY = "damaged"
+
+
+def choose_checkpoint(
+    model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
+) -> Start:
+    """Returns the newest checkpoint of a directory, after reading all of it to see if it is intact.
+
+    If it is not, and `skip_damaged` is set, the run goes on from the newest intact one, and damaged
+    files are put aside; otherwise, or if there is none, a ConfigError is raised. `say` takes each
+    line about a problem.
+    """
+    paths = _listed(model_dir)
+    is_listed = bool(paths)
+    if not is_listed:
+        paths = sorted(_on_disk(model_dir), key=_step_of)
+    if not paths:
+        return Start()
+    newest = paths[-1]
+    damage = damage_of(newest)
+    if not damage:
+        if not is_listed:
+            say(
+                f"{os.path.join(model_dir, STATE_FILE)}, which says what the newest checkpoint is, "
+                f"is missing or cannot be read: the newest there is {newest}"
+            )
+            _list(model_dir, paths)
+        return _chosen(paths)
+    found = f"The newest checkpoint, {newest}, is damaged: {damage}."
+    others = {*paths[:-1], *_on_disk(model_dir)} - {newest}
+    older = sorted((path for path in others if _step_of(path) < _step_of(newest)), key=_step_of)
+    intact = next((path for path in reversed(older) if damage_of(path) is None), None)
+    if intact is None:
+        raise ConfigError(
+            f"{found} No older one in {model_dir} is intact. Nothing was changed. Put a copy of a "
+            "checkpoint there, or train in another --model_dir."
+        )
+    if not skip_damaged:
+        raise ConfigError(
+            f"{found} Nothing was changed. With {skip_setting} the run goes on from {intact}, "
+            f"which is intact, and moves damaged files to "
+            f"{os.path.join(model_dir, DAMAGED_DIRECTORY)}."
+        )
+    say(f"{found} The run goes on from {intact}.")
+    for path in (newest, *older):
+        if _step_of(path) > _step_of(intact):
+            _put_aside(path)
+    kept = older[: older.index(intact) + 1]
+    _list(model_dir, kept)
+    return _chosen(kept)
+
+
+def newest(model_dir: str) -> Start:
+    """Returns the newest checkpoint of a directory, as its state file says; reads no checkpoint."""
+    kept = _listed(model_dir)
+    if kept and not tf.train.checkpoint_exists(kept[-1]):
+        # A state file may be written by hand, to begin with what another run has trained.
+        elsewhere = tf.train.latest_checkpoint(model_dir)
+        if elsewhere:
+            return Start(elsewhere)
+    return Start(kept[-1] if kept else None, tuple(kept))
+
+
+def latest_checkpoint(model_dir: str) -> str | None:
+    """Returns the path of the newest checkpoint in a directory, as its state file says, or None."""
+    return next(reversed(_listed(model_dir)), None)
+
+
+def checkpoint_state(model_dir: str) -> Any:
+    """Returns the content of a directory's state file; None where it cannot be read."""
+    try:
+        return tf.train.get_checkpoint_state(model_dir)
+    except ValueError:
+        return None
+
+
+def _chosen(paths: list[str]) -> Start:
+    step = int(tf.train.load_variable(paths[-1], "global_step"))
+    return Start(paths[-1], tuple(paths), step)
+
+
+def _listed(model_dir: str) -> list[str]:
+    """Returns the checkpoints in the state file, the newest last; none where it cannot be read."""
+    # Not tf.train.latest_checkpoint: where the file names what is not there, it returns None, and
+    # a run would begin again from nothing.
+    state = checkpoint_state(model_dir)
+    if state is None:
+        return []
+    # By name: others' state files have absolute paths, which in a copy are those of the original.
+    newest, *others = (
+        os.path.join(model_dir, os.path.basename(path))
+        for path in (state.model_checkpoint_path, *state.all_model_checkpoint_paths)
+    )
+    there = [path for path in others if path != newest and tf.io.gfile.exists(f"{path}.index")]
+    return [*dict.fromkeys(there), newest]
+
+
+def _list(model_dir: str, paths: list[str]) -> None:
+    names = [os.path.basename(path) for path in paths]
+    tf.train.update_checkpoint_state(model_dir, names[-1], names)
+
+
+def _on_disk(model_dir: str) -> list[str]:
+    names = os.listdir(model_dir) if os.path.isdir(model_dir) else ()
+    indices = (name for name in names if name.endswith(".index") and _step_of(name) >= 0)
+    return [os.path.join(model_dir, name[: -len(".index")]) for name in indices]
+
+
+def _step_of(path: str) -> int:
+    """Returns the step that a checkpoint's name says; -1 for none."""
+    match = re.search(r"model\.ckpt-(\d+)(\.index)?$", path)
+    return int(match.group(1)) if match else -1
+
+
+def _put_aside(path: str) -> None:
+    forget_checkpoint(path)
+    for file in checkpoint_files(path):
+        aside = file.parent / DAMAGED_DIRECTORY
+        aside.mkdir(exist_ok=True)
+        os.replace(file, free_name(aside / file.name))
+
+
+# Files that TensorFlow and `files.write_text` rename once they are written, and checkpoints made to
+# restore one of another configuration.
+_LEFTOVER = re.compile(
+    r"model\.ckpt-\d+\.(data-\d+-of-\d+|index)\.tempstate\d+|model\.ckpt-\d+_temp"
+    r"|checkpoint\.tmp[0-9a-f]{32}"
+    r"|\.(checkpoints\.json|facts\.json|loss\.png|metrics\.jsonl|operative_config\.gin|report\.html"
+    r"|result\.json|samples\.txt)\.[a-z0-9_]{8}"
+    r"|\.completed-[a-z0-9_]{8}|\.(adapted|resharding)-[0-9a-f]{32}"
+)
+_DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
+
+
+def remove_leftovers(model_dir: str) -> None:
+    """Removes files that a killed process was writing or deleting; errors are ignored.
+
+    Nothing may be writing to the directory. Data of a checkpoint without its index cannot be read
+    and are removed, too, unless the state file lists the checkpoint or cannot be read itself.
+    """
+    with contextlib.suppress(OSError):
+        listed = _listed_prefixes(model_dir)
+        for path in Path(model_dir).iterdir():
+            data = _DATA.fullmatch(path.name)
+            is_orphan = (
+                data is not None
+                and path.is_file()
+                and listed is not None
+                and data.group(1) not in listed
+                and not path.with_name(f"{data.group(1)}.index").exists()
+            )
+            if is_orphan or _LEFTOVER.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _listed_prefixes(model_dir: str) -> set[str] | None:
+    """Returns the names of checkpoints in the state file; None where it cannot be read."""
+    state = checkpoint_state(model_dir)
+    if state is None:
+        return None
+    return {os.path.basename(path) for path in state.all_model_checkpoint_paths}
+
+
+@contextlib.contextmanager
+def only_run_in(model_dir: str) -> Iterator[None]:
+    """Makes a directory and locks it for one run inside the block.
+
+    Raises a ConfigError if another run has it, it cannot be written to, or its name has
+    "://" or a wildcard.
+    """
+    if "://" in model_dir:
+        raise ConfigError(f"--model_dir={model_dir} must be a directory of this machine")
+    special = set("*?[]") & set(os.path.abspath(model_dir))
+    if special:
+        raise ConfigError(
+            f"--model_dir={model_dir} has {' '.join(sorted(special))} in its name, which "
+            "TensorFlow takes for a pattern: it would find no checkpoint there again"
+        )
+    try:
+        os.makedirs(model_dir, exist_ok=True)
+        # Only writing shows that files can be written: permissions and mounts do not say all.
+        with tempfile.TemporaryFile(dir=model_dir) as probe:
+            probe.write(b"x")
+            probe.flush()
+        descriptor = os.open(model_dir, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(
+            f"--model_dir={model_dir} cannot be written to: {error.strerror}"
+        ) from error
+    try:
+        _lock(descriptor, model_dir)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, model_dir: str) -> None:
+    """Locks an open directory until it is closed; the end of the process closes it, too.
+
+    Raises a ConfigError if another run has the lock; does nothing where there are no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no POSIX
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"Another run writes to {model_dir}: wait for its end, or choose another --model_dir"
+        ) from error
+    except OSError:  # a file system without locks
+        return

@@ -1,0 +1,323 @@
+"""What is known of a graph that holds SIMD programs: programs, loops, branches, inputs, order."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import heapq
+import math
+from typing import Collection, Hashable, Iterable, Mapping, NamedTuple, Tuple, TypeVar, Union
+
+import graphlib
+import numpy as np
+
+from mtf_gradsync._private.libraries import tf
+from mtf_gradsync._private.tensorflow import PASSES_ON, TPU_PROGRAM_ATTR
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+class CycleError(ValueError):
+    """Items in a cycle: each is needed by the next, the last by the first."""
+
+    def __init__(self, cycle: list[Hashable]):
+        self.cycle = cycle
+        super().__init__(f"These need each other: {cycle}.")
+
+
+def in_order(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
+    """Returns items sorted so that each comes after those it needs, otherwise in the given order.
+
+    What an item needs is in the mapping, too. Raises `CycleError` if items need each other.
+    """
+    items = list(needs)
+    place = {item: i for i, item in enumerate(items)}
+    sorter = graphlib.TopologicalSorter(needs)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        raise CycleError(error.args[1][:-1]) from None
+    ordered: list[_Item] = []
+    ready: list[int] = []
+    while sorter.is_active():
+        for item in sorter.get_ready():
+            heapq.heappush(ready, place[item])
+        ordered.append(items[heapq.heappop(ready)])
+        sorter.done(ordered[-1])
+    return ordered
+
+
+class Loop(NamedTuple):
+    """A ``tf.while_loop`` around an operation, by the name of its frame."""
+
+    frame: str
+
+
+class Branch(NamedTuple):
+    """One side of a ``tf.cond`` around an operation."""
+
+    predicate: str  # name of the tensor that the conditional tests
+    taken: bool  # the predicate's value that runs this side
+
+
+# The loops and branches around an operation, outermost first.
+Context = Tuple[Union[Loop, Branch], ...]
+
+_PASS_THROUGH = frozenset(["Identity", "Enter", "RefEnter", "Switch", "RefSwitch"])
+_MERGE = frozenset(["Merge", "RefMerge"])
+_NEXT = frozenset(["NextIteration", "RefNextIteration"])
+_SWITCH = frozenset(["Switch", "RefSwitch"])
+_ENTER = frozenset(["Enter", "RefEnter"])
+_EXIT = frozenset(["Exit", "RefExit"])
+
+CONTROL = -1
+
+
+def split_input(text: str) -> tuple[str, int]:
+    """Splits an input of a ``NodeDef``, such as ``"name:2"``, into a name and an output's number.
+
+    The number of ``"name"`` is 0, that of ``"^name"`` is `CONTROL`.
+    """
+    if text.startswith("^"):
+        return text[1:], CONTROL
+    name, _, number = text.partition(":")
+    return name, int(number or 0)
+
+
+def join_input(name: str, number: int) -> str:
+    """Returns the text that `split_input` splits."""
+    if number == CONTROL:
+        return "^" + name
+    return name if number == 0 else f"{name}:{number}"
+
+
+def data_first(inputs: Iterable[str]) -> list[str]:
+    """Returns data inputs in their order, then each control input once."""
+    data: list[str] = []
+    control: set[str] = set()
+    for text in inputs:
+        if text.startswith("^"):
+            control.add(text)
+        else:
+            data.append(text)
+    return data + sorted(control)
+
+
+def common_context(one: Context, other: Context) -> Context:
+    """Returns the loops and branches that are around both."""
+    size = 0
+    while size < min(len(one), len(other)) and one[size] == other[size]:
+        size += 1
+    return one[:size]
+
+
+class GraphFacts:
+    """Static facts about a ``GraphDef``.
+
+    Attributes:
+      node: name -> ``NodeDef``.
+      order: every name once, each after all its inputs, otherwise in the order of creation.
+      context: name -> `Context`.
+      cluster: name -> name of the TPU program, for operations that belong to one.
+      num_replicas: name of each TPU program -> its number of cores.
+    """
+
+    def __init__(self, graph_def: tf.GraphDef):
+        self.graph_def = graph_def
+        self.node: dict[str, tf.NodeDef] = {n.name: n for n in graph_def.node}
+        self.cluster: dict[str, str] = {
+            n.name: n.attr[TPU_PROGRAM_ATTR].s.decode()
+            for n in graph_def.node
+            if TPU_PROGRAM_ATTR in n.attr
+        }
+        self.num_replicas: dict[str, int] = {
+            self.cluster[n.name]: n.attr["num_replicas"].i
+            for n in graph_def.node
+            if n.op == "TPUReplicateMetadata" and n.name in self.cluster
+        }
+        self.order: list[str] = []
+        self.context: dict[str, Context] = {}
+        self._inputs: dict[str, list[tuple[str, int]]] = {
+            n.name: [split_input(s) for s in n.input] for n in graph_def.node
+        }
+        self._consumers: dict[str, list[tuple[str, int]]] | None = None
+        self._pivot_predicate = self._find_pivots()
+        self._walk()
+
+    def inputs(self, name: str) -> list[tuple[str, int]]:
+        """Returns the inputs of a node as ``(name, number)``, see `split_input`."""
+        return self._inputs[name]
+
+    def consumers(self, name: str) -> list[tuple[str, int]]:
+        """Returns the nodes that use a node, as ``(consumer's name, which output of the node)``."""
+        if self._consumers is None:
+            self._consumers = collections.defaultdict(list)
+            for consumer, inputs in self._inputs.items():
+                for source, number in inputs:
+                    self._consumers[source].append((consumer, number))
+        return self._consumers[name]
+
+    def _walk(self) -> None:
+        """Fills `order`, then `context` from the inputs on."""
+        needs = {
+            name: {s for s, _ in inputs if not self.is_back_edge(s, name)}
+            for name, inputs in self._inputs.items()
+        }
+        try:
+            self.order = in_order(needs)
+        except CycleError as error:
+            cycle = ", ".join(map(repr, error.cycle[:5]))
+            raise ValueError(f"The graph has a cycle outside while loops, near {cycle}.") from None
+        for name in self.order:
+            self.context[name] = self._context_of(name)
+
+    def is_back_edge(self, source: str, consumer: str) -> bool:
+        """Returns whether `source` gives `consumer` a value of a loop's iteration before."""
+        return self.node[source].op in _NEXT and self.node[consumer].op in _MERGE
+
+    def _context_of(self, name: str) -> Context:
+        node = self.node[name]
+        found: list[Context] = [
+            self.context_of_output(source, number)
+            for source, number in self._inputs[name]
+            if not self.is_back_edge(source, name)
+        ]
+        if node.op in _MERGE:
+            # Both sides of a conditional meet here; the context that they share is around both.
+            return functools.reduce(common_context, found)
+        context = max(found, key=len) if found else ()
+        if node.op in _ENTER:
+            context += (Loop(node.attr["frame_name"].s.decode()),)
+        return context
+
+    def context_of_output(self, name: str, number: int) -> Context:
+        """Returns the context in which an output of a node, see `split_input`, is alive."""
+        node, context = self.node[name], self.context[name]
+        if node.op in _EXIT:
+            while not isinstance(context[-1], Loop):
+                context = context[:-1]
+            return context[:-1]
+        if node.op in _SWITCH and number != CONTROL and not self.is_loop_switch(name):
+            return context + (Branch(self.predicate_of(name), number == 1),)
+        return context
+
+    def _find_pivots(self) -> dict[str, str]:
+        """Returns the predicate that a conditional's Switch nodes test, by its first Switch."""
+        # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
+        # Identity(p), which all other Switch nodes test. Several conditionals may share p.
+        found: dict[str, str] = {}
+        open_pivots: dict[str, list[str]] = collections.defaultdict(list)
+        for node in self.graph_def.node:
+            if node.op == "Switch" and node.input[0] == node.input[1]:
+                open_pivots[node.input[1]].append(node.name)
+            elif node.op == "Identity" and open_pivots.get(node.input[0]):
+                found[open_pivots[node.input[0]].pop()] = node.name
+        return found
+
+    def predicate_of(self, name: str) -> str:
+        """Returns the predicate of a conditional's ``Switch``, in the spelling of an input."""
+        return self._pivot_predicate.get(name, self.node[name].input[1])
+
+    def is_loop_switch(self, name: str) -> bool:
+        """Returns whether a ``Switch`` belongs to a while loop, not to a conditional."""
+        return self.node[self._inputs[name][1][0]].op == "LoopCond"
+
+    def is_conditional_switch(self, name: str) -> bool:
+        """Returns whether a node is the ``Switch`` of a conditional."""
+        return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
+
+    @functools.cached_property
+    def condition_of(self) -> dict[Loop, str]:
+        """The ``LoopCond`` of each loop."""
+        return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
+
+    def loop_of(self, name: str) -> Loop:
+        """Returns the innermost loop around a node that is in no conditional inside that loop."""
+        loop = self.context[name][-1]
+        assert isinstance(loop, Loop)
+        return loop
+
+    def root(self, name: str) -> str:
+        """Follows a value back through operations that only pass it on into loops and branches."""
+        while self.node[name].op in _PASS_THROUGH:
+            name = self._inputs[name][0][0]
+        return name
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """Returns the value of a constant, also from inside loops and branches; None for others."""
+        node = self.node[self.root(name)]
+        if node.op != "Const":
+            return None
+        return tf.make_ndarray(node.attr["value"].tensor)
+
+
+_PREFIXES = ("_tpu", "_xla", "_Xla")
+
+
+def untie(node: tf.NodeDef) -> None:
+    """Removes the attributes that tie a node to devices or to a TPU, in place."""
+    node.device = ""
+    for attr in list(node.attr):
+        if attr == "_class" or attr.startswith(_PREFIXES):
+            del node.attr[attr]
+
+
+def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
+    """The inputs of a node on a CPU, where one with `PASSES_ON` would be a pass over the values.
+
+    Such a node is made an identity.
+    """
+    if PASSES_ON not in node.attr:
+        return data
+    node.op = "Identity"
+    return [data[1]]
+
+
+def turns_in(facts: GraphFacts, context: Context) -> int | None:
+    """Returns how often a step runs what is in a context; None if the graph does not say."""
+    turns = 1
+    for loop in context:
+        if isinstance(loop, Loop):
+            count = _turns(facts, loop)
+            if count is None:
+                return None
+            turns *= count
+    return turns
+
+
+def _turns(facts: GraphFacts, loop: Loop) -> int | None:
+    """Returns how often a loop runs, if it counts from one constant to another by a third."""
+    test = facts.inputs(facts.condition_of[loop])[0][0]
+    if facts.node[test].op != "Less":
+        return None
+    counter, limit = (source for source, _ in facts.inputs(test)[:2])
+    end = facts.constant(limit)
+    if facts.node[counter].op != "Merge" or end is None:
+        return None
+    first, step = None, None
+    for source, _ in facts.inputs(counter):
+        if facts.node[source].op == "Enter":
+            first = facts.constant(source)
+        elif facts.node[source].op == "NextIteration":
+            step = _step(facts, facts.inputs(source)[0][0])
+    if first is None or not step or step < 0:
+        return None
+    return max(0, math.ceil((float(end) - float(first)) / step))
+
+
+def _step(facts: GraphFacts, name: str) -> float | None:
+    """Returns the constant that an addition adds, or None."""
+    if facts.node[name].op not in ("Add", "AddV2"):
+        return None
+    values = [facts.constant(source) for source, number in facts.inputs(name) if number >= 0]
+    found = [float(v) for v in values if v is not None and v.ndim == 0]
+    return found[0] if len(found) == 1 else None
+
+
+def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
+    """Raises ValueError for an output, see `split_input`, that only exists in a loop or branch."""
+    if facts.context_of_output(name, number):
+        raise ValueError(
+            f"{name!r} cannot be fetched: it stands inside a loop or conditional of the program. "
+            "Fetch what the loop or conditional returns."
+        )

@@ -1,1 +1,0 @@
-"""Analyses the graph of a TPU program: its structure, effects, loops and collectives."""

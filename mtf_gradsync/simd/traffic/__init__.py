@@ -1,1 +1,0 @@
-"""Lists what processors send each other, on SIMD and on placement meshes."""

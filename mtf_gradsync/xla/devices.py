@@ -1,0 +1,96 @@
+"""Devices of jax for the cores of a mesh, and how a process is made to have them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from importlib import metadata
+from typing import Any, Sequence
+
+from mtf_gradsync._private.jax import backends_are_initialized
+from mtf_gradsync.processes.members import ProcessesError
+from mtf_gradsync.xla.installed import check_installed
+from mtf_gradsync.xla.runner.devices import check_count, find_devices, make_cpu_devices
+
+# Device files of a TPU on its host.
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def leave_absent_tpus_alone() -> None:
+    """Keeps jax from looking for a TPU where libtpu is installed, but there is none.
+
+    It would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
+    """
+    if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
+        return
+    if backends_are_initialized():
+        return
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    if not _has_plugins():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
+        if "jax" in sys.modules:
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")
+
+
+def _has_plugins() -> bool:
+    """Returns whether platforms are installed beside jax's own."""
+    groups: Any = metadata.entry_points()
+    if hasattr(groups, "select"):
+        return bool(groups.select(group="jax_plugins"))
+    return bool(groups.get("jax_plugins"))
+
+
+# Before it, a process waits for the others in the collective of one device while its other devices
+# wait for a thread.
+_OLDEST_JAXLIB = (0, 4, 33)
+
+
+def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
+    """Makes CPU devices as `make_cpu_devices` does, as long as jax has not begun."""
+    if not backends_are_initialized():
+        make_cpu_devices(count, replace)
+
+
+def check_keeps_order() -> None:
+    """Raises a ProcessesError if CPU devices of several processes cannot share collectives."""
+    import jaxlib
+
+    if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < _OLDEST_JAXLIB:
+        oldest = ".".join(map(str, _OLDEST_JAXLIB))
+        raise ProcessesError(
+            f"CPU devices of several processes need jaxlib {oldest} or later; this is "
+            f"{jaxlib.__version__}, which hangs in their collectives. Install a later one, "
+            "or use one process."
+        )
+
+
+def devices_for(
+    num_cores: int, platform: str | None = None, devices: Sequence[Any] | None = None
+) -> list[Any]:
+    """Returns the devices for the cores of a mesh.
+
+    CPU devices are created as needed, as long as jax has not begun.
+
+    Args:
+      num_cores: cores of the mesh.
+      platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice, which the
+        environment variable JAX_PLATFORMS can set.
+      devices: jax devices to use in place of the first ones.
+
+    Returns:
+      As many jax devices, those of all processes.
+
+    Raises:
+      XlaMissingError: when jax is not installed.
+      DevicesError: when there is no such platform, or it has too few devices.
+    """
+    check_installed("jax", "jaxlib")
+    if devices is not None:
+        return check_count(devices, num_cores)
+    ask_for_cpu_devices(num_cores)
+    leave_absent_tpus_alone()
+    return find_devices(num_cores, platform)

@@ -1,1 +1,0 @@
-"""Runs programs on the devices that jax has."""

@@ -1,1 +1,0 @@
-"""Several processes, each with some of the devices of one mesh."""

@@ -1,0 +1,67 @@
+"""Each change of Mesh-TensorFlow's functions is made once, whoever has changed them before."""
+
+import functools
+import inspect
+
+import pytest
+
+from mtf_gradsync._private import gradients_calls, mesh_tensorflow, patches, recomputing
+from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.step import StandIn, after_lowering, before_lowering
+
+
+def around_lowering():
+    patches.call_around_lowering(before_lowering, after_lowering)
+
+
+# What `import mtf_gradsync` calls, by the functions that it changes.
+CHANGES = {
+    (mtf.Lowering, "__init__"): around_lowering,
+    (mtf.Graph, "rewrite_stack_variables"): around_lowering,
+    (mtf.Graph, "combine_assignments"): lambda: patches.keep_apart_when_combined(StandIn),
+    (mtf.MeshImpl, "__init__"): mesh_tensorflow.note_meshes,
+    (mtf.ScalarMultiplyOperation, "__init__"): mesh_tensorflow.keep_masks_finite,
+    (mtf.ImportOperation, "__init__"): mesh_tensorflow.check_imported_shapes,
+    (mtf, "gradients"): gradients_calls.note_gradients,
+    (mtf.ops, "gradients"): gradients_calls.note_gradients,
+    (mtf.ops, "_recompute_grad_grad"): recomputing.recompute_each_shard_by_itself,
+}
+
+
+def with_word(word):
+    def make(function):
+        return lambda: [word, *function()]
+
+    make.__qualname__ = f"with_{word}"
+    return make
+
+
+def foreign(function):
+    return functools.wraps(function)(lambda *args: ["foreign", *function(*args)])
+
+
+def test_a_patch_is_made_once_around_or_inside_of_foreign_decorators():
+    class Owner:
+        say = staticmethod(lambda: ["original"])
+
+    ours, others = with_word("ours"), with_word("others")
+    Owner.say = staticmethod(foreign(Owner.say))
+    for _ in range(2):
+        patches.patch(Owner, "say", ours)
+    assert Owner.say() == ["ours", "foreign", "original"]
+    patches.patch(Owner, "say", others)
+    Owner.say = staticmethod(foreign(Owner.say))
+    for make in (ours, others):
+        patches.patch(Owner, "say", make)
+    assert Owner.say() == ["foreign", "others", "ours", "foreign", "original"]
+
+
+@pytest.mark.parametrize(("owner", "name"), CHANGES, ids=lambda x: getattr(x, "__name__", x))
+def test_no_change_is_skipped_because_another_library_was_there_first(owner, name, monkeypatch):
+    theirs = foreign(inspect.unwrap(getattr(owner, name)))
+    monkeypatch.setattr(owner, name, theirs)
+    CHANGES[owner, name]()
+    ours = getattr(owner, name)
+    assert ours is not theirs
+    CHANGES[owner, name]()
+    assert getattr(owner, name) is ours
