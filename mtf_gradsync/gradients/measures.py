@@ -116,9 +116,10 @@ class NotFinite(StageOperation):
         axes: ReplicaAxes | None,
         strategy: Strategy,
         only_apart: bool = False,
+        shared: float = 0.0,
     ):
-        """Adds the operation; with `only_apart` it skips gradients that all shards share."""
-        self._strategy, self._only_apart = strategy, only_apart
+        """Adds the operation; with `only_apart`, gradients that all shards share have `shared`."""
+        self._strategy, self._only_apart, self._shared = strategy, only_apart, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
         PendingSums.want(grads, False, names, strategy)
@@ -132,7 +133,7 @@ class NotFinite(StageOperation):
         parts = [partial_sum(lowering, grad) for grad in self.inputs]
         own = set(mesh_impl.tensor_layout(output.shape)) - {None}
         counts = [
-            not self._only_apart
+            not (self._only_apart and own)
             or bool(own.intersection([*part.mesh_axes, *mesh_impl.tensor_layout(grad.shape)]))
             for grad, part in zip(self.inputs, parts)
         ]
@@ -140,7 +141,8 @@ class NotFinite(StageOperation):
         def look(*slices: tf.Tensor) -> tf.Tensor:
             finite = [tf.reduce_all(tf.math.is_finite(x)) for x in slices]
             found = 1.0 - tf.cast(tf.stack(finite), tf.float32)
-            return tf.reshape(found * tf.constant(counts, tf.float32), slice_shape)
+            found = tf.where_v2(tf.constant(counts), found, tf.constant(self._shared))
+            return tf.reshape(found, slice_shape)
 
         found = mesh_impl.slicewise(look, *[part.value for part in parts])
         others = tuple(axis for axis in range(mesh_impl.shape.ndims) if axis not in own)
