@@ -117,9 +117,10 @@ class NotFinite(StageOperation):
         axes: ReplicaAxes | None,
         strategy: Strategy,
         only_apart: bool = False,
+        shared: float = 0.0,
     ):
-        """Adds the operation; with `only_apart` it skips gradients that all shards share."""
-        self._strategy, self._only_apart = strategy, only_apart
+        """Adds the operation; with `only_apart`, gradients that all shards share have `shared`."""
+        self._strategy, self._only_apart, self._shared = strategy, only_apart, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
         PendingSums.want(grads, False, names, strategy)
@@ -133,7 +134,7 @@ class NotFinite(StageOperation):
         parts = [partial_sum(lowering, grad) for grad in self.inputs]
         own = set(mesh_impl.tensor_layout(output.shape)) - {None}
         counts = [
-            not self._only_apart
+            not (self._only_apart and own)
             or bool(own.intersection([*part.mesh_axes, *mesh_impl.tensor_layout(grad.shape)]))
             for grad, part in zip(self.inputs, parts)
         ]
@@ -141,7 +142,8 @@ class NotFinite(StageOperation):
         def look(*slices: tf.Tensor) -> tf.Tensor:
             finite = [tf.reduce_all(tf.math.is_finite(x)) for x in slices]
             found = 1.0 - tf.cast(tf.stack(finite), tf.float32)
-            return tf.reshape(found * tf.constant(counts, tf.float32), slice_shape)
+            found = tf.where_v2(tf.constant(counts), found, tf.constant(self._shared))
+            return tf.reshape(found, slice_shape)
 
         found = mesh_impl.slicewise(look, *[part.value for part in parts])
         others = tuple(axis for axis in range(mesh_impl.shape.ndims) if axis not in own)
@@ -201,6 +203,7 @@ def which_not_finite(
     axes: ReplicaAxes | None = None,
     reducer: Strategy | None = None,
     only_apart: bool = False,
+    shared: float = 0.0,
 ) -> mtf.Tensor:
     """Returns which gradients are not finite, `[shards..., gradients]`; see `NotFinite`.
 
@@ -210,11 +213,11 @@ def which_not_finite(
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     home = grads[0].mesh
     if all(g.mesh is home for g in grads):
-        return mtf.anonymize(NotFinite(grads, axes, strategy, only_apart).outputs[0])
+        return mtf.anonymize(NotFinite(grads, axes, strategy, only_apart, shared).outputs[0])
 
     def of_mesh(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> list[mtf.Tensor]:
         del mesh
-        found = mtf.anonymize(NotFinite(some, None, strategy, only_apart).outputs[0])
+        found = mtf.anonymize(NotFinite(some, None, strategy, only_apart, shared).outputs[0])
         return mtf.unstack(on_mesh(found, home), found.shape.dims[0])
 
     return mtf.anonymize(mtf.stack(each_mesh(grads, of_mesh), "gradients"))

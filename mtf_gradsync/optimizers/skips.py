@@ -28,6 +28,9 @@ from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
 
+# What rows are called that are no shard's: of sums of finite gradients, and of reduced gradients.
+_OF_SUM, _OF_ONE = "(sum over shards)", "(shard unknown)"
+
 # The full list may be as long as the number of variables times the number of shards.
 _MOST_NAMED = 8
 
@@ -98,8 +101,9 @@ class Words(NamedTuple):
 
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
     """Returns the rows of `not_finite_flags`, for `Words`."""
-    shards = range(axes.num_shards) if axes else ()
-    return [*(f"(shard {number})" for number in shards), "(sum over shards)"]
+    if axes is None:
+        return [_OF_ONE]
+    return [*(f"(shard {number})" for number in range(axes.num_shards)), _OF_SUM, _OF_ONE]
 
 
 def not_finite_flags(
@@ -109,7 +113,11 @@ def not_finite_flags(
 
     `given` are gradients in any form, and `sums` the same ones as they are checked.
     """
-    of_shards = [which_not_finite(given.present, axes, strategy, only_apart=True)] if axes else []
+    given, of_shards = given.unreduced or given, []
+    if axes:
+        of_shards.append(
+            which_not_finite(given.present, axes, strategy, only_apart=True, shared=-1.0)
+        )
     return [*of_shards, which_not_finite(sums.present, None, strategy)]
 
 
@@ -161,8 +169,9 @@ class Skips:
 
         Args:
           found: flags, greater than 0 where something is not finite, the same on all processors:
-            `[rows..., names]`; if there are several, the last ones count where the others have none
-            of a name.
+            `[rows..., names]`. If there are two, those of shards, less than 0 where they are not
+            known, and those of the sums: these make a row for names of which no shard has a flag,
+            and a row for those of which shards are not known.
           now: the values of `counts` after the step, and of the floor's variable.
         """
         found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
@@ -213,12 +222,13 @@ class Skips:
     def error(self, found: np.ndarray, missed: np.ndarray | None) -> NoUpdateError:
         """Returns the error for too many steps without an update."""
         assert self.limit is not None  # or there would be no error
-        replicas, named = _rows(found), self.named(found)
+        rows, named = self.words.rows, self.named(found)
+        replicas = [row for row in _rows(found) if rows[row] not in (_OF_SUM, _OF_ONE)]
         text = _no_update(self.owner, self.limit)
         if named:
             text += f" {self.words.last} {named}."
         if missed is not None:
-            replicas = np.flatnonzero(np.reshape(missed, -1) > 0)
+            replicas = list(np.flatnonzero(np.reshape(missed, -1) > 0))
             text += f" {_MISSING} [{', '.join(map(str, replicas))}]."
         return NoUpdateError(self.limit, replicas, text)
 
@@ -305,11 +315,15 @@ class _Report(mtf.Operation):
         count = len(skips.words.names)
 
         def together(*found: tf.Tensor) -> tf.Tensor:
-            *shards, total = (tf.reshape(x, [-1, count]) for x in found)
-            for rows in shards:
+            rows, *of_sums = (tf.reshape(x, [-1, count]) for x in found)
+            for total in of_sums:
                 # Sums only if no shard's gradient explains them.
-                total = tf.where_v2(tf.reduce_max(rows, 0, keepdims=True) > 0, 0.0, total)
-            return tf.concat([*shards, total], 0)
+                known = tf.reduce_min(rows, 0, keepdims=True) >= 0
+                explained = tf.reduce_max(rows, 0, keepdims=True) > 0
+                total = tf.where_v2(explained, 0.0, total)
+                each = tf.where_v2(known, total, 0.0), tf.where_v2(known, 0.0, total)
+                rows = tf.concat([rows, *each], 0)
+            return rows
 
         flags = lowering.mesh_impl(self).slicewise(together, *found).to_laid_out_tensor()
         record = lowering.variables[skips.record]

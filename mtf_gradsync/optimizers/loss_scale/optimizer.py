@@ -27,7 +27,7 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Plan, Watched, values_after
+from mtf_gradsync.step import Gate, Plan, Watched, values_after
 
 DYNAMIC: Literal["dynamic"] = "dynamic"
 # Scales that, like their reciprocals, are far from float32's limits.
@@ -50,7 +50,8 @@ class LossScaleOptimizer(ReportsSkips):
     Put it outside of wrappers that reduce and clip: `LossScaleOptimizer(CrossShardOptimizer(opt))`.
     Inside `GradientAccumulationOptimizer` it skips whole updates, with all of their microbatch
     steps. Around optimizers that skip gradients that are not finite themselves
-    (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it only changes the scale.
+    (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`) it only changes the scale. Shards
+    that `SyncReplicasOptimizer` skips do not count, as long as another one contributes.
 
     State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`, and with
     max_steps_without_update `<name>/waiting`.
@@ -236,6 +237,12 @@ class _SkipNotFinite(Stage):
         before = wrapper._state_of(gradients.variables[0].mesh)
         inside = [traits_of(x) for x in wrapper.inner_stack()]
         reduction = wrapper._gradient_reduction()
+        if any(stage.tells_finite for stage in step.stages):
+            # What shards have that it skips does not count.
+            step.when_finite_is_known(
+                lambda finite: self._change_scale(before, finite, [], gradients, gradients, step)
+            )
+            return gradients
         # If a wrapper inside skips gradients that are not finite, this one only changes the scale.
         is_beside = any(traits.skips_not_finite for traits in inside)
         passed_on, axes = gradients, wrapper.axes_now(gradients.present)
@@ -248,24 +255,41 @@ class _SkipNotFinite(Stage):
         else:
             found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
+        held = [] if is_beside else passed_on.present
+        gate = self._change_scale(before, finite, held, gradients, passed_on, step)
+        if not is_beside:
+            step.only_when(finite, gate, as_call=False)
+        return passed_on
+
+    def _change_scale(
+        self,
+        before: LossScaleState,
+        finite: mtf.Tensor,
+        held: list[mtf.Tensor],
+        gradients: GradientSet,
+        checked: GradientSet,
+        step: StepBuilder,
+    ) -> Gate | None:
+        """Writes the state after the step, and reports a skipped one.
+
+        Returns the gate of these writes, which is one for the tensors `held`, too.
+        """
+        wrapper = self._wrapper
+        axes = wrapper.axes_now(gradients.present)
         finite = on_mesh(finite, before.skipped.mesh)
-        gate = step.gate([finite] if is_beside else [*passed_on.present, finite])
+        gate = step.gate([*held, finite])
         after = after_step(before, finite, wrapper._rule)
         skips = self._skips = self._make_skips(gradients, before, axes)
         now = [after.skipped, *([] if after.scale is None else [after.scale])]
         step.run_when(
             mtf.logical_not(finite),
             gate,
-            lambda: skips.report(
-                not_finite_flags(gradients, passed_on, axes, wrapper.reducer), now
-            ),
+            lambda: skips.report(not_finite_flags(gradients, checked, axes, wrapper.reducer), now),
         )
         wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
         step.write(wrapper._writes, gate)
         wrapper._now = None if step.plan.is_in_branch else after
-        if not is_beside:
-            step.only_when(finite, gate, as_call=False)
-        return passed_on
+        return gate
 
     def _are_finite(self, sums: list[mtf.Tensor], are_squared: bool) -> mtf.Tensor:
         """Whether reduced gradients, or parts of them, are finite, a boolean scalar."""

@@ -119,7 +119,9 @@ class Accumulators:
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
         self._taken = unless.outputs if unless else step.value_after(self._variables, ())
         dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
-        return self._given.with_present(self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes)
+        return self._given.with_present(
+            self._taken, Form.PENDING, divisor=divisor, dtypes=dtypes, unreduced=None
+        )
 
     def _clear(self) -> list[mtf.Operation]:
         """Makes the accumulators zero after the sums were read, even if no update follows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Callable, Mapping, Sequence
 
 from mtf_gradsync._names import counted, some_of
@@ -159,7 +160,7 @@ class StepBuilder(StepConditions):
         partition = None if self._wants_reduced else self._partition
         if gradients.form is (Form.PART if partition else Form.REDUCED):
             return gradients
-        given = gradients.present
+        given, unreduced = gradients.present, gradients
         if partition is None:
             strategy = reduction.strategy
             gradients = self.reduce_now(gradients, reduction)
@@ -177,6 +178,8 @@ class StepBuilder(StepConditions):
             gradients = gradients.with_present(parts, Form.PART)
         if self.reduced is None:
             self.reduced = Reduced(given, gradients.present, self.plan.open_branch, strategy)
+        if not unreduced.form.is_reduced:
+            gradients = dataclasses.replace(gradients, unreduced=unreduced)
         return finished(gradients, self._opt)
 
     def reduce_now(

@@ -25,6 +25,7 @@ class StepConditions:
         self._branches = contextlib.ExitStack()
         self.updated: mtf.Tensor | None = None
         self.agree: Callable[[mtf.Tensor, bool], mtf.Tensor] | None = None
+        self._if_finite: list[Callable[[mtf.Tensor], object]] = []
 
     def add(self, operations: Sequence[mtf.Operation]) -> None:
         """Adds operations to the step, or to its open branch."""
@@ -56,6 +57,24 @@ class StepConditions:
         its own. Without islands it is the scalar itself.
         """
         return holds if self.agree is None else self.agree(holds, by_any)
+
+    def when_finite_is_known(self, then: Callable[[mtf.Tensor], object]) -> None:
+        """Registers a function to call with what a stage inside gives `tell_finite`.
+
+        That stage (`Stage.tells_finite`) knows which shards it skips.
+        """
+        self._if_finite.append(then)
+
+    def tell_finite(self, make: Callable[[], mtf.Tensor]) -> None:
+        """Says whether the step is one with finite gradients, a boolean scalar that `make` makes.
+
+        What a skipped shard has does not count, unless no shard is left for it. Call it before the
+        branch of the update is opened.
+        """
+        if self._if_finite:
+            finite = make()
+            for then in self._if_finite:
+                then(finite)
 
     @contextlib.contextmanager
     def branch_when(

@@ -44,6 +44,8 @@ class GradientSet:
         are reduced, because shards are mixed in them.
       made_of_sums: in form `PER_SHARD`, for some at `already_reduced`, how to make them without the
         shards that a stage skips.
+      unreduced: in a reduced form, the set as it was before the reduction, which tells more about
+        shards; None if it is not known.
       branch: the branch of the step that can use them; None if every step can.
     """
 
@@ -54,6 +56,7 @@ class GradientSet:
     dtypes: tuple[tf.DType | None, ...] | None = None
     already_reduced: frozenset[int] = frozenset()
     made_of_sums: Mapping[int, MadeOfSums] = dataclasses.field(default_factory=dict)
+    unreduced: GradientSet | None = None
     branch: Branch | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

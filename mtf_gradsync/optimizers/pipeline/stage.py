@@ -34,6 +34,7 @@ class Stage:
       remakes: if the stage takes `PER_SHARD`, whether it makes gradients at `made_of_sums` again,
         without the shards that it skips. They, and gradients that hold no shard's data but are
         split over a replica axis, are then no error and are at `already_reduced`.
+      tells_finite: whether `apply` calls `StepBuilder.tell_finite`.
       reads_shown: whether `after_update` reads values for evaluation, which stages inside or around
         this one may replace (`StepBuilder.show`): it is called after theirs.
       mixed_warning: a warning about those that are reduced, with fields for the wrapper's name, the
@@ -47,6 +48,7 @@ class Stage:
     mixed_warning = ""
     adds_up = False
     remakes = False
+    tells_finite = False
     reads_shown = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -73,11 +73,12 @@ def fresh_replicas(
     contributes: Any,
     axes: ReplicaAxes,
     strategy: Strategy,
-) -> mtf.Tensor:
-    """Returns which replicas contribute: `[shard dims...]`, boolean, split over the replica axes.
+) -> tuple[mtf.Tensor, mtf.Tensor]:
+    """Returns which replicas contribute, and which would if all gradients were finite.
 
-    `own` are what each replica has computed, per shard, and `reduced` gradients of all replicas, in
-    which a NaN drops all. `steps` is what `steps_of_gradients` returned.
+    Both are boolean, `[shard dims...]`, split over the replica axes. `own` are what each replica
+    has computed, per shard, and `reduced` gradients of all replicas, in which a NaN drops all.
+    `steps` is what `steps_of_gradients` returned.
     """
     dims = mtf.Shape(list(axes.shard_dims))
     # A processor has the whole of one, unless the layout splits it over a replica axis.
@@ -90,11 +91,11 @@ def fresh_replicas(
     behind = mtf.broadcast(update_step.value, steps.shape) - steps
     # Each processor takes its own slice of a tensor that all of them have: nothing is sent.
     behind = mtf.reshape(behind, bad.shape)
-    fresh = mtf.logical_and(mtf.less_equal(bad, 0.0), mtf.less_equal(behind, 0))
-    if contributes is None:
-        return fresh
-    mask = _on_mesh(contributes, bad.mesh, bad.shape, bad.shape)
-    return mtf.logical_and(fresh, mtf.not_equal(mask, 0))
+    wanted = mtf.less_equal(behind, 0)
+    if contributes is not None:
+        mask = _on_mesh(contributes, bad.mesh, bad.shape, bad.shape)
+        wanted = mtf.logical_and(wanted, mtf.not_equal(mask, 0))
+    return mtf.logical_and(mtf.less_equal(bad, 0.0), wanted), wanted
 
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:

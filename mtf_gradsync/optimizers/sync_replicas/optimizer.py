@@ -294,6 +294,7 @@ class _AggregateReplicas(Stage):
     gives = Form.REDUCED
     wants_reduced = True
     remakes = True
+    tells_finite = True
 
     def __init__(self, wrapper: SyncReplicasOptimizer):
         self._wrapper = wrapper
@@ -307,7 +308,7 @@ class _AggregateReplicas(Stage):
         )
         steps = freshness.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
         own, reduced, parts = _by_replica(gradients, axes, reducer)
-        fresh = freshness.fresh_replicas(
+        fresh, wanted = freshness.fresh_replicas(
             own, reduced, steps, before.update_step, wrapper._contributes, axes, reducer
         )
         skipped = mtf.logical_not(fresh)
@@ -318,6 +319,7 @@ class _AggregateReplicas(Stage):
         # Besides gradients, only this is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
+        step.tell_finite(lambda: _any_or_none_wanted(contributions, wanted))
         gradients = _of_contributions(gradients, parts, skipped, contributions, wrapper)
         accumulators = Accumulators(
             gradients, wrapper._slots, is_share=True, counter=before.count.name
@@ -364,6 +366,12 @@ class _AggregateReplicas(Stage):
         axes, reducer = self._wrapper.axes, self._wrapper.reducer
         found = NotFinite(gradients.present, axes, reducer).outputs[0]
         return skips.report([mtf.anonymize(found)])
+
+
+def _any_or_none_wanted(contributions: mtf.Tensor, wanted: mtf.Tensor) -> mtf.Tensor:
+    """Whether a replica contributes, or none was asked to: then no gradient stopped one."""
+    number = mtf.reduce_sum(mtf.anonymize(mtf.cast(wanted, tf.int32)))
+    return mtf.logical_or(mtf.greater(contributions, 0), mtf.equal(number, 0))
 
 
 # For some gradients, by position, each replica's parts of the sums that they are made of.

@@ -76,6 +76,21 @@ def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_k
         assert np.abs(others - found.variables[name]).min() > 0 or name != "w1"
 
 
+def test_on_shared_copies_with_a_second_axis_in_many_sessions():
+    """Along `cols` processors have the same slices of all that is not split over it."""
+    feeds = broken(batches(ROUND + 1), 0, 1, size=8)
+    made = program("shared", feeds[0], mesh="2x2")
+    assert not made.races()
+    one = [without(feed, 1, 8) for feed in feeds[:ROUND]]
+    expected = outer_reference.train("momentum", one, 1, ROUND, 0.7, 0.5, True, ALL)
+    for _ in range(6):
+        found = made.run(feeds)
+        for name, value in expected.outer.items():
+            np.testing.assert_allclose(found.variables[name], value, rtol=0, atol=96 * 2**-24)
+        assert [list(f["outer/skipped"]) for f in found.fetched] == [[0, 0], [0, 1], [0, 1]]
+        assert found.variables["OuterOptimizer/inner_step"] == len(feeds)
+
+
 def test_where_no_island_is_finite_the_outer_values_stay(mesh_kind):
     feeds = broken(batches(2 * ROUND), ROUND, 0, 1, 2, 3)
     _, before, _, found = with_momentum(mesh_kind).after_each(feeds)
