@@ -140,7 +140,9 @@ STACKS = {
     "cross_shard": (lambda: gs.CrossShardOptimizer(adam()), Adam, {}, ()),
     "clip": (lambda: gs.ClipByGlobalNormOptimizer(sgd(), NORM), Sgd, {"clips": True}, ()),
     "loss_scale": (
-        lambda: gs.LossScaleOptimizer(gs.ClipByGlobalNormOptimizer(sgd(), NORM)),
+        lambda: gs.LossScaleOptimizer(
+            gs.ClipByGlobalNormOptimizer(sgd(), NORM), max_steps_without_update=1
+        ),
         Sgd,
         {"clips": True},
         (1,),
@@ -148,7 +150,10 @@ STACKS = {
     "accumulation": (
         lambda: gs.AverageOptimizer(
             accumulated(
-                gs.ClipByGlobalNormOptimizer(adam(), NORM), should_skip_update_fn=gs.skip_not_finite
+                gs.ClipByGlobalNormOptimizer(adam(), NORM),
+                should_skip_update_fn=gs.skip_not_finite,
+                max_steps_without_update=3,
+                flush=tf.constant(False),
             ),
             0.5,
         ),
@@ -174,7 +179,7 @@ def run(kind, made, given, second=SECOND):
 
 
 @pytest.mark.parametrize("stack", list(STACKS))
-def test_training_is_that_of_one_device(stack, mesh_kind, caplog):
+def test_training_is_that_of_one_device(stack, mesh_kind, caplog, capfd):
     make, update, how, bad = STACKS[stack]
     given = feeds(bad)
     found = run(mesh_kind, build(make), given)
@@ -191,6 +196,29 @@ def test_training_is_that_of_one_device(stack, mesh_kind, caplog):
         assert found[-1]["LossScaleOptimizer/skipped"] == 1
         assert found[-1]["LossScaleOptimizer/scale"] == 2.0**14
     assert "differ after an update" not in caplog.text
+    told = [record.getMessage() for record in caplog.records] + capfd.readouterr().err.splitlines()
+    skipped = [line for line in told if "step skipped" in line]
+    assert len(skipped) == len(bad)
+    assert all("not finite: two (sum over shards)." in line for line in skipped)
+
+
+NEVER = {
+    "LossScaleOptimizer": lambda limit: gs.LossScaleOptimizer(
+        sgd(), max_steps_without_update=limit
+    ),
+    "GradientAccumulationOptimizer": lambda limit: accumulated(
+        sgd(), should_skip_update_fn=gs.skip_not_finite, max_steps_without_update=limit
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(NEVER))
+def test_steps_without_an_update_end_the_training(name, mesh_kind):
+    given = feeds(range(STEPS))
+    with pytest.raises((gs.NoUpdateError, tf.errors.InvalidArgumentError)) as raised:
+        run(mesh_kind, build(lambda: NEVER[name](2)), given)
+    assert f"{name}: no update for more than max_steps_without_update=2" in str(raised.value)
+    assert "skipped: two (sum over shards)." in str(raised.value)
 
 
 def by_pairs(optimizer, loss):

@@ -1,5 +1,6 @@
 """What the graph of an accumulating program says: what runs only with an update."""
 
+import copy
 import functools
 import logging
 
@@ -82,6 +83,16 @@ def test_on_the_one_mesh_of_the_program_training_is_that_of_one_device(mesh_kind
         )
     sums = result.variables["w1/gradient_accumulator"]
     assert sums.shape == (2, *expected["w1"].shape), "one for each shard"
+
+
+def test_where_a_copy_accumulates_is_decided_anew():
+    made = []
+    simd_report(lambda: made.append(on_its_own()) or made[0], *ON_ITS_OWN)
+    copied, given = copy.copy(made[0]), copy.deepcopy(local(mtf.optimize.SgdOptimizer(0.1)))
+    assert (made[0].accumulate, made[0].axes.num_shards) == ("local", 2)
+    assert (copied.accumulate, copied.axes) == (None, None)
+    assert copied.traits == on_its_own().traits
+    assert (given.accumulate, given.axes.num_shards) == ("local", 2)
 
 
 WHY_SYNCED = {
